@@ -1,0 +1,22 @@
+"""Longspan: long-context attention for JAX.
+
+Write a mask once; the same object runs block-sparse attention, explains itself and draws itself.
+"""
+
+from longspan.layout import BlockLayout as BlockLayout
+from longspan.masks import Band as Band
+from longspan.masks import Blocks as Blocks
+from longspan.masks import Causal as Causal
+from longspan.masks import Chunk as Chunk
+from longspan.masks import Custom as Custom
+from longspan.masks import Dense as Dense
+from longspan.masks import Empty as Empty
+from longspan.masks import Full as Full
+from longspan.masks import Global as Global
+from longspan.masks import KvLengths as KvLengths
+from longspan.masks import Mask as Mask
+from longspan.masks import PerHead as PerHead
+from longspan.masks import Prefix as Prefix
+from longspan.masks import Segments as Segments
+from longspan.masks import TokenTypes as TokenTypes
+from longspan.masks import Window as Window

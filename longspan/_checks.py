@@ -1,0 +1,178 @@
+"""Every check at the public edge, and its message: what was expected, what came, what to do."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check_number(mask: Any, name: str) -> None:
+    """A rule's number: a Python int, or an int array of shape () or [B]. NumPy integers become Python ints."""
+    value = getattr(mask, name)
+    label = f"{type(mask).__name__}.{name}"
+    if _is_array(value):
+        if not _is_int(value):
+            raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. Cast it with `.astype('int32')`.")
+        if value.ndim > 1:
+            raise ValueError(
+                f"{label} must be an int, or an int array of shape () or [B], got shape {tuple(value.shape)}. "
+                "Give one number for all rows, or one a batch row."
+            )
+        return
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        object.__setattr__(mask, name, operator.index(value))
+    except TypeError:
+        raise TypeError(
+            f"{label} must be an int, or an int array of shape () or [B], got {value!r} ({type(value).__name__})."
+        ) from None
+
+
+def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
+    """A number with a lower bound; a traced or array number is taken at its word."""
+    if static and _is_array(getattr(mask, name)):
+        raise TypeError(
+            f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
+            "`int(...)` outside jit."
+        )
+    check_number(mask, name)
+    value = getattr(mask, name)
+    if isinstance(value, int) and value < least:
+        raise ValueError(
+            f"{type(mask).__name__}.{name} must be >= {least}, got {value}. "
+            "For a band that leaves the query's own position out, use `Band(low, high)`."
+            if name in ("left", "right")
+            else f"{type(mask).__name__}.{name} must be >= {least}, got {value}."
+        )
+
+
+def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = False) -> None:
+    """An array of a mask: of ints or bools, with the axes named."""
+    value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
+    if value is None and optional:
+        return
+    if not _is_array(value):
+        if not isinstance(value, Sequence):
+            raise TypeError(f"{label} must be an array [{_axes(axes)}], got {type(value).__name__}.")
+        value = np.asarray(value)
+        object.__setattr__(mask, name, value)
+    wanted = _is_int(value) if kind == "int" else value.dtype == bool
+    if not wanted:
+        cure = "Cast it with `.astype('int32')`." if kind == "int" else "Compare it, e.g. `array != 0`, to get bools."
+        noun = "integers" if kind == "int" else "bools"
+        raise TypeError(f"{label} must hold {noun}, got dtype {value.dtype}. {cure}")
+    ranks = [len(option) for option in axes.split(" or ")]
+    if value.ndim not in ranks:
+        raise ValueError(
+            f"{label} must have shape [{_axes(axes)}], got rank {value.ndim} (shape {tuple(value.shape)}). "
+            "Add or drop axes, e.g. `array[None]`."
+        )
+
+
+def check_indices(mask: Any, name: str) -> None:
+    """A tuple of static ints."""
+    value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{label} must be a tuple of Python ints, got a JAX array. Global tokens that are data go into `q_flags` and "
+            "`kv_flags`."
+        )
+    try:
+        indices = tuple(operator.index(i) for i in (value if np.iterable(value) else (value,)))
+    except TypeError:
+        raise TypeError(f"{label} must be a tuple of ints, got {value!r}.") from None
+    object.__setattr__(mask, name, indices)
+
+
+def check_masks(mask: Any, name: str, kind: type) -> None:
+    """A non-empty sequence of masks."""
+    value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
+    if not isinstance(value, Sequence) or not value or not all(isinstance(m, kind) for m in value):
+        raise TypeError(f"{label} must be a non-empty sequence of masks, one a head, got {value!r}.")
+    object.__setattr__(mask, name, tuple(value))
+
+
+def check_custom(fn: Any, bounds: Any) -> None:
+    for name, value in (("fn", fn), ("bounds", bounds)):
+        if not callable(value) and not (name == "bounds" and value is None):
+            raise TypeError(f"Custom.{name} must be a function, got {type(value).__name__}.")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(repr(c) for c in choices)}.")
+
+
+def check_lengths(q_len: Any, kv_len: Any) -> None:
+    """Static, non-negative lengths."""
+    for name, value in (("q_len", q_len), ("kv_len", kv_len)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a Python int (it fixes shapes), got {value!r} ({type(value).__name__}).")
+        if value < 0:
+            raise ValueError(f"{name} must be >= 0, got {value}.")
+
+
+def check_tiles(q_tile: Any, kv_tile: Any) -> None:
+    for name, value in (("q_tile", q_tile), ("kv_tile", kv_tile)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
+
+
+def check_extents(mask: Any, *, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None) -> None:
+    """The sizes that a mask's arrays fix agree with each other and with the call."""
+    lengths = {"T": q_len, "S": kv_len}
+    names = {"T": "queries", "S": "keys", "B": "batch rows", "N": "query heads"}
+    seen: dict[str, Any] = {}
+    for extent in mask.extents():
+        name, axis, size, unit = extent
+        if axis in lengths:
+            blocks = -(-lengths[axis] // unit)
+            broadcast = name == "Dense.array" and size == 1
+            if size != blocks and not broadcast:
+                covers = f"{size} {names[axis]}" if unit == 1 else f"{size} blocks of {unit} {names[axis]}"
+                raise ValueError(
+                    f"{name} covers {covers}, but the call has {lengths[axis]}. "
+                    "Bind the mask to arrays of this length, or slice it."
+                )
+            continue
+        wanted = batch if axis == "B" else heads
+        if size == 1:
+            continue
+        if wanted is not None and size != wanted:
+            raise ValueError(f"{name} has {size} {names[axis]}, but the call has {wanted}. Give one, or {wanted}.")
+        other = seen.setdefault(axis, extent)
+        if other.size != size:
+            raise ValueError(f"{name} has {size} {names[axis]}, but {other.name} has {other.size}. They must agree.")
+
+
+def check_positions(name: str, positions: Any, length: int, batch: int) -> int:
+    """Positions [L], [1, L] or [B, L]; returns how many batch rows they tell apart."""
+    if positions is None:
+        return 1
+    if not _is_array(positions) or not _is_int(positions):
+        got = f"dtype {positions.dtype}" if _is_array(positions) else type(positions).__name__
+        raise TypeError(f"{name} must be an int array, got {got}.")
+    if positions.ndim not in (1, 2) or positions.shape[-1] != length:
+        raise ValueError(
+            f"{name} must have shape [{length}] or [B, {length}] (one position a slot), got {tuple(positions.shape)}."
+        )
+    rows = positions.shape[0] if positions.ndim == 2 else 1
+    if rows != 1 and batch != 1 and rows != batch:
+        raise ValueError(f"{name} has {rows} batch rows, but the call has {batch}. Give one, or {batch}.")
+    return rows
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+
+
+def _is_int(value: Any) -> bool:
+    return np.issubdtype(value.dtype, np.integer)
+
+
+def _axes(axes: str) -> str:
+    readable = {"B": "B or 1", "T": "T", "S": "S", "N": "N or 1", "Q": "q blocks", "r": "r"}
+    return "] or [".join(", ".join(readable[a] for a in option) for option in axes.split(" or "))

@@ -1,0 +1,26 @@
+"""The axis vocabulary and array types that every other file speaks.
+
+One letter an axis, as in `jax.nn.dot_product_attention`: `B` batch, `T` queries, `S` keys/values, `N` query heads,
+`K` key/value heads, `H` head size.
+"""
+
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+Array: TypeAlias = jax.Array | np.ndarray
+Number: TypeAlias = Any  # a Python int (static), or an int array of shape () or [B] (data)
+Namespace: TypeAlias = ModuleType  # numpy or jax.numpy
+
+Query: TypeAlias = Float[Array, "B T N H"]
+Key: TypeAlias = Float[Array, "B S K H"]
+Output: TypeAlias = Float[Array, "B T N H"]
+LogSumExp: TypeAlias = Float[Array, "B T N"]
+Positions: TypeAlias = Int[Array, "B_or_1 L"]
+Scores: TypeAlias = Bool[Array, "B_or_1 N_or_1 T S"]
+
+# Positions are clipped here so that the sum of a position and a distance never overflows int32.
+FAR = 2**30 - 1

@@ -1,0 +1,274 @@
+"""`BlockLayout`: which key tiles each query tile visits. Planned once a step, used by every layer and engine.
+
+A layout holds, for each query tile, a static number of half-open intervals of key tiles, and once for all rows a list
+of further key tiles that every query tile visits (the columns of global tokens). Both grow linearly with the length;
+the table of all tile pairs never exists. Whether a visited tile is EMPTY, PARTIAL or FULL is asked of the mask when it
+is visited.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from longspan._checks import check_tiles
+from longspan._types import Array, Namespace, Positions
+from longspan.masks import Mask
+from longspan.masks.base import Spans, short
+from longspan.masks.side import Side, Slots, Tiles, two_sides
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+CHUNK = 1 << 22  # how many pairs or tiles are looked at together when counting
+
+
+def _static(**kwargs):
+    return field(metadata=dict(static=True), **kwargs)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockLayout:
+    """The key tiles that each query tile visits, with the mask that rules inside them.
+
+    `starts`, `stops` [B or 1, N or 1, query tiles, P] are half-open intervals of key tiles; within a row they are
+    disjoint, unless the layout lists a tile twice on purpose: it is then visited, and counts, twice. `common`
+    [B or 1, N or 1, key tiles] lists `common_count` further key tiles for every row that does not have them already.
+    In a transposed layout rows are key tiles and the intervals hold query tiles.
+
+    Example:
+        >>> from longspan import Causal
+        >>> layout = Causal().layout(256, 256, q_tile=128, kv_tile=64)
+        >>> layout.stops[0, 0, :, 0].tolist()
+        [2, 4]
+    """
+
+    mask: Mask
+    starts: Int[Array, "..."]
+    stops: Int[Array, "..."]
+    common: Int[Array, "..."] | None
+    common_count: Int[Array, "..."] | None
+    q_positions: Any
+    kv_positions: Any
+    forward: "BlockLayout | None"  # what a transposed layout was made from: it knows how often a pair counts
+    q_len: int = _static()
+    kv_len: int = _static()
+    q_tile: int = _static()
+    kv_tile: int = _static()
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.q_len // self.q_tile)
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.kv_len // self.kv_tile)
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.forward is not None
+
+    def transpose(self) -> "BlockLayout":
+        """The query tiles that visit each key tile, for passes that go over keys.
+
+        Its intervals may also hold query tiles that do not visit the key tile: `visits_of` says how often each does.
+        """
+        if self.forward is not None:
+            return self.forward
+        xp = _namespace(self)
+        q, kv = self.sides(xp=xp)
+        spans = self.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
+        spans = Spans(
+            *(a.swapaxes(2, 3) for a in spans[:2]), None if spans.common is None else spans.common.swapaxes(2, 3)
+        )
+        rows = _rows(xp, spans, self.kv_tiles, self.q_tile, self.q_tiles)
+        return replace(self, forward=self, **rows._asdict())
+
+    def sides(self, *, batch: int | None = None, heads: int | None = None, xp: Namespace = jnp) -> tuple[Side, Side]:
+        """Both sides as rules see them."""
+        known = [self.mask.batch, *(p.shape[0] for p in (self.q_positions, self.kv_positions) if p is not None)]
+        return two_sides(
+            self.q_len,
+            self.kv_len,
+            batch=max(known) if batch is None else batch,
+            heads=self.mask.heads if heads is None else heads,
+            q_positions=self.q_positions,
+            kv_positions=self.kv_positions,
+            xp=xp,
+        )
+
+    def row(self, batch: int, head: int, tile: int) -> list[int]:
+        """The tiles that one row visits, in order, each as often as it counts (host only)."""
+        starts, stops = (np.asarray(a) for a in (self.starts, self.stops))
+        b, n = (min(i, s - 1) for i, s in zip((batch, head), starts.shape, strict=False))
+        tiles = [j for lo, hi in zip(starts[b, n, tile], stops[b, n, tile], strict=True) for j in range(lo, hi)]
+        if self.common is not None and self.common_count is not None:
+            b, n = (min(i, s - 1) for i, s in zip((batch, head), self.common.shape, strict=False))
+            listed = np.asarray(self.common)[b, n, : int(np.asarray(self.common_count)[b, n])]
+            tiles += [int(j) for j in listed if j not in set(tiles)]
+        if self.forward is not None:
+            return [i for i in tiles for _ in range(self.forward.row(batch, head, i).count(tile))]
+        return tiles
+
+    def visits(self) -> int:
+        """How many tiles are visited, over the batch rows and heads that the layout tells apart (host only)."""
+        return sum(len(j) for _, _, _, j in self.entries())
+
+    def entries(self) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+        """(batch, head, rows, tiles) for each batch row and head told apart: all visits as pairs (host only)."""
+        batches, heads = (
+            max(a.shape[axis] for a in (self.starts, self.common) if a is not None) for axis in (0, 1)
+        )
+        for b in range(batches):
+            for n in range(heads):
+                yield b, n, *self._pairs(b, n)
+
+    def _pairs(self, b: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.forward is not None:
+            rows = [self.row(b, n, i) for i in range(self.starts.shape[2])]
+            lengths = [len(r) for r in rows]
+            return np.repeat(np.arange(len(rows)), lengths), np.array([j for r in rows for j in r], int)
+        starts, stops = (np.asarray(a[min(b, a.shape[0] - 1), min(n, a.shape[1] - 1)]) for a in (self.starts, self.stops))
+        widths = np.maximum(stops - starts, 0).reshape(-1)
+        rows = np.repeat(np.arange(starts.shape[0]), starts.shape[1]).repeat(widths)
+        ends = np.cumsum(widths)
+        tiles = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - widths, widths)
+        tiles = tiles + np.repeat(starts.reshape(-1), widths)
+        if self.common is None or self.common_count is None:
+            return rows, tiles
+        at = min(b, self.common.shape[0] - 1), min(n, self.common.shape[1] - 1)
+        listed = np.asarray(self.common)[at][: int(np.asarray(self.common_count)[at])]
+        inside = np.any((starts[:, None] <= listed[:, None]) & (listed[:, None] < stops[:, None]), axis=-1)
+        more_rows, which = np.nonzero(~inside)
+        return np.concatenate([rows, more_rows]), np.concatenate([tiles, listed[which]])
+
+    def __repr__(self) -> str:
+        kind = "transposed " if self.is_transposed else ""
+        return (
+            f"<{kind}BlockLayout of {self.mask!r}: {self.q_len}x{self.kv_len} in tiles of "
+            f"{self.q_tile}x{self.kv_tile}, intervals {short(self.starts)}>"
+        )
+
+
+class Rows(NamedTuple):
+    """The arrays of a layout that name tiles."""
+
+    starts: Any
+    stops: Any
+    common: Any
+    common_count: Any
+
+
+class Counts(NamedTuple):
+    """What a concrete layout visits, over all batch rows and heads told apart."""
+
+    empty: int  # visited, but nothing in it is allowed
+    partial: int
+    full: int
+    pairs: int  # allowed pairs of tokens, each as often as it counts
+
+
+@no_type_check
+def plan(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    q_tile: int,
+    kv_tile: int,
+    *,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    xp: Namespace | None = None,
+) -> BlockLayout:
+    """The layout of a mask, in NumPy if all that it reads is static, in JAX otherwise."""
+    check_tiles(q_tile, kv_tile)
+    if xp is None:
+        xp = _namespace((mask, q_positions, kv_positions))
+    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp)
+    spans = mask.kv_spans(q.tiles(q_tile), kv.tiles(kv_tile))
+    rows = _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
+    return BlockLayout(
+        mask,
+        *rows,
+        q_positions=q.positions,
+        kv_positions=kv.positions,
+        forward=None,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_tile=q_tile,
+        kv_tile=kv_tile,
+    )
+
+
+def count(layout: BlockLayout) -> Counts:
+    """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
+    q, kv = layout.sides(xp=np)
+    totals = np.zeros(4, np.int64)
+    entries = list(layout.entries())
+    for batch in range(max(q.batch.size, len({b for b, *_ in entries}))):
+        for head in range(max(q.head.size, len({n for _, n, *_ in entries}))):
+            rows, tiles = layout._pairs(batch, head)
+            one = [s.at(batch=np.full((1, 1, 1, 1), batch, np.int32), head=np.full((1, 1, 1, 1), head, np.int32)) for s in (q, kv)]
+            totals += _count_pairs(layout, *one, rows.astype(np.int32), tiles.astype(np.int32))
+    return Counts(*map(int, totals))
+
+
+def _count_pairs(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    totals = np.zeros(4, np.int64)
+    for at in range(0, len(rows), CHUNK):
+        i, j = (a[at : at + CHUNK].reshape(1, 1, -1, 1) for a in (rows, tiles))
+        q_tiles, kv_tiles = Tiles(q, layout.q_tile, i), Tiles(kv, layout.kv_tile, j)
+        some, every = (np.broadcast_to(k, i.shape).reshape(-1) for k in layout.mask.classify(q_tiles, kv_tiles))
+        area = ((q_tiles.stop - q_tiles.start) * (kv_tiles.stop - kv_tiles.start)).reshape(-1).astype(np.int64)
+        partial = np.flatnonzero(some & ~every)
+        pairs = int(area[every].sum()) + _count_allowed(layout, q, kv, i.reshape(-1)[partial], j.reshape(-1)[partial])
+        totals += np.array([(~some).sum(), len(partial), every.sum(), pairs])
+    return totals
+
+
+def _count_allowed(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> int:
+    """Allowed pairs in some tiles; the head axis runs over the tiles."""
+    total, step = 0, max(1, CHUNK // (layout.q_tile * layout.kv_tile))
+    for at in range(0, len(rows), step):
+        i, j = (a[at : at + step].reshape(1, -1, 1, 1) for a in (rows, tiles))
+        q_slots = Slots(q, q.along(np.arange(layout.q_tile, dtype=np.int32)) + i * layout.q_tile)
+        kv_slots = Slots(kv, kv.along(np.arange(layout.kv_tile, dtype=np.int32)) + j * layout.kv_tile)
+        real = (q_slots.index < layout.q_len) & (kv_slots.index < layout.kv_len)
+        total += int(np.count_nonzero(layout.mask.allowed(q_slots, kv_slots) & real))
+    return total
+
+
+def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows:
+    """Slot intervals as disjoint tile intervals, sorted within each row."""
+    low, high, common = spans
+    shape = np.broadcast_shapes(low.shape, high.shape, (1, 1, rows, 1))
+    low, high = xp.broadcast_to(low, shape), xp.broadcast_to(high, shape)
+    empty = low >= high
+    starts = xp.where(empty, np.int32(tiles), low // tile).astype(np.int32)
+    stops = xp.where(empty, np.int32(tiles), -(-high // tile)).astype(np.int32)
+    if shape[3] > 1:
+        order = xp.argsort(starts, axis=3, stable=True)
+        starts, stops = (xp.take_along_axis(a, order, axis=3) for a in (starts, stops))
+        # What an earlier interval covers is cut off the later ones, so that no tile is visited twice.
+        reached = _running_max(xp, stops)
+        starts = xp.concatenate([starts[..., :1], xp.maximum(starts[..., 1:], reached[..., :-1])], axis=3)
+        stops = xp.maximum(starts, stops)
+    if common is None:
+        return Rows(starts, stops, None, None)
+    common = xp.broadcast_to(common, (*common.shape[:3], tiles))[:, :, 0]
+    listed = xp.argsort(~common, axis=2, stable=True).astype(np.int32)
+    return Rows(starts, stops, listed, xp.sum(common, axis=2, dtype=np.int32))
+
+
+def _running_max(xp: Namespace, array):
+    return np.maximum.accumulate(array, axis=3) if xp is np else jax.lax.cummax(array, axis=3)
+
+
+def _namespace(tree: Any) -> Namespace:
+    """NumPy if every array in the tree is NumPy's, else JAX."""
+    return np if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)) else jnp
+
+

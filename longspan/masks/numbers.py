@@ -1,0 +1,295 @@
+"""Rules that compare positions: everything, bands (causal, windows), chunks and prefixes."""
+
+from longspan._checks import check_at_least, check_number
+from longspan._types import FAR, Number
+from longspan.masks.base import Mask, Spans, nothing, rule, short, whole_or_nothing
+
+
+@rule
+class Full(Mask):
+    """Allows every pair.
+
+    Example:
+        >>> print(Full().show(2, 3))
+        ###
+        ###
+    """
+
+    def allowed(self, q, kv):
+        return (q.index >= 0) | (kv.index >= 0)
+
+    def classify(self, q, kv):
+        yes = q.side.xp.full((1, 1, 1, 1), True)
+        return yes, yes
+
+
+@rule
+class Empty(Mask):
+    """Allows no pair: every query gives zeros.
+
+    Example:
+        >>> print(Empty().show(2, 3))
+        ...
+        ...
+    """
+
+    def allowed(self, q, kv):
+        return (q.index < 0) & (kv.index < 0)
+
+    def classify(self, q, kv):
+        no = q.side.xp.full((1, 1, 1, 1), False)
+        return no, no
+
+    def kv_spans(self, q, kv):
+        return nothing(q.side.xp)
+
+    def q_spans(self, kv, q):
+        return nothing(q.side.xp)
+
+
+class _Banded(Mask):
+    """The part that `Band`, `Causal` and `Window` share: low <= k - q <= high."""
+
+    def allowed(self, q, kv):
+        low, high = self._ends(q)
+        truth = Full().allowed(q, kv)
+        if low is not None:
+            truth = truth & (kv.position >= q.position + low)
+        if high is not None:
+            truth = truth & (kv.position <= q.position + high)
+        return truth
+
+    def classify(self, q, kv):
+        low, high = self._ends(q)
+        may_any, must_all = Full().classify(q, kv)
+        if low is not None:
+            may_any = may_any & (kv.last >= q.first + low)
+            must_all = must_all & (kv.first >= q.last + low)
+        if high is not None:
+            may_any = may_any & (kv.first <= q.last + high)
+            must_all = must_all & (kv.last <= q.first + high)
+        return may_any, must_all
+
+    def kv_spans(self, q, kv):
+        low, high = self._ends(q)
+        first = q.first * 0 - FAR if low is None else q.first + low
+        last = q.last * 0 + FAR if high is None else q.last + high
+        return Spans(*kv.side.between(first, last))
+
+    def q_spans(self, kv, q):
+        low, high = self._ends(q)
+        first = kv.first * 0 - FAR if high is None else kv.first - high
+        last = kv.last * 0 + FAR if low is None else kv.last - low
+        return Spans(*q.side.between(first, last))
+
+    def _ends(self, side):
+        """(low, high) ready to broadcast; None is unbounded."""
+        low, high = self.band() or (None, None)
+        return tuple(None if end is None else side.number(end) for end in (low, high))
+
+
+@rule
+class Band(_Banded):
+    """Allows low <= k - q <= high, where `None` leaves a side open. `Causal` and `Window` are bands.
+
+    Example:
+        >>> print(Band(-2, -1).show(4, 4))
+        ....
+        #...
+        ##..
+        .##.
+    """
+
+    low: Number | None
+    high: Number | None
+
+    def __post_init__(self):
+        for name in ("low", "high"):
+            if getattr(self, name) is not None:
+                check_number(self, name)
+
+    def band(self):
+        return self.low, self.high
+
+    def _arguments(self):
+        return [short(self.low), short(self.high)]
+
+
+@rule
+class Causal(_Banded):
+    """Allows k <= q + offset.
+
+    Args:
+        offset: how far ahead a query may look; an int, or an int array of shape () or [B].
+
+    Example:
+        >>> print(Causal().show(3, 3))
+        #..
+        ##.
+        ###
+    """
+
+    offset: Number = 0
+
+    def __post_init__(self):
+        check_number(self, "offset")
+
+    def band(self):
+        return None, self.offset
+
+    def _arguments(self):
+        return [] if isinstance(self.offset, int) and self.offset == 0 else [short(self.offset)]
+
+
+@rule
+class Window(_Banded):
+    """Allows q - left·dilation <= k <= q + right·dilation where k - q is divisible by dilation.
+
+    `left` and `right` count keys *besides* the query's own position: `Window(3, 0)` is itself and 3 before, 4 keys;
+    `Window(4, 4)` is Longformer's radius 4, 9 keys.
+
+    Args:
+        left: keys before the query; an int >= 0, or an int array of shape () or [B].
+        right: keys after the query; likewise.
+        dilation: distance between the keys; an int >= 1, or an int array of shape () or [B].
+
+    Example:
+        >>> print(Window(1, 1, dilation=2).show(5, 5))
+        #.#..
+        .#.#.
+        #.#.#
+        .#.#.
+        ..#.#
+    """
+
+    left: Number
+    right: Number
+    dilation: Number = 1
+
+    def __post_init__(self):
+        check_at_least(self, "left", 0)
+        check_at_least(self, "right", 0)
+        check_at_least(self, "dilation", 1)
+
+    def allowed(self, q, kv):
+        inside = super().allowed(q, kv)
+        if self._dense():
+            return inside
+        return inside & ((kv.position - q.position) % q.number(self.dilation) == 0)
+
+    def classify(self, q, kv):
+        if self._dense():
+            return super().classify(q, kv)
+        xp, dilation = q.side.xp, q.number(self.dilation)
+        low, high = self._ends(q)
+        least, most = kv.first - q.last, kv.last - q.first
+        # Some multiple of the dilation within both the tile's distances and the window's.
+        nearest = xp.minimum(most, high) // dilation * dilation
+        may_any = nearest >= xp.maximum(least, low)
+        one_distance = (least == most) & (least % dilation == 0)
+        must_all = (one_distance | (dilation == 1)) & (least >= low) & (most <= high)
+        return may_any, must_all
+
+    def band(self):
+        return (-self.left, self.right) if self._dense() else None
+
+    def _ends(self, side):
+        left, right, dilation = (side.number(n) for n in (self.left, self.right, self.dilation))
+        return _capped(-left * dilation), _capped(right * dilation)
+
+    def _dense(self) -> bool:
+        return isinstance(self.dilation, int) and self.dilation == 1
+
+    def _arguments(self):
+        dilated = [] if self._dense() else [f"dilation={short(self.dilation)}"]
+        return [short(self.left), short(self.right), *dilated]
+
+
+@rule
+class Chunk(Mask):
+    """Allows q // size = k // size: attention within chunks of `size` positions.
+
+    Args:
+        size: positions in a chunk; an int >= 1, or an int array of shape () or [B].
+
+    Example:
+        >>> print(Chunk(2).show(4, 4))
+        ##..
+        ##..
+        ..##
+        ..##
+    """
+
+    size: Number
+
+    def __post_init__(self):
+        check_at_least(self, "size", 1)
+
+    def allowed(self, q, kv):
+        size = q.number(self.size)
+        return q.position // size == kv.position // size
+
+    def classify(self, q, kv):
+        size = q.number(self.size)
+        q_first, q_last, kv_first, kv_last = (p // size for p in (q.first, q.last, kv.first, kv.last))
+        may_any = (q_first <= kv_last) & (kv_first <= q_last)
+        must_all = (q_first == q_last) & (kv_first == kv_last) & (q_first == kv_first)
+        return may_any, must_all
+
+    def kv_spans(self, q, kv):
+        return self._spans(q, kv)
+
+    def q_spans(self, kv, q):
+        return self._spans(kv, q)
+
+    def _spans(self, rows, others):
+        size = rows.number(self.size)
+        return Spans(*others.side.between(rows.first // size * size, rows.last // size * size + (size - 1)))
+
+    def _arguments(self):
+        return [short(self.size)]
+
+
+@rule
+class Prefix(Mask):
+    """Allows k < length, for every query. `Causal() | Prefix(n)` is a prefix-LM.
+
+    Args:
+        length: an int >= 0, or an int array of shape () or [B].
+
+    Example:
+        >>> print((Causal() | Prefix(2)).show(3, 3))
+        ##.
+        ##.
+        ###
+    """
+
+    length: Number
+
+    def __post_init__(self):
+        check_at_least(self, "length", 0)
+
+    def allowed(self, q, kv):
+        return Full().allowed(q, kv) & (kv.position < q.number(self.length))
+
+    def classify(self, q, kv):
+        length = q.number(self.length)
+        return kv.first < length, kv.last < length
+
+    def kv_spans(self, q, kv):
+        xp, length = q.side.xp, q.number(self.length)
+        last = xp.full((1, 1, 1, 1), length - 1, "int32") if isinstance(length, int) else length - 1
+        return Spans(*kv.side.between(last * 0 - FAR, last))
+
+    def q_spans(self, kv, q):
+        return whole_or_nothing(kv.side.xp, kv.first < kv.number(self.length), q.side.length)
+
+    def _arguments(self):
+        return [short(self.length)]
+
+
+def _capped(distance):
+    """A distance that stays small enough to be added to a position."""
+    return max(-FAR, min(FAR, distance)) if isinstance(distance, int) else distance
+
+
