@@ -1,0 +1,77 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer: the first run builds .venv from requirements.lock.
+PYTHON ?= python3
+# Processes that pytest starts; 0 runs everything in one.
+JOBS ?= 2
+# More arguments for pytest, e.g. make test ARGS="-k window -x"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP_FLAGS := -qq --disable-pip-version-check
+
+.PHONY: help setup demo test slow lint format bench lock clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       draw masks and attend with them"
+	@echo "make test       the default test suite (ARGS=... goes to pytest)"
+	@echo "make slow       the long suite: property tests with 2000 examples"
+	@echo "make lint       ruff and pyright"
+	@echo "make format     let ruff rewrite the files"
+	@echo "make bench      the benchmarks"
+	@echo "make lock       pin the newest versions that pyproject.toml allows"
+	@echo "make clean      remove caches and build products; distclean also removes $(VENV)"
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "longspan needs Python 3.11 or newer, but $(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "Creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing requirements.lock into $(VENV) (a minute or two, once)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements.lock
+	@echo "Installing longspan itself, editable"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+slow: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --warnings
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# From an empty environment, so that nothing installed by hand gets pinned.
+lock:
+	@echo "Resolving pyproject.toml in build/lock"
+	@$(PYTHON) -m venv --clear build/lock
+	@build/lock/bin/python -m pip install $(PIP_FLAGS) ".[dev]"
+	@{ echo "# Exact versions for development and CI, written by 'make lock'."; \
+	   build/lock/bin/python -m pip freeze --exclude longspan; } > build/requirements.lock
+	@mv build/requirements.lock requirements.lock
+	@rm -rf build/lock
+	@echo "Wrote requirements.lock: $$(grep -c == requirements.lock) packages"
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
