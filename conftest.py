@@ -1,0 +1,63 @@
+"""Settings of every test, doctest and README block: it sits at the root because doctests live in the package."""
+
+import os
+
+# Both are read once, when JAX starts its backend, so they come before the first import of it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Only modules imported from here on are checked, so nothing above may import longspan.
+jaxtyping.install_import_hook("longspan", "beartype.beartype")
+
+# No deadline, and no complaint about slow examples: the first example of a shape compiles.
+EVERYWHERE = dict(
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("default", max_examples=200, **EVERYWHERE)
+hypothesis.settings.register_profile("slow", max_examples=2000, **EVERYWHERE)
+
+
+def pytest_configure(config):
+    if not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile(os.environ.get("LONGSPAN_HYPOTHESIS") or _profile_of(config))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(config, items):
+    """The slow suite repeats every property test, with more examples."""
+    if _profile_of(config) == "slow":
+        for item in items:
+            if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker("slow")
+
+
+def _profile_of(config) -> str:
+    words = config.option.markexpr.replace("not slow", "")
+    return "slow" if "slow" in words.split() else "default"
+
+
+@pytest.fixture(autouse=True)
+def _names_in_doctests(request):
+    if isinstance(request.node, pytest.DoctestItem):
+        import jax.numpy as jnp
+        import numpy as np
+
+        import longspan as ls
+
+        request.getfixturevalue("doctest_namespace").update(jax=jax, jnp=jnp, np=np, ls=ls)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """The package as users get it. With the shape checker on, its errors come before ours."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
