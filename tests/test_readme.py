@@ -1,0 +1,28 @@
+"""What the README and the docs show works, and prints what they say it prints."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A python block, and the text block right below it, if there is one.
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text("utf-8"))], ids=lambda p: p.name)
+def test_python_blocks_run_in_order(page, capsys):
+    text, names = page.read_text("utf-8"), {"__name__": page.name}
+    for block in BLOCK.finditer(text):
+        # Blank lines in front, so that a traceback shows the line of the page.
+        source = "\n" * (text.count("\n", 0, block.start()) + 1) + block[1]
+        exec(compile(source, page, "exec"), names)
+        printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        assert (block[2] or "").strip("\n") in printed
+
+
+def test_the_first_example_fits_in_ten_lines():
+    first = BLOCK.search((ROOT / "README.md").read_text("utf-8"))
+    assert first is not None
+    assert len([line for line in first[1].splitlines() if line.strip()]) <= 10

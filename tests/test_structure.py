@@ -1,0 +1,173 @@
+"""The tree keeps its shape: imports point downwards, names are documented, importing is light, files travel."""
+
+import ast
+import graphlib
+import importlib
+import operator
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+# From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
+ORDER = (
+    "_version", "_types", "_checks", "dropout", "masks", "patterns", "layout", "render", "maskinfo", "rope", "cache",
+    "engines", "attention", "parallel", "nn", "models", "hf", "testing", "cli",
+)  # fmt: skip
+
+NEVER_LOADED = (
+    "flax", "optax", "orbax", "safetensors", "tokenizers", "typer", "rich", "matplotlib", "torch", "transformers",
+    "beartype", "hypothesis", "pytest",
+)  # fmt: skip
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "longspan"
+
+
+def test_module_level_imports_point_downwards():
+    complaints = [c for i in imports_of(PACKAGE) if (c := complaint(i))]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_every_module_has_a_place_in_the_order():
+    strangers = {room(name) for name in modules_of(PACKAGE)} - {*ORDER, "", "__main__"}
+    assert not strangers, (
+        f"Add {sorted(strangers)} to ORDER at the top of {Path(__file__).name}, after what they import."
+    )
+
+
+def test_modules_do_not_import_in_circles():
+    graph: dict[str, set[str]] = {name: set() for name in modules_of(PACKAGE)}
+    for i in imports_of(PACKAGE):
+        graph[i.importer].add(i.target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("These modules import each other: " + " <- ".join(error.args[1]))
+
+
+def test_exports_and_api_page_list_the_same_names():
+    exported, documented = exports(PACKAGE), {name for name in documented_names() if "." not in name}
+    assert not exported - documented, f"Add to docs/api.md: {sorted(exported - documented)}"
+    assert not documented - exported, f"In docs/api.md, but not exported `X as X`: {sorted(documented - exported)}"
+
+
+def test_every_documented_name_has_an_example():
+    longspan = importlib.import_module("longspan")
+    bare = [name for name in documented_names() if ">>>" not in (operator.attrgetter(name)(longspan).__doc__ or "")]
+    assert not bare, f"No `>>>` in the docstring of {bare}"
+
+
+def test_importing_longspan_loads_no_optional_dependency():
+    program = f"import sys, longspan; print(*sorted(set({NEVER_LOADED}) & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    assert not loaded.strip(), (
+        f"`import longspan` loads {loaded.split()}: import them inside the function that needs them."
+    )
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_files_name_no_registry_host_and_no_machine_path():
+    # In pieces, so that this file does not name them either.
+    hosts = "|".join(rf"{host}\.{top}" for host, top in [("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org"),
+                                                         ("anaconda", "org"), ("crates", "io")])  # fmt: skip
+    forbidden = re.compile(rf"{hosts}|(?<![\w.~-])/(?:root|work|opt|home)/")
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    found = [
+        f"{name}:{number}: {match[0]}"
+        for name in names
+        if (ROOT / name).is_file()
+        for number, line in enumerate((ROOT / name).read_text("utf-8", errors="replace").splitlines(), start=1)
+        for match in forbidden.finditer(line)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+class Import(NamedTuple):
+    importer: str
+    target: str
+    line: int
+
+
+def complaint(i: Import) -> str | None:
+    here, there = room(i.importer), room(i.target)
+    where = f"{i.importer}, line {i.line}, imports {i.target}"
+    if here in ("", "__main__") or here not in ORDER:
+        return None
+    if there not in ORDER:
+        return f"{where}: import from the module that defines the name, not from one that imports everything."
+    if ORDER.index(there) > ORDER.index(here):
+        return f"{where}: that points upwards, `{there}` comes after `{here}`. Move it, or import inside the function."
+    names = i.importer.split("."), i.target.split(".")
+    if here == there == "engines" and all(len(n) > 2 for n in names) and not names[1][2].startswith("_"):
+        return f"{where}: engines do not import each other. Move what they share to engines/_*.py."
+    return None
+
+
+def room(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0]
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """The package's modules by dotted name; a folder goes by the name of its `__init__.py`."""
+    paths = sorted(package.rglob("*.py"))
+    parts = [path.relative_to(package.parent).with_suffix("").parts for path in paths]
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): path for p, path in zip(parts, paths, strict=True)}
+
+
+def imports_of(package: Path) -> list[Import]:
+    """Every import of one of the package's modules by another that runs when the importer is loaded."""
+    modules = modules_of(package)
+    return [
+        Import(importer, target, node.lineno)
+        for importer, path in modules.items()
+        for node in loaded_nodes(ast.parse(path.read_text("utf-8")))
+        for target in targets(node, importer, path.name == "__init__.py", modules)
+    ]
+
+
+def loaded_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those inside functions and `if TYPE_CHECKING`, which do not run on import."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from (other, *loaded_nodes(other))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from loaded_nodes(node)
+
+
+def targets(node: ast.AST, importer: str, is_folder: bool, modules: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that an import statement names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in modules)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = importer.split(".")
+            above = above[: len(above) - node.level + is_folder]
+            base = ".".join([*above, *base.split(".")] if base else above)
+        for alias in node.names:
+            target = f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base
+            if target in modules:
+                yield target
+
+
+def exports(package: Path) -> set[str]:
+    """The names that `__init__.py` re-exports as `X as X`."""
+    nodes = ast.walk(ast.parse((package / "__init__.py").read_text("utf-8")))
+    aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    return {a.name for a in aliases if a.asname == a.name and not a.name.startswith("_")}
+
+
+def documented_names() -> list[str]:
+    """The names that docs/api.md lists, one a bullet; `testing.make_qkv` is a name inside an exported module."""
+    return re.findall(r"^- `([\w.]+)`", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
