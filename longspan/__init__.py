@@ -3,6 +3,11 @@
 Write a mask once; the same object runs block-sparse attention, explains itself and draws itself.
 """
 
+from longspan import testing as testing
+from longspan._version import __version__ as __version__
+from longspan.attention import Explanation as Explanation
+from longspan.attention import attention as attention
+from longspan.attention import explain as explain
 from longspan.layout import BlockLayout as BlockLayout
 from longspan.masks import Band as Band
 from longspan.masks import Blocks as Blocks

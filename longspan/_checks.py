@@ -176,3 +176,92 @@ def _is_int(value: Any) -> bool:
 def _axes(axes: str) -> str:
     readable = {"B": "B or 1", "T": "T", "S": "S", "N": "N or 1", "Q": "q blocks", "r": "r"}
     return "] or [".join(", ".join(readable[a] for a in option) for option in axes.split(" or "))
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_qkv(q: Any, k: Any, v: Any) -> None:
+    """Queries [B,T,N,H], keys and values [B,S,K,H] of one float dtype."""
+    for name, x, axes in (("q", q, "[B, T, N, H]"), ("k", k, "[B, S, K, H]"), ("v", v, "[B, S, K, H]")):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"`{name}` must be an array {axes}, got {type(x).__name__}.")
+        if len(x.shape) != 4:
+            raise ValueError(
+                f"`{name}` must have shape {axes}, got rank {len(x.shape)} (shape {tuple(x.shape)}). "
+                "Add the batch axis with `x[None]`, or split heads with `x.reshape(B, T, N, H)`."
+            )
+        if x.dtype.name not in FLOATS:
+            raise TypeError(f"`{name}` must be one of {', '.join(FLOATS)}, got {x.dtype}. Cast it with `.astype(...)`.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"`q`, `k` and `v` must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if k.shape != v.shape:
+        raise ValueError(f"`k` and `v` must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
+    (batch, _, heads, size), (kv_batch, _, kv_heads, kv_size) = q.shape, k.shape
+    if batch != kv_batch:
+        raise ValueError(f"`q` has batch {batch} and `k` has batch {kv_batch}: they must agree.")
+    if size != kv_size:
+        raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}: they must agree.")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"`q` has {heads} heads and `k` has {kv_heads}: query heads must be a multiple of key/value heads. "
+            "Repeat `k` and `v`, or change the number of key/value heads."
+        )
+
+
+def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -> tuple[int, ...]:
+    """An array that broadcasts to [B,N,T,S], of rank 2 or 4; returns its shape as rank 4."""
+    wanted = array.dtype == bool if kind == "bool" else array.dtype.name in FLOATS
+    if not wanted:
+        cure = (
+            "Give an additive mask as `bias`, or compare it, e.g. `mask != 0`."
+            if kind == "bool"
+            else "Give a mask of bools as `mask`, or cast it."
+        )
+        raise TypeError(f"`{name}` as an array must be {kind}, got {array.dtype}. {cure}")
+    if array.ndim == 3:
+        raise ValueError(
+            f"`{name}` has rank 3, shape {tuple(array.shape)}, which could be [B, T, S] or [N, T, S]. "
+            f"Say which: `{name}[:, None]` for one a batch row, `{name}[None]` for one a head."
+        )
+    full = (1,) * (4 - array.ndim) + tuple(array.shape)
+    if array.ndim not in (2, 4) or any(n not in (1, m) for n, m in zip(full, shape, strict=True)):
+        raise ValueError(
+            f"`{name}` must be broadcastable to [B, N, T, S] = {list(shape)} (or be [T, S]), got shape "
+            f"{tuple(array.shape)}."
+        )
+    return full
+
+
+def check_sinks(sinks: Any, heads: int) -> None:
+    if not hasattr(sinks, "shape") or tuple(sinks.shape) != (heads,) or sinks.dtype.name not in FLOATS:
+        got = f"shape {tuple(sinks.shape)}, {sinks.dtype}" if hasattr(sinks, "shape") else type(sinks).__name__
+        raise ValueError(f"`sinks` must be one float logit a query head, shape [{heads}], got {got}.")
+
+
+def check_dropout(rate: Any, key: Any) -> None:
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` must be a Python float in [0, 1), got {rate!r}.")
+    if rate > 0 and key is None:
+        raise ValueError(f"dropout_rate={rate} needs a `dropout_key`. Pass `dropout_key=jax.random.key(seed)`.")
+
+
+def check_soft_cap(soft_cap: Any) -> None:
+    if soft_cap is not None and (not isinstance(soft_cap, int | float) or not soft_cap > 0):
+        raise ValueError(f"`soft_cap` must be a Python float > 0 or None, got {soft_cap!r}.")
+
+
+def check_scale(scale: Any) -> None:
+    if scale is None or (isinstance(scale, int | float) and not isinstance(scale, bool)):
+        return
+    if not hasattr(scale, "shape") or scale.shape != () or scale.dtype.name not in FLOATS:
+        raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
+
+
+def check_bound_lengths(what: str, mine: Sequence[int], call: Sequence[int]) -> None:
+    """A mask that was bound or planned for some lengths is used with those."""
+    if tuple(mine) != tuple(call):
+        raise ValueError(
+            f"This {what} is for {mine[0]} queries and {mine[1]} keys, but the call has {call[0]} and {call[1]}. "
+            "Make one for these lengths, or slice it."
+        )

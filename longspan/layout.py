@@ -58,6 +58,7 @@ class BlockLayout:
     kv_len: int = _static()
     q_tile: int = _static()
     kv_tile: int = _static()
+    repeats: bool = _static(default=False)  # some tiles are listed more than once, and count as often
 
     @property
     def q_tiles(self) -> int:
@@ -102,12 +103,10 @@ class BlockLayout:
 
     def row(self, batch: int, head: int, tile: int) -> list[int]:
         """The tiles that one row visits, in order, each as often as it counts (host only)."""
-        starts, stops = (np.asarray(a) for a in (self.starts, self.stops))
-        b, n = (min(i, s - 1) for i, s in zip((batch, head), starts.shape, strict=False))
-        tiles = [j for lo, hi in zip(starts[b, n, tile], stops[b, n, tile], strict=True) for j in range(lo, hi)]
-        if self.common is not None and self.common_count is not None:
-            b, n = (min(i, s - 1) for i, s in zip((batch, head), self.common.shape, strict=False))
-            listed = np.asarray(self.common)[b, n, : int(np.asarray(self.common_count)[b, n])]
+        starts, stops = (_plane(a, batch, head)[tile] for a in (self.starts, self.stops))
+        tiles = [int(j) for lo, hi in zip(starts, stops, strict=True) for j in range(lo, hi)]
+        if self.common is not None:
+            listed = _plane(self.common, batch, head)[: int(_plane(self.common_count, batch, head))]
             tiles += [int(j) for j in listed if j not in set(tiles)]
         if self.forward is not None:
             return [i for i in tiles for _ in range(self.forward.row(batch, head, i).count(tile))]
@@ -115,35 +114,36 @@ class BlockLayout:
 
     def visits(self) -> int:
         """How many tiles are visited, over the batch rows and heads that the layout tells apart (host only)."""
-        return sum(len(j) for _, _, _, j in self.entries())
+        return sum(len(tiles) for b, n in self.planes() for _, tiles in self.entries(b, n))
 
-    def entries(self) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """(batch, head, rows, tiles) for each batch row and head told apart: all visits as pairs (host only)."""
-        batches, heads = (
-            max(a.shape[axis] for a in (self.starts, self.common) if a is not None) for axis in (0, 1)
-        )
-        for b in range(batches):
-            for n in range(heads):
-                yield b, n, *self._pairs(b, n)
+    def planes(self) -> Iterator[tuple[int, int]]:
+        """(batch row, head) for each that the layout tells apart."""
+        tables = [a for a in (self.starts, self.common) if a is not None]
+        yield from np.ndindex(max(a.shape[0] for a in tables), max(a.shape[1] for a in tables))
 
-    def _pairs(self, b: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        if self.forward is not None:
-            rows = [self.row(b, n, i) for i in range(self.starts.shape[2])]
-            lengths = [len(r) for r in rows]
-            return np.repeat(np.arange(len(rows)), lengths), np.array([j for r in rows for j in r], int)
-        starts, stops = (np.asarray(a[min(b, a.shape[0] - 1), min(n, a.shape[1] - 1)]) for a in (self.starts, self.stops))
-        widths = np.maximum(stops - starts, 0).reshape(-1)
-        rows = np.repeat(np.arange(starts.shape[0]), starts.shape[1]).repeat(widths)
-        ends = np.cumsum(widths)
-        tiles = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - widths, widths)
-        tiles = tiles + np.repeat(starts.reshape(-1), widths)
-        if self.common is None or self.common_count is None:
-            return rows, tiles
-        at = min(b, self.common.shape[0] - 1), min(n, self.common.shape[1] - 1)
-        listed = np.asarray(self.common)[at][: int(np.asarray(self.common_count)[at])]
-        inside = np.any((starts[:, None] <= listed[:, None]) & (listed[:, None] < stops[:, None]), axis=-1)
-        more_rows, which = np.nonzero(~inside)
-        return np.concatenate([rows, more_rows]), np.concatenate([tiles, listed[which]])
+    def entries(self, batch: int, head: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All visits of a plane as pairs (rows, tiles), a bounded number at a time (host only)."""
+        starts, stops = (_plane(a, batch, head) for a in (self.starts, self.stops))
+        widths = np.maximum(stops - starts, 0).sum(1)
+        if self.common is not None:
+            listed = _plane(self.common, batch, head)[: int(_plane(self.common_count, batch, head))]
+            widths = widths + len(listed)
+        last = 0
+        while last < len(widths):
+            first, reach = last, np.cumsum(widths[last : last + CHUNK])
+            last = first + max(1, int(np.searchsorted(reach, CHUNK, side="right")))
+            if self.forward is not None:
+                yield self._counted_pairs(batch, head, first, last)
+                continue
+            rows, tiles = _interval_pairs(starts[first:last], stops[first:last])
+            if self.common is not None:
+                more = _common_pairs(starts[first:last], stops[first:last], listed)
+                rows, tiles = np.concatenate([rows, more[0]]), np.concatenate([tiles, more[1]])
+            yield rows + first, tiles
+
+    def _counted_pairs(self, batch: int, head: int, first: int, last: int):
+        rows = [self.row(batch, head, i) for i in range(first, last)]
+        return np.repeat(np.arange(first, last), [len(r) for r in rows]), np.array([j for r in rows for j in r], int)
 
     def __repr__(self) -> str:
         kind = "transposed " if self.is_transposed else ""
@@ -206,27 +206,24 @@ def plan(
 def count(layout: BlockLayout) -> Counts:
     """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
     q, kv = layout.sides(xp=np)
+    planes = list(layout.planes())
     totals = np.zeros(4, np.int64)
-    entries = list(layout.entries())
-    for batch in range(max(q.batch.size, len({b for b, *_ in entries}))):
-        for head in range(max(q.head.size, len({n for _, n, *_ in entries}))):
-            rows, tiles = layout._pairs(batch, head)
-            one = [s.at(batch=np.full((1, 1, 1, 1), batch, np.int32), head=np.full((1, 1, 1, 1), head, np.int32)) for s in (q, kv)]
-            totals += _count_pairs(layout, *one, rows.astype(np.int32), tiles.astype(np.int32))
+    for batch, head in np.ndindex(*(max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(planes[-1], 1), strict=True))):
+        one = [np.full((1, 1, 1, 1), i, np.int32) for i in (batch, head)]
+        sides = [s.at(batch=one[0], head=one[1]) for s in (q, kv)]
+        for rows, tiles in layout.entries(batch, head):
+            totals += _count_kinds(layout, *sides, rows.astype(np.int32), tiles.astype(np.int32))
     return Counts(*map(int, totals))
 
 
-def _count_pairs(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-    totals = np.zeros(4, np.int64)
-    for at in range(0, len(rows), CHUNK):
-        i, j = (a[at : at + CHUNK].reshape(1, 1, -1, 1) for a in (rows, tiles))
-        q_tiles, kv_tiles = Tiles(q, layout.q_tile, i), Tiles(kv, layout.kv_tile, j)
-        some, every = (np.broadcast_to(k, i.shape).reshape(-1) for k in layout.mask.classify(q_tiles, kv_tiles))
-        area = ((q_tiles.stop - q_tiles.start) * (kv_tiles.stop - kv_tiles.start)).reshape(-1).astype(np.int64)
-        partial = np.flatnonzero(some & ~every)
-        pairs = int(area[every].sum()) + _count_allowed(layout, q, kv, i.reshape(-1)[partial], j.reshape(-1)[partial])
-        totals += np.array([(~some).sum(), len(partial), every.sum(), pairs])
-    return totals
+def _count_kinds(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    i, j = rows.reshape(1, 1, -1, 1), tiles.reshape(1, 1, -1, 1)
+    q_tiles, kv_tiles = Tiles(q, layout.q_tile, i), Tiles(kv, layout.kv_tile, j)
+    some, every = (np.broadcast_to(k, i.shape).reshape(-1) for k in layout.mask.classify(q_tiles, kv_tiles))
+    area = ((q_tiles.stop - q_tiles.start) * (kv_tiles.stop - kv_tiles.start)).reshape(-1).astype(np.int64)
+    partial = np.flatnonzero(some & ~every)
+    pairs = int(area[every].sum()) + _count_allowed(layout, q, kv, rows[partial], tiles[partial])
+    return np.array([(~some).sum(), len(partial), every.sum(), pairs])
 
 
 def _count_allowed(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> int:
@@ -239,6 +236,29 @@ def _count_allowed(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, til
         real = (q_slots.index < layout.q_len) & (kv_slots.index < layout.kv_len)
         total += int(np.count_nonzero(layout.mask.allowed(q_slots, kv_slots) & real))
     return total
+
+
+def _plane(table, batch: int, head: int) -> np.ndarray:
+    """One batch row's and head's part of a table [B or 1, N or 1, ...]."""
+    return np.asarray(table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
+
+
+def _interval_pairs(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs (row, tile) of intervals [rows, P]."""
+    widths = np.maximum(stops - starts, 0).reshape(-1)
+    rows = np.repeat(np.arange(starts.shape[0]), starts.shape[1]).repeat(widths)
+    ends = np.cumsum(widths)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - widths, widths)
+    return rows, within + np.repeat(starts.reshape(-1), widths)
+
+
+def _common_pairs(starts: np.ndarray, stops: np.ndarray, listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs (row, tile) of tiles common to all rows, without those inside a row's own intervals."""
+    inside = np.zeros((starts.shape[0], len(listed)), bool)
+    for low, high in zip(starts.T, stops.T, strict=True):
+        inside |= (low[:, None] <= listed) & (listed < high[:, None])
+    rows, which = np.nonzero(~inside)
+    return rows, listed[which]
 
 
 def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows:

@@ -1,0 +1,58 @@
+"""Counter-based dropout: whether a weight is kept depends only on the key and on which weight it is.
+
+The counter is (batch row, head, query position, key position), so every engine, tiling and sharding drops the same
+weights. The hash is 32-bit multiplications, shifts and exclusive ors, so that it vectorises in C++ and on accelerators.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, UInt32
+
+from longspan._types import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dropout:
+    """What to drop: two random words from the key, the rate, and the counters of the batch rows and heads."""
+
+    words: UInt32[Array, "2"]
+    rows: Any  # int [B]: the number of each batch row
+    heads: Any  # int [N]: the number of each head
+    rate: float = field(metadata=dict(static=True))
+
+    @property
+    def threshold(self) -> int:
+        """A weight is dropped if its hash lies below this."""
+        return min(round(self.rate * 2**32), 2**32 - 1)
+
+
+def make_dropout(key, rate: float, batch: int, heads: int) -> Dropout | None:
+    """The dropout of one call; None if nothing is dropped."""
+    if rate == 0.0:
+        return None
+    words = jax.random.bits(key, (2,), "uint32")
+    return Dropout(words, jnp.arange(batch, dtype=np.int32), jnp.arange(heads, dtype=np.int32), rate)
+
+
+def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:
+    """Whether each weight is kept. The counters are int arrays that broadcast against each other."""
+    rows, heads, q_pos, kv_pos = (jnp.asarray(c).astype(np.uint32) for c in (rows, heads, q_pos, kv_pos))
+    first, second = row_words(dropout, rows, heads, q_pos)
+    return mix(mix(kv_pos ^ first) + second) >= np.uint32(dropout.threshold)
+
+
+def row_words(dropout: Dropout, rows, heads, q_pos):
+    """Two words for each (batch row, head, query): all of the hash that does not depend on the key's position."""
+    return tuple(mix(mix(mix(word + rows) ^ heads) + q_pos) for word in (dropout.words[0], dropout.words[1]))
+
+
+def mix(x):
+    """A bijection of uint32 in which every input bit flips every output bit about half of the time."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
