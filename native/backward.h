@@ -1,0 +1,324 @@
+// Backward: the score tiles are computed again, then five products a tile in one pass over the queries. dq stays with
+// its tile of queries; dk and dv are summed in a buffer private to one chunk of the queries of one kv head, and the
+// chunks are added in a fixed order afterwards. How many chunks there are follows from shapes, never from threads.
+
+template <class R>
+struct BackwardTile {
+  static constexpr int NV = 2, L = Simd<R>::lanes, PANEL = NV * L;
+  const Problem* p;
+  Masker<R, PANEL> masker;
+  R *q_rows, *do_rows, *q, *dout, *dq;  // rows [kLanes][width]; panels [panel][H][PANEL]
+  R *k, *v, *w, *ds, *slope;            // k, v [keys][width]; weights, their gradients, soft_cap's slope [keys][kLanes]
+  R *lse, *delta;
+  int64_t width, keys;
+  DropoutLanes drop;
+  bool garbage;                         // some row of q or dout is not finite
+  uint8_t bad[kLanes];
+  const Backward* g;
+
+  void take(Arena& arena, const Problem& problem) {
+    p = &problem;
+    width = (problem.H + L - 1) / L * L;
+    keys = keys_per_tile(problem);
+    masker.take(arena, problem);
+    q_rows = arena.take<R>(kLanes * width);
+    do_rows = arena.take<R>(kLanes * width);
+    q = arena.take<R>(kLanes * problem.H);
+    dout = arena.take<R>(kLanes * problem.H);
+    dq = arena.take<R>(kLanes * problem.H);
+    k = arena.take<R>(keys * width);
+    v = arena.take<R>(keys * width);
+    w = arena.take<R>(keys * kLanes);
+    ds = arena.take<R>(keys * kLanes);
+    slope = problem.soft_cap != 0 ? arena.take<R>(keys * kLanes) : nullptr;
+    lse = arena.take<R>(kLanes);
+    delta = arena.take<R>(kLanes);
+  }
+
+  void begin(const QueryTile& tile, const void* all_lse, const void* all_dout, const void* all_delta) {
+    masker.begin(tile);
+    read_queries(q_rows, width, *p, p->q, tile, R(p->scale));
+    read_queries(do_rows, width, *p, all_dout, tile, R(1));
+    to_panels<R, PANEL>(q, q_rows, width, p->H, tile.lanes());
+    to_panels<R, PANEL>(dout, do_rows, width, p->H, tile.lanes());
+    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
+    __builtin_memset(dq, 0, sizeof(R) * size_t(panels * PANEL * p->H));
+    for (int i = 0; i < kLanes; ++i) {
+      const bool inside = i < tile.lanes();
+      lse[i] = inside ? static_cast<const R*>(all_lse)[tile.offset(*p, i)] : R(0);
+      delta[i] = inside ? static_cast<const R*>(all_delta)[tile.offset(*p, i)] : R(0);
+    }
+    find_garbage();
+    if (p->dropout.on) drop.begin(*p, tile, masker.q);
+  }
+
+  // dk and dv sum over queries, where 0 * NaN would spread: rows that are not finite are watched.
+  void find_garbage() {
+    garbage = false;
+    for (int i = 0; i < kLanes; ++i) {
+      R zero = 0;
+      for (int64_t h = 0; h < p->H; ++h) zero += q_rows[i * width + h] * 0 + do_rows[i * width + h] * 0;
+      bad[i] = !(zero == 0);
+      garbage |= bad[i] != 0;
+    }
+  }
+
+  // Rows watched as garbage count in this tile only if they see one of its keys.
+  void hide_garbage(const QueryTile& tile, const void* all_dout) {
+    const TileMask<PANEL>& m = masker.mask;
+    for (int lane = 0; lane < tile.lanes(); ++lane) {
+      if (!bad[lane]) continue;
+      bool sees = m.kind == kIsFull;
+      for (int s = m.lo; s < m.hi && !sees; ++s) sees = m.bytes[s][lane] != 0;
+      const int64_t at = tile.offset(*p, lane) * p->H;
+      for (int64_t h = 0; h < p->H; ++h) {
+        q_rows[lane * width + h] = sees ? R(p->scale) * element<R>(p->q, p->type, at + h) : R(0);
+        do_rows[lane * width + h] = sees ? element<R>(all_dout, p->type, at + h) : R(0);
+      }
+    }
+  }
+
+  // Fills w (weights after dropout) and ds (gradient of the scores, before soft_cap's slope) for one panel.
+  void scores(int panel) {
+    const TileMask<PANEL>& m = masker.mask;
+    const int first = m.first[panel], count = m.last[panel] - first;
+    R *wp = w + first * kLanes + panel * PANEL, *dp = ds + first * kLanes + panel * PANEL;
+    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, wp, kLanes);
+    gemm<R, NV, false, kStore>(count, p->H, v + first * width, width, dout + panel * p->H * PANEL, PANEL, dp, kLanes);
+    if (p->soft_cap != 0) soften(panel, first, count);
+    if (p->has_bias) add_bias(panel, first, count);
+    if (m.exact[panel])
+      p->dropout.on ? weigh<false, true>(panel, first, count) : weigh<false, false>(panel, first, count);
+    else
+      p->dropout.on ? weigh<true, true>(panel, first, count) : weigh<true, false>(panel, first, count);
+  }
+
+  void soften(int panel, int first, int count) {
+    const R cap = R(p->soft_cap), inverse = R(1 / p->soft_cap);
+    for (int i = first; i < first + count; ++i)
+      for (int j = 0; j < PANEL; j += L) {
+        const int64_t at = i * kLanes + panel * PANEL + j;
+        const Vec<R> t = vtanh(load(w + at) * inverse);
+        store(w + at, cap * t);
+        store(slope + at, R(1) - t * t);
+      }
+  }
+
+  void add_bias(int panel, int first, int count) {
+    for (int i = first; i < first + count; ++i)
+      for (int j = 0; j < PANEL; j += L) {
+        const int64_t at = i * kLanes + panel * PANEL + j;
+        store(w + at, load(w + at) + load(masker.bias + at));
+      }
+  }
+
+  template <bool MASKED, bool DROP>
+  __attribute__((noinline)) void weigh(int panel, int first, int count) {
+    const R factor = R(p->dropout.inverse_keep);
+    for (int j = 0; j < PANEL; j += L) {
+      const int lane = panel * PANEL + j;
+      const Vec<R> shift = load(lse + lane), minus = load(delta + lane);
+      for (int i = first; i < first + count; ++i) {
+        R *wp = w + i * kLanes + lane, *dp = ds + i * kLanes + lane;
+        Vec<R> weight = vexp(load(wp) - shift), grad = load(dp), kept = weight;
+        if (DROP) {
+          const auto keep = drop.template keep<R>(lane, masker.kv.pos[i]);
+          grad = keep ? grad * factor : splat(R(0));
+          kept = keep ? weight * factor : splat(R(0));
+        }
+        grad = weight * (grad - minus);
+        if (MASKED) {
+          const auto allowed = lanes_of<R>(masker.mask.bytes[i] + lane);
+          kept = allowed ? kept : splat(R(0));
+          grad = allowed ? grad : splat(R(0));
+        }
+        store(wp, kept);
+        store(dp, grad);
+      }
+    }
+  }
+
+  void apply_slope(int panel) {
+    const TileMask<PANEL>& m = masker.mask;
+    for (int i = m.first[panel]; i < m.last[panel]; ++i)
+      for (int j = 0; j < PANEL; j += L) {
+        const int64_t at = i * kLanes + panel * PANEL + j;
+        Vec<R> x = load(ds + at) * load(slope + at);
+        // A forbidden pair's score may be NaN, and so its slope.
+        if (!m.exact[panel]) x = lanes_of<R>(m.bytes[i] + panel * PANEL + j) ? x : splat(R(0));
+        store(ds + at, x);
+      }
+  }
+
+  // Keys outside a panel's range have no weight; they are read when other panels of the tile see them.
+  void clear_outside(int panel) {
+    const TileMask<PANEL>& m = masker.mask;
+    for (int i = m.lo; i < m.hi; ++i)
+      if (i < m.first[panel] || i >= m.last[panel])
+        for (int j = 0; j < PANEL; j += L) {
+          store(w + i * kLanes + panel * PANEL + j, Vec<R>{});
+          store(ds + i * kLanes + panel * PANEL + j, Vec<R>{});
+        }
+  }
+
+  void read_keys(const QueryTile& tile, int64_t s0) {
+    const TileMask<PANEL>& m = masker.mask;
+    const int64_t head = tile.n / (p->N / p->K);
+    copy_keys(k, width, *p, p->k, tile.b, head, s0, m.lo, m.hi, m.seen);
+    copy_keys(v, width, *p, p->v, tile.b, head, s0, m.lo, m.hi, m.seen);
+  }
+
+  // One tile: dq, and dk, dv of its keys into rows of `padded` elements.
+  void visit_keys(const QueryTile& tile, int64_t s0, R* dk, R* dv, int64_t padded) {
+    read_keys(tile, s0);
+    const TileMask<PANEL>& m = masker.mask;
+    if (garbage) hide_garbage(tile, g->dout);
+    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
+    for (int panel = 0; panel < panels; ++panel) {
+      const int first = m.first[panel], count = m.last[panel] - first;
+      if (m.kind != kIsFull) clear_outside(panel);
+      if (count <= 0) continue;
+      scores(panel);
+      if (p->soft_cap != 0) apply_slope(panel);
+      gemm<R, NV, true, kAdd>(p->H, count, k + first * width, width, ds + first * kLanes + panel * PANEL, kLanes,
+                              dq + panel * p->H * PANEL, PANEL);
+    }
+    for (int i = m.lo; i < m.hi;) {
+      // Keys in steps of the micro-kernel, queries only of the panels that see one of these keys.
+      int a = panels, b = 0;
+      const int step = lesser(m.hi - i, kMicroRows);
+      for (int panel = 0; panel < panels; ++panel)
+        if (m.first[panel] < i + step && m.last[panel] > i) a = lesser(a, panel), b = panel + 1;
+      if (a < b) {
+        const int64_t lane = a * PANEL, lanes = (b - a) * PANEL;
+        add_rows(step, lanes, w + i * kLanes + lane, do_rows + lane * width, dv + i * padded, padded);
+        add_rows(step, lanes, ds + i * kLanes + lane, q_rows + lane * width, dk + i * padded, padded);
+      }
+      i += step;
+    }
+  }
+
+  void add_rows(int step, int64_t lanes, const R* a, const R* rows, R* out, int64_t padded) {
+    int64_t h = 0;
+    for (; h + PANEL <= width; h += PANEL) gemm<R, NV, false, kAdd>(step, lanes, a, kLanes, rows + h, width, out + h, padded);
+    if (h < width) gemm<R, 1, false, kAdd>(step, lanes, a, kLanes, rows + h, width, out + h, padded);
+  }
+
+  void finish(const QueryTile& tile, void* all_dq) {
+    for (int lane = 0; lane < tile.lanes(); ++lane) {
+      const R* x = dq + lane / PANEL * p->H * PANEL + lane % PANEL;
+      for (int64_t h = 0; h < p->H; ++h) q_rows[h] = x[h * PANEL] * R(p->scale);
+      write_row(all_dq, p->type, tile.offset(*p, lane) * p->H, q_rows, p->H);
+    }
+  }
+};
+
+template <class R>
+struct BackwardJob {
+  const Problem* p;
+  const Backward* g;
+  Tiling tiling;
+  int64_t padded;
+  int64_t* hulls;  // [B,K,chunks] x (first kv slot, one past the last)
+  int64_t too_wide = 0;
+
+  BackwardJob(const Problem& problem, const Backward& backward) : p(&problem), g(&backward), tiling(problem) {
+    padded = (p->H * int64_t(sizeof(R)) + kPadBytes - 1) / kPadBytes * kPadBytes / int64_t(sizeof(R));
+  }
+  int64_t groups_per_kv() const { return p->N / p->K / tiling.heads; }
+  static void task(void* self, int64_t i, void* scratch) { static_cast<BackwardJob*>(self)->compute(i, scratch); }
+  static void reduce_task(void* self, int64_t i, void*) { static_cast<BackwardJob*>(self)->reduce(i); }
+
+  // The kv slots that chunk `i` touches.
+  void hull(int64_t i) {
+    int64_t first = p->S, last = 0;
+    for_tiles(i, [&](const QueryTile& tile) {
+      Walk walk(*p, tile);
+      for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);) {
+        first = lesser(first, lo);
+        last = greater(last, hi);
+      }
+    });
+    hulls[2 * i] = lesser(first, last);
+    hulls[2 * i + 1] = last;
+  }
+
+  template <class F>
+  void for_tiles(int64_t i, F f) {
+    const int64_t chunk = i % g->chunks, kv_head = i / g->chunks % p->K, b = i / g->chunks / p->K;
+    const int64_t from = tiling.per_head * chunk / g->chunks, to = tiling.per_head * (chunk + 1) / g->chunks;
+    for (int64_t j = from; j < to; ++j)
+      for (int64_t group = 0; group < groups_per_kv(); ++group) {
+        QueryTile tile;
+        if (tiling.at(*p, b, kv_head * groups_per_kv() + group, j, tile)) f(tile);
+      }
+  }
+
+  // Later chunks first: under a causal mask they are the longest.
+  int64_t ordered(int64_t i) const {
+    const int64_t pairs = p->B * p->K;
+    return i % pairs * g->chunks + (g->chunks - 1 - i / pairs);
+  }
+
+  void compute(int64_t order, void* scratch) {
+    const int64_t i = ordered(order);
+    BackwardTile<R> work;
+    Arena arena = {static_cast<char*>(scratch)};
+    work.take(arena, *p);
+    work.g = g;
+    const int64_t base = hulls[2 * i], rows = hulls[2 * i + 1] - base;
+    R* dk = static_cast<R*>(g->scratch_dk) + i * g->rows * padded;
+    R* dv = static_cast<R*>(g->scratch_dv) + i * g->rows * padded;
+    __builtin_memset(dk, 0, sizeof(R) * size_t(rows * padded));
+    __builtin_memset(dv, 0, sizeof(R) * size_t(rows * padded));
+    for_tiles(i, [&](const QueryTile& tile) {
+      work.begin(tile, g->lse, g->dout, g->delta);
+      Walk walk(*p, tile);
+      for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
+        for (; lo < hi; lo += work.keys)
+          if (work.masker.read(lo, int(lesser(work.keys, hi - lo)), kv_tile, visit))
+            work.visit_keys(tile, lo, dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
+      work.finish(tile, g->dq);
+    });
+  }
+
+  static constexpr int64_t kReduceRows = 256;
+
+  void reduce(int64_t i) {
+    const int64_t blocks = (p->S + kReduceRows - 1) / kReduceRows;
+    const int64_t pair = i / blocks, s0 = i % blocks * kReduceRows, head = pair % p->K, b = pair / p->K;
+    for (int64_t s = s0; s < lesser(p->S, s0 + kReduceRows); ++s)
+      for (int which = 0; which < 2; ++which) {
+        const R* from = static_cast<const R*>(which ? g->scratch_dv : g->scratch_dk);
+        alignas(64) R row[kMaxHead];
+        for (int64_t h = 0; h < p->H; ++h) row[h] = 0;
+        for (int64_t c = 0; c < g->chunks; ++c) {
+          const int64_t at = pair * g->chunks + c;
+          if (s < hulls[2 * at] || s >= hulls[2 * at + 1]) continue;
+          const R* x = from + (at * g->rows + s - hulls[2 * at]) * padded;
+          for (int64_t h = 0; h < p->H; ++h) row[h] += x[h];
+        }
+        write_row(which ? g->dv : g->dk, p->type, ((b * p->S + s) * p->K + head) * p->H, row, p->H);
+      }
+  }
+
+  bool run(Runner& runner, const char** error) {
+    const int64_t pieces = p->B * p->K * g->chunks;
+    hulls = static_cast<int64_t*>(malloc(sizeof(int64_t) * size_t(2 * pieces + 1)));
+    if (!hulls) return *error = "out of memory", false;
+    for (int64_t i = 0; i < pieces; ++i) {
+      hull(i);
+      if (hulls[2 * i + 1] - hulls[2 * i] > g->rows) {
+        free(hulls);
+        return *error = "a chunk of queries visits more keys than scratch_dk has rows for", false;
+      }
+    }
+    Arena arena = {nullptr};
+    BackwardTile<R> measure;
+    measure.take(arena, *p);
+    runner.run(pieces, task, this, arena.used);
+    runner.run(p->B * p->K * ((p->S + kReduceRows - 1) / kReduceRows), reduce_task, this, 0);
+    free(hulls);
+    return true;
+  }
+};

@@ -1,0 +1,200 @@
+// The XLA custom calls. Every handler checks its arguments and answers with an error, never a crash.
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "program.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace longspan {
+namespace {
+
+// The caller works too and waits only for tasks that some thread has begun, so a pool that is busy (or is waiting for
+// this very call) cannot lock up. Helpers that come too late find no task and touch nothing but the shared counters.
+class PoolRunner final : public Runner {
+ public:
+  explicit PoolRunner(ffi::ThreadPool& pool) : pool_(pool) {}
+
+  void run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) override {
+    if (tasks <= 0) return;
+    auto shared = std::make_shared<Shared>();
+    shared->tasks = tasks;
+    const int64_t helpers = std::min<int64_t>(pool_.num_threads(), tasks) - 1;
+    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([shared, fn, ctx, scratch_bytes] { work(*shared, fn, ctx, scratch_bytes); });
+    work(*shared, fn, ctx, scratch_bytes);
+    std::unique_lock<std::mutex> lock(shared->mutex);
+    shared->all_done.wait(lock, [&] { return shared->done == tasks; });
+  }
+
+ private:
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    int64_t tasks = 0;
+    std::mutex mutex;
+    std::condition_variable all_done;
+    int64_t done = 0;
+  };
+  ffi::ThreadPool& pool_;
+
+  static void work(Shared& shared, TaskFn fn, void* ctx, size_t scratch_bytes) {
+    void* scratch = nullptr;
+    int64_t finished = 0;
+    for (int64_t i; (i = shared.next.fetch_add(1)) < shared.tasks; ++finished) {
+      if (!scratch) scratch = std::aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
+      if (!scratch) std::abort();
+      fn(ctx, i, scratch);
+    }
+    std::free(scratch);
+    if (!finished) return;
+    std::lock_guard<std::mutex> lock(shared.mutex);
+    shared.done += finished;
+    if (shared.done == shared.tasks) shared.all_done.notify_all();
+  }
+};
+
+std::optional<Array> to_array(const ffi::AnyBuffer& buffer, std::string& error) {
+  Array a;
+  switch (buffer.element_type()) {
+    case ffi::F32: a.type = F32; break;
+    case ffi::F64: a.type = F64; break;
+    case ffi::BF16: a.type = BF16; break;
+    case ffi::F16: a.type = F16; break;
+    case ffi::S32: a.type = I32; break;
+    case ffi::U32: a.type = U32; break;
+    case ffi::U8: case ffi::PRED: a.type = U8; break;
+    default: error = "an operand has a type that the kernel does not know"; return std::nullopt;
+  }
+  const auto dims = buffer.dimensions();
+  if (dims.size() > 6) return error = "an operand has more than six axes", std::nullopt;
+  a.rank = int(dims.size());
+  for (int i = 0; i < a.rank; ++i) a.dims[i] = dims[size_t(i)];
+  a.data = buffer.untyped_data();
+  return a;
+}
+
+ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("longspan: " + message); }
+
+// What every handler gets besides its own arguments.
+struct Common {
+  Call call;
+  Built built;
+  const Kernel* kernel = nullptr;
+  std::vector<Array> own, results;
+  std::string error;
+
+  // The first `own_count` operands after q, k, v, starts and stops belong to the handler.
+  Common(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t own_count, const ffi::Dictionary& attrs) {
+    std::vector<Array> all;
+    for (size_t i = 0; i < args.size() && error.empty(); ++i) {
+      auto buffer = args.get<ffi::AnyBuffer>(i);
+      if (!buffer.has_value()) { error = "an operand is no buffer"; return; }
+      if (auto a = to_array(*buffer, error)) all.push_back(*a);
+    }
+    for (size_t i = 0; i < rets.size() && error.empty(); ++i) {
+      auto buffer = rets.get<ffi::AnyBuffer>(i);
+      if (!buffer.has_value()) { error = "a result is no buffer"; return; }
+      if (auto a = to_array(**buffer, error)) results.push_back(*a);
+    }
+    if (!error.empty()) return;
+    if (all.size() < 5 + own_count) { error = "too few operands: " + std::to_string(all.size()); return; }
+    call.q = all[0], call.k = all[1], call.v = all[2], call.starts = all[3], call.stops = all[4];
+    own.assign(all.begin() + 5, all.begin() + 5 + long(own_count));
+    call.rest.assign(all.begin() + 5 + long(own_count), all.end());
+    if (!read(attrs)) return;
+    error = build(call, built);
+    if (error.empty()) kernel = choose_kernel(std::getenv("LONGSPAN_CPU_ISA"), error);
+  }
+
+  template <class T> T get(const ffi::Dictionary& attrs, const char* name, T otherwise) {
+    auto value = attrs.get<T>(name);
+    if (value.has_value()) return *value;
+    error = std::string("attribute ") + name + " is missing or has the wrong type";
+    return otherwise;
+  }
+
+  bool read(const ffi::Dictionary& attrs) {
+    call.scale = get<double>(attrs, "scale", 1);
+    call.soft_cap = get<double>(attrs, "soft_cap", 0);
+    call.dropout_rate = get<double>(attrs, "dropout_rate", 0);
+    call.dropout_threshold = uint32_t(get<int64_t>(attrs, "dropout_threshold", 0));
+    call.q_tile = get<int64_t>(attrs, "q_tile", 1);
+    call.kv_tile = get<int64_t>(attrs, "kv_tile", 1);
+    const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
+    const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
+    call.roles.assign(roles.begin(), roles.end());
+    call.program.assign(program.begin(), program.end());
+    return error.empty();
+  }
+};
+
+void* writable(const Array& a) { return const_cast<void*>(a.data); }
+
+ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  Common c(args, rets, 0, attrs);
+  if (!c.error.empty()) return invalid(c.error);
+  if (c.results.size() != 2) return invalid("forward has two results: out, lse");
+  const std::string error = check_forward(c.built.problem, c.results[0], c.results[1]);
+  if (!error.empty()) return invalid(error);
+  PoolRunner runner(pool);
+  if (!c.kernel->forward(c.built.problem, {writable(c.results[0]), writable(c.results[1])}, runner))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "longspan: out of memory");
+  return ffi::Error::Success();
+}
+
+ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  Common c(args, rets, 3, attrs);  // lse, dout, delta
+  if (!c.error.empty()) return invalid(c.error);
+  if (c.results.size() != 5) return invalid("backward has five results: dq, dk, dv, scratch_dk, scratch_dv");
+  Backward g;
+  const auto& r = c.results;
+  const std::string error = check_backward(c.built.problem, c.own[0], c.own[1], c.own[2], r[0], r[1], r[2], r[3], r[4], g);
+  if (!error.empty()) return invalid(error);
+  g.dq = writable(r[0]), g.dk = writable(r[1]), g.dv = writable(r[2]);
+  g.scratch_dk = writable(r[3]), g.scratch_dv = writable(r[4]);
+  PoolRunner runner(pool);
+  const char* failed = nullptr;
+  if (!c.kernel->backward(c.built.problem, g, runner, &failed)) return invalid(failed);
+  return ffi::Error::Success();
+}
+
+ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  Common c(args, rets, 3, attrs);  // lse, dout, delta
+  if (!c.error.empty()) return invalid(c.error);
+  if (c.results.size() != 2) return invalid("bias_gradient has two results: dbias, scratch");
+  BiasGradient g;
+  const std::string error = check_bias_gradient(c.built.problem, c.call, c.own[0], c.own[1], c.own[2], c.results[0], c.results[1], g);
+  if (!error.empty()) return invalid(error);
+  g.dbias = writable(c.results[0]);
+  g.scratch = writable(c.results[1]);
+  PoolRunner runner(pool);
+  c.kernel->bias_gradient(c.built.problem, g, runner);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace longspan
+
+#define LONGSPAN_HANDLER(name, fn)                                                                              \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {             \
+    static auto* handler = ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(fn).release(); \
+    return handler->Call(frame);                                                                                \
+  }
+
+LONGSPAN_HANDLER(longspan_forward, longspan::forward)
+LONGSPAN_HANDLER(longspan_backward, longspan::backward)
+LONGSPAN_HANDLER(longspan_bias_gradient, longspan::bias_gradient)
+
+// The instruction sets that can run here, best first, separated by commas.
+extern "C" __attribute__((visibility("default"))) const char* longspan_isas() {
+  static const std::string names = [] {
+    std::string s;
+    for (const longspan::Kernel* k : longspan::kernels_here()) s += (s.empty() ? "" : ",") + std::string(k->name);
+    return s;
+  }();
+  return names.c_str();
+}

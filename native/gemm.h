@@ -1,0 +1,60 @@
+// The one micro-kernel under all seven matrix products: C[m, lanes] (+)= sum_k A(m, k) * B[k, lanes].
+//
+// Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read one
+// scalar at a time and broadcast. K and V need no transposition for that: with COLUMNS false A(m, k) = a[m * as + k]
+// (scores: m is a key), with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
+
+enum Mode { kStore, kAdd, kScaleAdd };  // C = AB; C += AB; C = C * alpha + AB with one alpha a lane
+
+template <class R, int MR, int NV, bool COLUMNS, Mode MODE>
+static inline __attribute__((always_inline)) void micro(int64_t kd, const R* __restrict a, int64_t as,
+                                                        const R* __restrict b, int64_t ldb, R* __restrict c,
+                                                        int64_t ldc, const R* alpha) {
+  constexpr int L = Simd<R>::lanes;
+  Vec<R> acc[MR][NV];
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) {
+      if constexpr (MODE == kStore) acc[i][j] = Vec<R>{};
+      if constexpr (MODE == kAdd) acc[i][j] = load(c + i * ldc + j * L);
+      if constexpr (MODE == kScaleAdd) acc[i][j] = load(c + i * ldc + j * L) * load(alpha + j * L);
+    }
+  for (int64_t k = 0; k < kd; ++k) {
+    Vec<R> bv[NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) bv[j] = load(b + k * ldb + j * L);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      const R x = COLUMNS ? a[k * as + i] : a[i * as + k];
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) acc[i][j] += x * bv[j];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) store(c + i * ldc + j * L, acc[i][j]);
+}
+
+template <class R, int MR, int NV, bool COLUMNS, Mode MODE>
+static __attribute__((noinline)) void rest(int m, int64_t kd, const R* a, int64_t as, const R* b, int64_t ldb, R* c,
+                                           int64_t ldc, const R* alpha) {
+  if constexpr (MR > 0) {
+    if (m == MR)
+      micro<R, MR, NV, COLUMNS, MODE>(kd, a, as, b, ldb, c, ldc, alpha);
+    else
+      rest<R, MR - 1, NV, COLUMNS, MODE>(m, kd, a, as, b, ldb, c, ldc, alpha);
+  }
+}
+
+template <class R, int NV, bool COLUMNS, Mode MODE>
+static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, int64_t as, const R* b, int64_t ldb, R* c,
+                                           int64_t ldc, const R* alpha = nullptr) {
+  constexpr int MR = kMicroRows;
+  int64_t i = 0;
+  for (; i + MR <= m; i += MR)
+    micro<R, MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
+  if (i < m)
+    rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
+}

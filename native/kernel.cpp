@@ -1,0 +1,55 @@
+// The kernels of one instruction set. CMake compiles this file several times, each time with other machine flags and
+// another LONGSPAN_ISA, the namespace; run-time choice is in dispatch.cpp.
+#include <stdlib.h>
+
+#include "problem.h"
+
+#define LONGSPAN_NAME_(x) #x
+#define LONGSPAN_NAME(x) LONGSPAN_NAME_(x)
+
+namespace longspan {
+namespace LONGSPAN_ISA {
+namespace {
+
+static inline int64_t keys_per_tile(const Problem& p);
+
+#include "simd.h"
+#include "gemm.h"
+#include "mask.h"
+#include "tile.h"
+#include "dropout.h"
+#include "forward.h"
+#include "backward.h"
+#include "bias_gradient.h"
+
+bool forward(const Problem& p, const Forward& f, Runner& runner) {
+  return p.type == F64 ? forward_of<double>(p, f, runner) : forward_of<float>(p, f, runner);
+}
+
+template <class R>
+bool backward_of(const Problem& p, const Backward& g, Runner& runner, const char** error) {
+  BackwardJob<R> job(p, g);
+  return job.run(runner, error);
+}
+
+bool backward(const Problem& p, const Backward& g, Runner& runner, const char** error) {
+  return p.type == F64 ? backward_of<double>(p, g, runner, error) : backward_of<float>(p, g, runner, error);
+}
+
+template <class R>
+bool bias_gradient_of(const Problem& p, const BiasGradient& g, Runner& runner) {
+  BiasGradientJob<R> job(p, g);
+  return job.run(runner);
+}
+
+bool bias_gradient(const Problem& p, const BiasGradient& g, Runner& runner) {
+  return p.type == F64 ? bias_gradient_of<double>(p, g, runner) : bias_gradient_of<float>(p, g, runner);
+}
+
+}  // namespace
+
+extern const Kernel kernel;
+const Kernel kernel = {LONGSPAN_NAME(LONGSPAN_ISA), kVectorBytes, forward, backward, bias_gradient};
+
+}  // namespace LONGSPAN_ISA
+}  // namespace longspan

@@ -1,0 +1,151 @@
+// What a call of the kernel is: plain structs shared by the FFI handlers, the test driver and the kernels, which are
+// compiled once per instruction set. No standard library here: an inline function instantiated under AVX-512 must never
+// be the copy that the linker keeps for everybody.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace longspan {
+
+enum Type : int32_t { F32, F64, BF16, F16, I32, U32, U8 };
+
+struct Array {
+  const void* data = nullptr;
+  Type type = F32;
+  int rank = 0;
+  int64_t dims[6] = {0, 0, 0, 0, 0, 0};
+};
+
+// [B,N,T,S] seen through strides; an axis of size one has stride 0.
+struct View4 {
+  const void* data = nullptr;
+  Type type = F32;
+  int64_t b = 0, n = 0, t = 0, s = 0;
+};
+
+// An int32 for every batch row; a literal has no data.
+struct Number {
+  const int32_t* data = nullptr;
+  int64_t stride = 0;
+  int32_t value = 0;
+  int64_t at(int64_t b) const { return data ? data[b * stride] : value; }
+};
+
+// The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts.
+enum Code : int32_t {
+  kFull, kEmpty,     // -
+  kBand,             // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
+  kStride,           // number d:  (k_pos - q_pos) divisible by d
+  kChunk,            // number size:  floor(q_pos / size) == floor(k_pos / size)
+  kPrefix,           // number n:  k_pos < n
+  kKvLength,         // number n:  kv slot < n
+  kIds,              // operands q_ids [B|1,T], kv_ids [B|1,S]:  equal and >= 0
+  kQFlags, kKvFlags, // operand bool [B|1,T] / [B|1,S]
+  kQSet, kKvSet,     // operand: ascending positions int32 [M]
+  kBlocks,           // operand table int32 [N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kDense,            // operand bool [B|1,N|1,T|1,S|1]
+  kBits,             // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit a pair of every visited tile
+  kPerHead,          // count, length of each part in words, the parts
+  kAnd, kOr, kNot,   // -
+};
+
+struct Op {
+  Code code = kFull;
+  int sides = 0;
+  Number lo, hi;
+  const int32_t* q_ids = nullptr;
+  const int32_t* kv_ids = nullptr;
+  const uint8_t* flags = nullptr;
+  int64_t q_stride = 0, kv_stride = 0;           // of a batch row of the operands above
+  int64_t head_stride = 0, rows = 0, width = 0;  // tables: of a head; q blocks; entries in a row. Sets: width positions
+  int64_t block = 0;
+  View4 view;
+  int64_t first = 0, count = 0, next = 0;        // PerHead: parts in Problem::parts, the op after the last part
+};
+
+struct Layout {
+  int64_t q_tile = 1, kv_tile = 1, nq = 0, nkv = 0, intervals = 0;
+  const int32_t* starts = nullptr;
+  const int32_t* stops = nullptr;
+  const int32_t* columns = nullptr;
+  const int32_t* column_count = nullptr;
+  int64_t max_columns = 0;
+  int64_t b_stride = 0, n_stride = 0;  // in (batch, head) rows of the layout: 0 when that axis has size one
+};
+
+struct Dropout {
+  bool on = false;
+  uint32_t seed[2] = {0, 0};
+  uint32_t threshold = 0;  // keep where bits >= threshold
+  double inverse_keep = 1;
+};
+
+struct Problem {
+  int64_t B = 0, T = 0, S = 0, N = 0, K = 0, H = 0;
+  Type type = F32;
+  const void *q = nullptr, *k = nullptr, *v = nullptr;
+  double scale = 1, soft_cap = 0;  // soft_cap 0: none
+  bool has_bias = false;
+  View4 bias;
+  const void* sinks = nullptr;  // float, or double for F64
+  const int32_t *q_pos = nullptr, *kv_pos = nullptr;
+  int64_t q_pos_stride = 0, kv_pos_stride = 0;
+  const int32_t *row_ids = nullptr, *head_ids = nullptr;  // global batch rows and heads; null: 0, 1, 2, ...
+  Layout layout;
+  Dropout dropout;
+  const Op* ops = nullptr;
+  int64_t op_count = 0;
+  int depth = 1;                   // the stack's height
+  const int64_t* parts = nullptr;  // PerHead: the first op of each part
+  bool by_head = false;            // the mask or the layout differs between heads
+  bool has_bits = false;
+};
+
+struct Forward {
+  void* out = nullptr;  // [B,T,N,H] of the input's type
+  void* lse = nullptr;  // [B,T,N] float, or double for F64
+};
+
+struct Backward {
+  const void* lse = nullptr;    // [B,T,N]
+  const void* dout = nullptr;   // [B,T,N,H]
+  const void* delta = nullptr;  // [B,T,N]: sum(dout * out) - dlse
+  void *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,chunks,rows,padded H] float, or double for F64
+  int64_t chunks = 1, rows = 0;                       // q chunks of a kv head; kv rows one chunk may touch
+};
+
+// Gradient of the bias in its own shape (float, or double for F64); `scratch` is [parts, *shape] when T is reduced.
+struct BiasGradient {
+  const void* lse = nullptr;
+  const void* dout = nullptr;
+  const void* delta = nullptr;
+  void* dbias = nullptr;
+  int64_t dims[4] = {1, 1, 1, 1};
+  void* scratch = nullptr;
+  int64_t chunks = 1;
+};
+
+// Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread.
+typedef void (*TaskFn)(void* ctx, int64_t task, void* scratch);
+struct Runner {
+  virtual void run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) = 0;
+
+ protected:
+  ~Runner() = default;
+};
+
+struct Kernel {
+  const char* name;
+  int vector_bytes;
+  bool (*forward)(const Problem&, const Forward&, Runner&);  // false: out of memory
+  bool (*backward)(const Problem&, const Backward&, Runner&, const char** error);
+  bool (*bias_gradient)(const Problem&, const BiasGradient&, Runner&);
+};
+
+constexpr int kMaxHead = 256;
+constexpr int kMaxStack = 32;
+constexpr int kPadBytes = 64;  // rows of scratch_dk and scratch_dv are padded to this many bytes
+
+}  // namespace longspan

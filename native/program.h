@@ -1,0 +1,44 @@
+// From arrays to a Problem: every shape, type and word of the mask program is checked here, once, so that the kernels
+// may trust what they get.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace longspan {
+
+// Places of optional arrays in Call::rest, -1 if absent; the mask program names further ones by number.
+enum Role { kBias, kSinks, kQPos, kKvPos, kColumns, kColumnCount, kRowIds, kHeadIds, kSeed, kRoles };
+
+struct Call {
+  Array q, k, v, starts, stops;
+  std::vector<Array> rest;
+  std::vector<int32_t> roles, program;
+  double scale = 1, soft_cap = 0, dropout_rate = 0;
+  uint32_t dropout_threshold = 0;
+  int64_t q_tile = 1, kv_tile = 1;
+};
+
+struct Built {
+  Problem problem;
+  std::vector<Op> ops;
+  std::vector<int64_t> parts;
+};
+
+// Empty on success, else what is wrong.
+std::string build(const Call& call, Built& built);
+
+std::string check_forward(const Problem& p, const Array& out, const Array& lse);
+std::string check_backward(const Problem& p, const Array& lse, const Array& dout, const Array& delta, const Array& dq,
+                           const Array& dk, const Array& dv, const Array& scratch_dk, const Array& scratch_dv,
+                           Backward& g);
+std::string check_bias_gradient(const Problem& p, const Call& call, const Array& lse, const Array& dout,
+                                const Array& delta, const Array& dbias, const Array& scratch, BiasGradient& g);
+
+// The kernel for this machine, or the one that LONGSPAN_CPU_ISA names; null with `error` set if that cannot run here.
+const Kernel* choose_kernel(const char* forced, std::string& error);
+std::vector<const Kernel*> kernels_here();
+
+}  // namespace longspan

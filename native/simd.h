@@ -1,0 +1,138 @@
+// Vectors of one instruction set, and the three functions that the softmax needs on them.
+// Included once per instruction set, inside its namespace.
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kMicroRows = 12;  // 32 registers
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+constexpr int kMicroRows = 6;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kMicroRows = 12;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kMicroRows = 6;
+#endif
+
+template <class R>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  static constexpr int lanes = kVectorBytes / 4;
+  typedef float V __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef int32_t I __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef uint32_t U __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef float Loose __attribute__((vector_size(kVectorBytes), may_alias, aligned(4)));
+  typedef int8_t Bytes __attribute__((vector_size(lanes), may_alias, aligned(1)));
+};
+
+template <>
+struct Simd<double> {
+  static constexpr int lanes = kVectorBytes / 8;
+  typedef double V __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef int64_t I __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef uint64_t U __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef double Loose __attribute__((vector_size(kVectorBytes), may_alias, aligned(8)));
+  typedef int8_t Bytes __attribute__((vector_size(lanes), may_alias, aligned(1)));
+};
+
+template <class R> using Vec = typename Simd<R>::V;
+
+template <class R> static inline Vec<R> load(const R* p) { return *reinterpret_cast<const Vec<R>*>(p); }
+template <class R> static inline void store(R* p, Vec<R> x) { *reinterpret_cast<Vec<R>*>(p) = x; }
+template <class R> static inline Vec<R> loose(const R* p) { return *reinterpret_cast<const typename Simd<R>::Loose*>(p); }
+
+template <class R> static inline Vec<R> splat(R x) {
+  Vec<R> v;
+  for (int i = 0; i < Simd<R>::lanes; ++i) v[i] = x;
+  return v;
+}
+
+// Truth bytes (0 or 0xFF) of one vector's lanes as a lane mask.
+template <class R> static inline typename Simd<R>::I lanes_of(const uint8_t* p) {
+  return __builtin_convertvector(*reinterpret_cast<const typename Simd<R>::Bytes*>(p), typename Simd<R>::I);
+}
+
+constexpr float kInfF = __builtin_inff();
+template <class R> constexpr R kInf = R(__builtin_inf());
+
+// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. Every comparison is
+// written so that NaN takes the branch that keeps it.
+static inline Vec<float> vexp(Vec<float> x) {
+  typedef Simd<float>::I I;
+  const Vec<float> magic = splat(12582912.0f), lowest = splat(-87.33f);
+  const I tiny = x < lowest;
+  x = tiny ? lowest : x;
+  const Vec<float> t = x * 1.44269504088896341f + magic;
+  const Vec<float> n = t - magic;
+  Vec<float> r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r;
+  p = p + 1.0f;
+  // Multiplied, not added to the exponent's bits: a NaN with a payload would become a number.
+  const Vec<float> power = (Vec<float>)(((I)t + 127) << 23);
+  p = p * power;
+  return tiny ? splat(0.0f) : p;
+}
+
+static inline Vec<double> vexp(Vec<double> x) {
+  typedef Simd<double>::I I;
+  const Vec<double> magic = splat(6755399441055744.0), lowest = splat(-708.0);
+  const I tiny = x < lowest;
+  x = tiny ? lowest : x;
+  const Vec<double> t = x * 1.4426950408889634074 + magic;
+  const Vec<double> n = t - magic;
+  Vec<double> r = x - n * 6.93147180369123816490e-01;
+  r = r - n * 1.90821492927058770002e-10;
+  Vec<double> p = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+  p = p * r + 1.0 / 39916800.0;
+  p = p * r + 1.0 / 3628800.0;
+  p = p * r + 1.0 / 362880.0;
+  p = p * r + 1.0 / 40320.0;
+  p = p * r + 1.0 / 5040.0;
+  p = p * r + 1.0 / 720.0;
+  p = p * r + 1.0 / 120.0;
+  p = p * r + 1.0 / 24.0;
+  p = p * r + 1.0 / 6.0;
+  p = p * r + 0.5;
+  p = p * (r * r) + r;
+  p = p + 1.0;
+  const Vec<double> power = (Vec<double>)(((I)t + 1023) << 52);
+  p = p * power;
+  return tiny ? splat(0.0) : p;
+}
+
+// tanh: near zero 1 - exp(-2x) cancels, so there an odd rational/polynomial form is used.
+static inline Vec<float> vtanh(Vec<float> x) {
+  const Vec<float> a = x < 0.0f ? -x : x;
+  const Vec<float> z = x * x;
+  Vec<float> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * z + -5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z + -3.33332819422e-1f;
+  const Vec<float> near = p * z * x + x;
+  const Vec<float> e = vexp(a * -2.0f);
+  const Vec<float> far = (1.0f - e) / (1.0f + e);
+  return a < 0.625f ? near : (x < 0.0f ? -far : far);
+}
+
+static inline Vec<double> vtanh(Vec<double> x) {
+  const Vec<double> a = x < 0.0 ? -x : x;
+  const Vec<double> z = x * x;
+  Vec<double> p = z * -9.64399179425052238628e-1 + -9.92877231001918586564e1;
+  p = p * z + -1.61468768441708447952e3;
+  Vec<double> q = z + 1.12811678491632931402e2;
+  q = q * z + 2.23548839060100448583e3;
+  q = q * z + 4.84406305325125486048e3;
+  const Vec<double> near = x + x * z * (p / q);
+  const Vec<double> e = vexp(a * -2.0);
+  const Vec<double> far = (1.0 - e) / (1.0 + e);
+  return a < 0.625 ? near : (x < 0.0 ? -far : far);
+}

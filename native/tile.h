@@ -1,0 +1,294 @@
+// Between memory and tiles: conversions, packing of queries into lanes, copies of key and value rows, the walk over the
+// layout, bias tiles, dropout bits.
+
+static inline uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
+static inline float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+
+static inline float from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
+static inline uint16_t to_bf16(float x) {
+  const uint32_t u = bits_of(x);
+  if ((u & 0x7FFFFFFF) > 0x7F800000) return uint16_t((u >> 16) | 0x40);
+  return uint16_t((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+}
+
+// Without denormal floats on the way: the thread may flush them.
+static inline float from_f16(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, em = uint32_t(h & 0x7FFF) << 13;
+  const float normal = float_of(em + (112u << 23));
+  const float small = float_of(em + (113u << 23)) - float_of(113u << 23);
+  const float special = float_of(em + (224u << 23));
+  const float x = em >= (0x7C00u << 13) ? special : em < (0x400u << 13) ? small : normal;
+  return float_of(bits_of(x) | sign);
+}
+
+static inline uint16_t to_f16(float x) {
+  const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, a = u & 0x7FFFFFFF;
+  if (a > 0x7F800000) return uint16_t(sign | 0x7E00 | (a >> 13 & 0x1FF));
+  if (a >= 0x477FF000) return uint16_t(sign | 0x7C00);
+  if (a < 0x38800000) {  // below 2^-14: adding 0.5 leaves the halves' subnormal bits, rounded, at the bottom
+    return uint16_t(sign | (bits_of(float_of(a) + 0.5f) - 0x3F000000));
+  }
+  return uint16_t(sign | ((a + 0xFFF + ((a >> 13) & 1) - (112u << 23)) >> 13));
+}
+
+template <class R> static inline R element(const void* data, Type type, int64_t i) {
+  switch (type) {
+    case F32: return R(static_cast<const float*>(data)[i]);
+    case F64: return R(static_cast<const double*>(data)[i]);
+    case BF16: return R(from_bf16(static_cast<const uint16_t*>(data)[i]));
+    default: return R(from_f16(static_cast<const uint16_t*>(data)[i]));
+  }
+}
+
+template <class R> static inline void read_row(R* __restrict out, const void* data, Type type, int64_t at, int64_t count) {
+  if (type == F32) {
+    const float* __restrict x = static_cast<const float*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = R(x[i]);
+  } else if (type == F64) {
+    const double* __restrict x = static_cast<const double*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = R(x[i]);
+  } else if (type == BF16) {
+    const uint16_t* __restrict x = static_cast<const uint16_t*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = R(from_bf16(x[i]));
+  } else {
+    const uint16_t* __restrict x = static_cast<const uint16_t*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = R(from_f16(x[i]));
+  }
+}
+
+template <class R> static inline void write_row(void* data, Type type, int64_t at, const R* __restrict x, int64_t count) {
+  if (type == F32) {
+    float* __restrict out = static_cast<float*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = float(x[i]);
+  } else if (type == F64) {
+    double* __restrict out = static_cast<double*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = double(x[i]);
+  } else {
+    uint16_t* __restrict out = static_cast<uint16_t*>(data) + at;
+    for (int64_t i = 0; i < count; ++i) out[i] = type == BF16 ? to_bf16(float(x[i])) : to_f16(float(x[i]));
+  }
+}
+
+// Cuts one thread's scratch into aligned pieces; with a null base it only measures.
+struct Arena {
+  char* base;
+  size_t used = 0;
+  template <class A> A* take(int64_t count) {
+    used = (used + 63) / 64 * 64;
+    A* p = reinterpret_cast<A*>(base + used);
+    used += sizeof(A) * size_t(count);
+    return p;
+  }
+};
+
+// The queries of a tile: `rows` rows of T for each of `heads` heads that share a kv head, lane = head * rows + row.
+struct QueryTile {
+  int64_t b, n, t;
+  int heads, rows;
+  int64_t layout_tile;
+  int lanes() const { return heads * rows; }
+  int64_t head(int lane) const { return n + lane / rows; }
+  int64_t row(int lane) const { return t + lane % rows; }
+  int64_t offset(const Problem& p, int lane) const { return (b * p.T + row(lane)) * p.N + head(lane); }
+};
+
+// rows[lane][width] = factor * x[b, t, n, :]; lanes beyond the tile and columns beyond H are zero.
+template <class R>
+static void read_queries(R* rows, int64_t width, const Problem& p, const void* data, const QueryTile& tile, R factor) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    R* row = rows + lane * width;
+    int64_t h = 0;
+    if (lane < tile.lanes()) {
+      read_row(row, data, p.type, tile.offset(p, lane) * p.H, p.H);
+      for (; h < p.H; ++h) row[h] *= factor;
+    }
+    for (; h < width; ++h) row[h] = 0;
+  }
+}
+
+// panels[panel][h][lane] of rows[lane][h].
+template <class R, int PANEL>
+static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t width, int64_t H, int lanes) {
+  for (int panel = 0; panel * PANEL < lanes; ++panel)
+    for (int64_t h0 = 0; h0 < H; h0 += 8)
+      for (int j = 0; j < PANEL; ++j) {
+        const R* x = rows + (panel * PANEL + j) * width;
+        R* out = panels + int64_t(panel) * H * PANEL + j;
+        for (int64_t h = h0; h < lesser(h0 + 8, H); ++h) out[h * PANEL] = x[h];
+      }
+}
+
+// Copies key or value rows [lo, hi) of a tile; a row that no query of the tile sees may hold garbage and becomes zero.
+template <class R>
+static void copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
+                      int lo, int hi, const uint8_t* seen) {
+  for (int s = lo; s < hi; ++s) {
+    R* row = out + s * width;
+    if (seen[s])
+      read_row(row, data, p.type, ((b * p.S + s0 + s) * p.K + head) * p.H, p.H);
+    else
+      __builtin_memset(row, 0, sizeof(R) * size_t(p.H));
+  }
+}
+
+// Walks the kv slots that a q tile visits: its intervals, then the columns outside them. Neighbouring tiles are joined,
+// unless the mask has bit tiles, which are stored by visit.
+struct Walk {
+  const Layout* l;
+  bool single;
+  const int32_t *starts, *stops, *columns;
+  int64_t column_count, S;
+  int64_t interval = 0, inside = -1, column = 0, visits = 0;
+
+  Walk(const Problem& p, const QueryTile& tile) : l(&p.layout), single(p.has_bits), S(p.S) {
+    const int64_t row = layout_row(p, tile.b, tile.n);
+    starts = l->starts + (row * l->nq + tile.layout_tile) * l->intervals;
+    stops = l->stops + (row * l->nq + tile.layout_tile) * l->intervals;
+    columns = l->columns ? l->columns + row * l->max_columns : nullptr;
+    column_count = columns ? lesser<int64_t>(l->column_count[row], l->max_columns) : 0;
+  }
+  static int64_t layout_row(const Problem& p, int64_t b, int64_t n) {
+    return b * p.layout.b_stride + n * p.layout.n_stride;
+  }
+  int64_t start(int64_t i) const { return greater<int64_t>(0, starts[i]); }
+  int64_t stop(int64_t i) const { return lesser<int64_t>(l->nkv, stops[i]); }
+  bool covered(int64_t tile) const {
+    for (int64_t i = 0; i < l->intervals; ++i)
+      if (tile >= start(i) && tile < stop(i)) return true;
+    return false;
+  }
+  // The next kv slots [lo, hi), the first tile of them, its visit number, and the column it is (-1: an interval).
+  bool next(int64_t& lo, int64_t& hi, int64_t& tile, int64_t& visit, int64_t& as_column) {
+    int64_t first, last;
+    as_column = -1;
+    for (;;) {
+      if (interval < l->intervals) {
+        first = inside >= 0 ? inside : start(interval);
+        last = stop(interval);
+        inside = -1;
+        if (first >= last) { ++interval; continue; }
+        if (single) {
+          inside = first + 1;
+          last = first + 1;
+          break;
+        }
+        ++interval;
+        while (interval < l->intervals && start(interval) == last && stop(interval) > last) last = stop(interval++);
+        break;
+      }
+      if (column >= column_count) return false;
+      as_column = column;
+      first = columns[column++];
+      if (first < 0 || first >= l->nkv || covered(first)) continue;
+      last = first + 1;
+      while (!single && column < column_count && columns[column] == last && last < l->nkv && !covered(last)) ++column, ++last;
+      break;
+    }
+    tile = first;
+    visit = visits;
+    visits += last - first;
+    lo = first * l->kv_tile;
+    hi = lesser(S, last * l->kv_tile);
+    return true;
+  }
+};
+
+// The largest tile of queries that one task takes, and how many of them there are: from shapes alone.
+struct Tiling {
+  int64_t rows_per_tile, tiles_per_layout_tile, heads, groups;
+  int64_t per_head;  // tiles along T
+
+  explicit Tiling(const Problem& p) {
+    const int64_t share = p.N / p.K;
+    const int64_t rows = lesser(p.layout.q_tile, p.T);
+    rows_per_tile = lesser<int64_t>(rows, kLanes);
+    tiles_per_layout_tile = (rows + rows_per_tile - 1) / rows_per_tile;
+    per_head = p.layout.nq * tiles_per_layout_tile;
+    heads = p.by_head ? 1 : lesser<int64_t>(share, greater<int64_t>(1, kLanes / rows_per_tile));
+    while (share % heads) --heads;
+    groups = p.N / heads;
+  }
+  // Tile `i` along T of head group `g`; false if it lies beyond T.
+  bool at(const Problem& p, int64_t b, int64_t g, int64_t i, QueryTile& tile) const {
+    tile.b = b;
+    tile.n = g * heads;
+    tile.heads = int(heads);
+    tile.layout_tile = i / tiles_per_layout_tile;
+    const int64_t begin = tile.layout_tile * p.layout.q_tile + i % tiles_per_layout_tile * rows_per_tile;
+    const int64_t end = lesser(lesser(begin + rows_per_tile, (tile.layout_tile + 1) * p.layout.q_tile), p.T);
+    tile.t = begin;
+    tile.rows = int(end - begin);
+    return begin < end;
+  }
+};
+
+// The truth of one tile for all its lanes, with the bias's -inf counted as forbidden.
+template <class R, int PANEL>
+struct Masker {
+  const Problem* p;
+  const QueryTile* tile;
+  Side q, kv;
+  uint8_t valid[kLanes];
+  Row* stack;
+  R* bias;  // [kKeys][kLanes]
+  TileMask<PANEL> mask;
+
+  void take(Arena& arena, const Problem& problem) {
+    p = &problem;
+    stack = arena.take<Row>(int64_t(problem.depth) * kKeys);
+    bias = problem.has_bias ? arena.take<R>(kKeys * kLanes) : nullptr;
+  }
+
+  void begin(const QueryTile& t) {
+    tile = &t;
+    __builtin_memset(q.pos, 0, sizeof q.pos);
+    read_side(q, p->q_pos ? p->q_pos + t.b * p->q_pos_stride : nullptr, t.t, t.rows);
+    for (int i = 0; i < kLanes; ++i) valid[i] = i < t.lanes() ? 0xFF : 0;
+  }
+
+  bool read_bias() {  // true if some key is forbidden by -inf
+    bool forbidden = false;
+    const View4& v = p->bias;
+    for (int i = 0; i < kLanes; ++i) {
+      if (i >= tile->lanes()) {
+        for (int s = 0; s < kv.count; ++s) bias[s * kLanes + i] = 0;
+        continue;
+      }
+      const int64_t at = tile->b * v.b + tile->head(i) * v.n + tile->row(i) * v.t + kv.first * v.s;
+      for (int s = 0; s < kv.count; ++s) {
+        const R x = element<R>(v.data, v.type, at + s * v.s);
+        forbidden |= x == -kInf<R>;
+        bias[s * kLanes + i] = x;
+      }
+    }
+    return forbidden;
+  }
+
+  void repeat_heads() {
+    for (int s = 0; s < kv.count; ++s)
+      for (int j = 1; j < tile->heads; ++j) __builtin_memcpy(stack[s] + j * tile->rows, stack[s], size_t(tile->rows));
+  }
+
+  // Keys [s0, s0 + keys), all within one layout tile if there are bit tiles. False: nothing to do.
+  bool read(int64_t s0, int keys, int64_t kv_tile, int64_t visit) {
+    read_side(kv, p->kv_pos ? p->kv_pos + tile->b * p->kv_pos_stride : nullptr, s0, keys);
+    const TileAt at = {p, tile->b, tile->n, &q, &kv, Walk::layout_row(*p, tile->b, tile->n), tile->layout_tile, visit, kv_tile};
+    const Truth r = classify(*p, 0, p->op_count, at);
+    if (!r.any) return false;
+    Kind kind = r.all ? kIsFull : evaluate(*p, 0, p->op_count, at, stack);
+    if (kind == kIsEmpty) return false;
+    if (kind == kIsPartial && tile->heads > 1) repeat_heads();
+    if (p->has_bias && read_bias()) {
+      if (kind == kIsFull) __builtin_memset(stack, 0xFF, sizeof(Row) * size_t(keys));
+      uint8_t* bytes = stack[0];
+      for (int i = 0; i < keys * kLanes; ++i) bytes[i] &= bias[i] == -kInf<R> ? 0 : 0xFF;
+      kind = kIsPartial;
+    }
+    mask.bytes = stack;
+    if (kind == kIsFull)
+      all_allowed(mask, keys, tile->lanes());
+    else
+      summarize(mask, keys, tile->lanes(), valid);
+    return mask.kind != kIsEmpty;
+  }
+};
