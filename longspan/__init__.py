@@ -25,3 +25,8 @@ from longspan.masks import Prefix as Prefix
 from longspan.masks import Segments as Segments
 from longspan.masks import TokenTypes as TokenTypes
 from longspan.masks import Window as Window
+from longspan.patterns import bigbird as bigbird
+from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
+from longspan.patterns import longformer as longformer
+from longspan.recipes import bigbird_attention as bigbird_attention
+from longspan.recipes import longformer_attention as longformer_attention

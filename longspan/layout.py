@@ -75,7 +75,7 @@ class BlockLayout:
     def transpose(self) -> "BlockLayout":
         """The query tiles that visit each key tile, for passes that go over keys.
 
-        Its intervals may also hold query tiles that do not visit the key tile: `visits_of` says how often each does.
+        Its intervals may also hold query tiles that do not visit the key tile: `entries` leaves those out.
         """
         if self.forward is not None:
             return self.forward
@@ -101,17 +101,6 @@ class BlockLayout:
             xp=xp,
         )
 
-    def row(self, batch: int, head: int, tile: int) -> list[int]:
-        """The tiles that one row visits, in order, each as often as it counts (host only)."""
-        starts, stops = (_plane(a, batch, head)[tile] for a in (self.starts, self.stops))
-        tiles = [int(j) for lo, hi in zip(starts, stops, strict=True) for j in range(lo, hi)]
-        if self.common is not None:
-            listed = _plane(self.common, batch, head)[: int(_plane(self.common_count, batch, head))]
-            tiles += [int(j) for j in listed if j not in set(tiles)]
-        if self.forward is not None:
-            return [i for i in tiles for _ in range(self.forward.row(batch, head, i).count(tile))]
-        return tiles
-
     def visits(self) -> int:
         """How many tiles are visited, over the batch rows and heads that the layout tells apart (host only)."""
         return sum(len(tiles) for b, n in self.planes() for _, tiles in self.entries(b, n))
@@ -132,18 +121,24 @@ class BlockLayout:
         while last < len(widths):
             first, reach = last, np.cumsum(widths[last : last + CHUNK])
             last = first + max(1, int(np.searchsorted(reach, CHUNK, side="right")))
-            if self.forward is not None:
-                yield self._counted_pairs(batch, head, first, last)
-                continue
             rows, tiles = _interval_pairs(starts[first:last], stops[first:last])
             if self.common is not None:
                 more = _common_pairs(starts[first:last], stops[first:last], listed)
                 rows, tiles = np.concatenate([rows, more[0]]), np.concatenate([tiles, more[1]])
-            yield rows + first, tiles
+            rows = rows + first
+            if self.forward is not None:
+                times = self.forward._times(batch, head, tiles, rows)
+                rows, tiles = rows.repeat(times), tiles.repeat(times)
+            yield rows, tiles
 
-    def _counted_pairs(self, batch: int, head: int, first: int, last: int):
-        rows = [self.row(batch, head, i) for i in range(first, last)]
-        return np.repeat(np.arange(first, last), [len(r) for r in rows]), np.array([j for r in rows for j in r], int)
+    def _times(self, batch: int, head: int, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+        """How often each pair (row, tile) is visited."""
+        starts, stops = (_plane(a, batch, head)[rows] for a in (self.starts, self.stops))
+        times = ((starts <= tiles[:, None]) & (tiles[:, None] < stops)).sum(1)
+        if self.common is None:
+            return times
+        listed = _plane(self.common, batch, head)[: int(_plane(self.common_count, batch, head))]
+        return np.where(times == 0, np.isin(tiles, listed), times)
 
     def __repr__(self) -> str:
         kind = "transposed " if self.is_transposed else ""

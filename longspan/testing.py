@@ -1,6 +1,261 @@
 """Parity and law helpers that we test ourselves with, for people who add a mask or an engine.
 
+`assert_matches_reference` compares an engine with the dense reference, `assert_obeys_laws` checks a mask's three
+granularities against each other, `masks` is a Hypothesis strategy for compositions of every rule.
+
 Example:
     >>> q, k, v = make_qkv(Shape(B=1, T=7, S=11, N=6, K=3, H=5), jnp.float32)
-    >>> assert_matches_reference("reference", q, k, v, Causal())
+    >>> assert_matches_reference("reference", q, k, v, ls.Causal())
+    >>> assert_obeys_laws(ls.Causal() & ls.Window(2, 0), 7, 11)
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan.attention import attention
+from longspan.layout import plan
+from longspan.masks import (
+    Band,
+    Blocks,
+    Causal,
+    Chunk,
+    Custom,
+    Dense,
+    Empty,
+    Full,
+    Global,
+    KvLengths,
+    Mask,
+    PerHead,
+    Prefix,
+    Segments,
+    TokenTypes,
+    Window,
+)
+
+ROUNDING_UNITS = 8  # how many units in the last place an engine may be off where the reference happens to be exact
+
+
+class Shape(NamedTuple):
+    """The sizes of one call, one letter an axis."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+
+    def __str__(self) -> str:
+        return "-".join(f"{axis}{size}" for axis, size in self._asdict().items())
+
+
+def make_qkv(shape: Shape, dtype: Any, seed: int = 0):
+    """Random q, k, v of a shape, spread enough that the softmax is far from uniform."""
+    rng = np.random.default_rng(seed)
+    B, T, S, N, K, H = shape
+    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
+    return tuple(jnp.asarray(rng.normal(size=size, scale=1.5), dtype) for size in sizes)
+
+
+def assert_matches_reference(
+    engine: str, q, k, v, mask: Any = None, *, run: Callable | None = None, gradients: bool = True, **features: Any
+) -> None:
+    """Asserts that an engine is as close to float64 as the reference is, in outputs, lse and all gradients.
+
+    The reference runs twice, in float64 and in the dtype under test. The engine may be at most twice as far from
+    float64 as the reference, plus a few rounding units.
+
+    Args:
+        engine: the engine under test.
+        q: queries, as for `attention`.
+        k: keys.
+        v: values.
+        mask: a mask, as for `attention`.
+        run: a function with the signature of `attention` to test instead of `attention(engine=engine)`.
+        gradients: whether to compare gradients too.
+        features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
+    """
+    floats = {"q": q, "k": k, "v": v, **{n: features.pop(n) for n in ("bias", "sinks") if features.get(n) is not None}}
+    weights = _cotangents(q)
+    wanted = [name for name in floats if gradients]
+
+    def everything(call, floats, weights):
+        def loss(diff, rest):
+            out, lse = call(**diff, **rest, mask=mask, return_lse=True, **features)
+            finite = jnp.where(jnp.isfinite(lse), lse, 0)
+            total = jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1])
+            return total, (out, lse)
+
+        diff = {name: floats[name] for name in wanted}
+        rest = {name: x for name, x in floats.items() if name not in diff}
+        grads, (out, lse) = jax.grad(loss, has_aux=True)(diff, rest)
+        return {"out": out, "lse": lse, **{f"d{name}": g for name, g in grads.items()}}
+
+    def reference(**arguments):
+        return attention(**arguments, engine="reference")
+
+    run = run or (lambda **arguments: attention(**arguments, engine=engine))
+    got, near = (_as_numpy(everything(call, floats, weights)) for call in (run, reference))
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in floats.items()}
+        exact = everything(reference, wide, tuple(w.astype(np.float64) for w in weights))
+        assert all(x.dtype == jnp.float64 for x in exact.values()), "float64 was truncated"
+        exact = _as_numpy(exact)
+    for name in exact:
+        _assert_close(f"{engine}: {name}", got[name], near[name], exact[name], _unit(name, q.dtype, floats))
+
+
+def assert_obeys_laws(
+    mask: Mask, q_len: int, kv_len: int, *, q_tile: int = 3, kv_tile: int = 2, q_positions=None, kv_positions=None
+) -> None:
+    """Asserts that a mask's `classify` never lies and that its layout visits every allowed pair exactly once.
+
+    Args:
+        mask: any mask, yours included.
+        q_len: number of queries.
+        kv_len: number of keys.
+        q_tile: queries in a tile.
+        kv_tile: keys in a tile.
+        q_positions: positions of the queries, as for `attention`.
+        kv_positions: positions of the keys.
+    """
+    positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+    layout = plan(mask, q_len, kv_len, q_tile, kv_tile, **positions, xp=np)
+    q, kv = layout.sides(xp=np)
+    shape = (q.batch.size, q.head.size, q_len, kv_len)
+    truth = np.broadcast_to(np.asarray(mask.allowed(q.slots(), kv.slots())), shape)
+    some, every = (
+        np.broadcast_to(np.asarray(kind), (*shape[:2], layout.q_tiles, layout.kv_tiles))
+        for kind in mask.classify(q.tiles(q_tile), kv.tiles(kv_tile))
+    )
+    visits, mirrored = _visits(layout, shape[:2]), _visits(layout.transpose(), shape[:2]).swapaxes(2, 3)
+    for b, n, i, j in np.ndindex(*some.shape):
+        tile = truth[b, n, i * q_tile : (i + 1) * q_tile, j * kv_tile : (j + 1) * kv_tile]
+        where = f"{mask!r}, batch {b}, head {n}, tile ({i}, {j})"
+        assert some[b, n, i, j] or not tile.any(), f"classify says EMPTY, but a pair is allowed: {where}"
+        assert not every[b, n, i, j] or tile.all(), f"classify says FULL, but a pair is not allowed: {where}"
+        for times, name in ((visits[b, n, i, j], "layout"), (mirrored[b, n, i, j], "transpose")):
+            assert tile.any() <= times <= 1, f"visited {times} times by the {name}: {where}"
+
+
+def _visits(layout, planes: tuple[int, int]) -> np.ndarray:
+    """How often a layout visits each pair of tiles."""
+    rows, tiles = (layout.kv_tiles, layout.q_tiles) if layout.is_transposed else (layout.q_tiles, layout.kv_tiles)
+    times = np.zeros((*planes, rows, tiles), int)
+    for b, n in np.ndindex(*planes):
+        for row, tile in layout.entries(b, n):
+            np.add.at(times[b, n], (row, tile), 1)
+    return times
+
+
+def masks(q_len: int, kv_len: int, *, batch: int = 2, heads: int = 2, leaves: int = 4):
+    """A Hypothesis strategy: compositions of every rule, with static and array numbers, for these lengths."""
+    from hypothesis import strategies as st
+
+    rule = _rules(st, q_len, kv_len, batch, heads)
+
+    def extend(inner):
+        pairs = st.tuples(inner, inner)
+        return st.one_of(
+            pairs.map(lambda p: p[0] & p[1]),
+            pairs.map(lambda p: p[0] | p[1]),
+            inner.map(lambda m: ~m),
+            st.lists(inner, min_size=heads, max_size=heads).map(lambda ms: PerHead(tuple(ms))),
+        )
+
+    return st.recursive(rule, extend, max_leaves=leaves)
+
+
+def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
+    span = max(q_len, kv_len)
+    seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+    def number(low: int, high: int):
+        scalar = st.integers(low, high)
+        rows = st.lists(scalar, min_size=batch, max_size=batch).map(lambda xs: np.array(xs, np.int32))
+        return st.one_of(scalar, scalar.map(lambda x: np.array(x, np.int32)), rows)
+
+    def ids(rng, length: int, low: int = -1):
+        values = rng.integers(low, 3, size=(int(rng.choice([1, batch])), length))
+        return np.sort(values, axis=1) if rng.random() < 0.5 else values
+
+    def dense(rng):
+        sizes = [(n, 1)[int(rng.random() < 0.3)] for n in (batch, heads, q_len, kv_len)]
+        return Dense(rng.random(sizes) < 0.6)
+
+    def blocks(rng):
+        size = int(rng.integers(1, 4))
+        shape = (int(rng.choice([1, heads])), -(-q_len // size), int(rng.integers(0, 4)))
+        table = rng.integers(-1, max(1, -(-kv_len // size)), size=shape).astype(np.int32)
+        return Blocks(table if rng.random() < 0.5 else jnp.asarray(table), size)
+
+    def globals_(rng):
+        indices = tuple(int(i) for i in rng.integers(0, max(1, span), size=int(rng.integers(0, 3))))
+        flags = [rng.random((batch, n)) < 0.3 if rng.random() < 0.5 else None for n in (q_len, kv_len)]
+        rows, columns = (bool(rng.random() < 0.7) for _ in range(2))
+        return Global(indices, q_flags=flags[0], kv_flags=flags[1], rows=rows, columns=columns)
+
+    return st.one_of(
+        st.sampled_from([Full(), Empty()]),
+        number(-span, span).map(Causal),
+        st.tuples(number(-span, span), number(-span, span)).map(lambda p: Band(*p)),
+        st.tuples(number(0, span), number(0, span), number(1, 3)).map(lambda p: Window(*p)),
+        st.tuples(number(0, span), number(0, span)).map(lambda p: Window(*p)),
+        number(1, span + 1).map(Chunk),
+        number(0, span).map(Prefix),
+        number(0, kv_len).map(KvLengths),
+        seeds.map(lambda rng: Segments(ids(rng, q_len), ids(rng, kv_len))),
+        seeds.map(
+            lambda rng: TokenTypes(ids(rng, q_len, 0), ids(rng, kv_len, 0), zero=str(rng.choice(["q", "kv", "none"])))
+        ),
+        seeds.map(globals_),
+        seeds.map(blocks),
+        seeds.map(dense),
+        st.sampled_from([Custom(_alternating), Custom(_alternating_bounded, bounds=_bounds)]),
+    )
+
+
+def _alternating(q, k):
+    return (q + k) % 3 != 0
+
+
+def _alternating_bounded(q, k):
+    return q + k <= 5
+
+
+def _bounds(q, kv):
+    return q.first + kv.first <= 5, q.last + kv.last <= 5
+
+
+def _cotangents(q):
+    rng = np.random.default_rng(1)
+    wide = np.promote_types(np.float32, q.dtype) if np.dtype(q.dtype).itemsize > 2 else np.float32
+    return tuple(np.asarray(rng.normal(size=shape), wide) for shape in (q.shape, q.shape[:3]))
+
+
+def _as_numpy(tree: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x, np.float64) for name, x in tree.items()}
+
+
+def _unit(name: str, dtype: Any, floats: dict[str, Any]) -> float:
+    """The rounding unit of a result: its own dtype's."""
+    if name == "lse":
+        return float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+    return float(jnp.finfo(floats[name[1:]].dtype if name[1:] in floats else dtype).eps)
+
+
+def _assert_close(what: str, got, near, exact, unit: float) -> None:
+    assert got.shape == exact.shape, f"{what}: shape {got.shape}, expected {exact.shape}"
+    infinite = ~np.isfinite(exact)
+    np.testing.assert_array_equal(got[infinite], exact[infinite], err_msg=what)
+    if not np.all(infinite) and exact.size:
+        scale = np.abs(exact[~infinite]).max()
+        allowed = 2 * np.abs(near - exact)[~infinite].max() + ROUNDING_UNITS * unit * scale
+        error = np.abs(got - exact)[~infinite]
+        assert np.all(np.isfinite(got[~infinite])), f"{what}: not finite where the reference is"
+        assert error.max() <= allowed, f"{what}: off by {error.max():.3g}, allowed {allowed:.3g} (scale {scale:.3g})"

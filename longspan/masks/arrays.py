@@ -66,17 +66,17 @@ class _EqualIds(Mask):
         return (q_ids == kv_ids) & self._valid(q_ids)
 
     def classify(self, q, kv):
-        q_ids, kv_ids = self._ids()
-        q_least, q_most, kv_least, kv_most = q.least(q_ids), q.greatest(q_ids), kv.least(kv_ids), kv.greatest(kv_ids)
+        (q_least, q_most, q_all), (kv_least, kv_most, kv_all) = (
+            self._range(tiles, ids) for tiles, ids in zip((q, kv), self._ids(), strict=True)
+        )
         may_any = (q_least <= kv_most) & (kv_least <= q_most)
-        must_all = (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least) & self._valid(q_least)
-        # A tile of one invalid id on either side sees nothing, whatever the other side holds.
-        for least, most in ((q_least, q_most), (kv_least, kv_most)):
-            may_any = may_any & ((least != most) | self._valid(least)) & self._may_be_valid(most)
+        must_all = q_all & kv_all & (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least)
         return may_any, must_all
 
-    def _may_be_valid(self, greatest):
-        return greatest == greatest
+    def _range(self, tiles, ids):
+        """The least and greatest valid id of each tile (least > greatest if there is none), and whether all are."""
+        least, most = tiles.least(ids, self._valid), tiles.greatest(ids, self._valid)
+        return least, most, (tiles.least(ids) >= least) & (tiles.greatest(ids) <= most) & (least <= most)
 
     def kv_spans(self, q, kv):
         q_ids, kv_ids = self._ids()
@@ -122,9 +122,6 @@ class Segments(_EqualIds):
 
     def _valid(self, ids):
         return ids >= 0
-
-    def _may_be_valid(self, greatest):
-        return greatest >= 0
 
     def extents(self):
         yield from _extents(self, "q_ids", self.q_ids, "BT")

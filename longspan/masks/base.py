@@ -288,14 +288,14 @@ class And(Mask):
 
     def _merged(self, side) -> list[Mask]:
         """The parts, with all bands (causal, windows) merged into one: tighter than each on its own."""
-        from longspan.masks.numbers import Band
+        from longspan.masks.numbers import MergedBand
 
         bands = [m.band() for m in self.masks]
         if sum(b is not None for b in bands) < 2:
             return list(self.masks)
         others = [m for m, b in zip(self.masks, bands, strict=True) if b is None]
         low, high = _meet([tuple(None if n is None else side.number(n) for n in b) for b in bands if b is not None])
-        return [Band(low, high), *others]
+        return [MergedBand(low, high), *others]
 
     def __repr__(self):
         return " & ".join(_wrapped(m, Or) for m in self.masks)

@@ -88,6 +88,16 @@ class _Banded(Mask):
         return tuple(None if end is None else side.number(end) for end in (low, high))
 
 
+class MergedBand(_Banded):
+    """Several bands as one, while planning; its ends are ready to broadcast."""
+
+    def __init__(self, low, high):
+        self._band = low, high
+
+    def band(self):
+        return self._band
+
+
 @rule
 class Band(_Banded):
     """Allows low <= k - q <= high, where `None` leaves a side open. `Causal` and `Window` are bands.

@@ -136,15 +136,22 @@ class Tiles:
     def number(self, value: Number):
         return self.side.number(value)
 
-    def least(self, array):
-        """The least entry of an array [B or 1, length] within each tile."""
-        return self._reduce(array, self.side.xp.min, np.iinfo(np.int32).max)
+    def least(self, array, valid: Callable | None = None):
+        """The least (valid) entry of an array [B or 1, length] within each tile."""
+        return self._reduce(array, self.side.xp.min, np.iinfo(np.int32).max, valid)
 
-    def greatest(self, array):
-        """The greatest entry of an array [B or 1, length] within each tile."""
-        return self._reduce(array, self.side.xp.max, np.iinfo(np.int32).min)
+    def greatest(self, array, valid: Callable | None = None):
+        """The greatest (valid) entry of an array [B or 1, length] within each tile."""
+        return self._reduce(array, self.side.xp.max, np.iinfo(np.int32).min, valid)
 
-    def _reduce(self, array, reduce: Callable, neutral: int):
+    def _reduce(self, array, reduce: Callable, neutral: int, valid: Callable | None):
+        xp = self.side.xp
+        if valid is not None:
+            plain = reduce
+            reduce = lambda entries, axis: plain(xp.where(valid(entries), entries, np.int32(neutral)), axis=axis)  # noqa: E731
+        return self._reduce_runs(array, reduce, neutral)
+
+    def _reduce_runs(self, array, reduce: Callable, neutral: int):
         xp, (_, length) = self.side.xp, array.shape
         array = xp.asarray(array).astype(np.int32)
         rows = self.side.rows_of(array)

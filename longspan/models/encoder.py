@@ -1,0 +1,231 @@
+"""The encoder that BERT, RoBERTa, Longformer and BigBird share: embeddings, layers, pooler."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int, Shaped
+
+from longspan._checks import check_choice
+from longspan._types import Array
+from longspan.models.activations import ACTIVATIONS
+from longspan.models.attention import ATTENTION, Tokens
+from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
+from longspan.models.dense import dropout, embed, layer_norm, linear
+from longspan.models.output import Output
+
+
+class Encoder(nnx.Module):
+    """A BERT, RoBERTa, Longformer or BigBird encoder, whichever the config is of.
+
+    Args:
+        config: a `BertConfig`, `RobertaConfig`, `LongformerConfig` or `BigBirdConfig`.
+        pooler: whether there is a pooler, which gives `pooler_output`.
+        dtype: what is computed in; softmax and layer-norm statistics are float32 at least.
+        param_dtype: what parameters are kept in.
+        rngs: for the initial values; dropout takes its randomness from the call.
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.LongformerConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> encoder = models.Encoder(config, rngs=nnx.Rngs(0))
+        >>> encoder(jnp.array([[0, 7, 5, 2, 1]]), attention_mask=jnp.array([[1, 1, 1, 1, 0]])).last_hidden_state.shape
+        (1, 5, 6)
+    """
+
+    def __init__(
+        self, config: BertConfig, *, pooler: bool = True, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.embeddings = Embeddings(config, **kinds)
+        self.layers = nnx.List([Layer(config, i, **kinds) for i in range(config.num_hidden_layers)])
+        self.pooler = linear(config, config.hidden_size, config.hidden_size, **kinds) if pooler else nnx.data(None)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Shaped[Array, "B T"] | None = None,
+        token_type_ids: Int[Array, "B T"] | None = None,
+        global_attention_mask: Shaped[Array, "B T"] | None = None,
+        position_ids: Int[Array, "B_or_1 T"] | None = None,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        deterministic: bool = True,
+        *,
+        attention_type: str | None = None,
+        remat: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> Output:
+        """Encodes token ids, or word embeddings in their place.
+
+        Args:
+            input_ids: token ids.
+            attention_mask: nonzero for tokens, 0 for padding; bools, ints or floats.
+            token_type_ids: 0 by default.
+            global_attention_mask: nonzero for global tokens. Longformer only.
+            position_ids: rows of the position table; counted by default, from 0 or as RoBERTa does.
+            inputs_embeds: word embeddings instead of `input_ids`.
+            deterministic: False switches dropout on.
+            attention_type: "block_sparse" or "original_full", instead of the config's. BigBird only.
+            remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
+            rngs: the stream "dropout" is used if not deterministic.
+        """
+        config = self.config
+        T = check_inputs(config, input_ids, inputs_embeds, position_ids)
+        tokens = self.tokens(T, attention_mask, global_attention_mask, attention_type)
+        keys = _keys(config, deterministic, rngs)
+        x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=next(keys))
+        if isinstance(config, BigBirdConfig) and not tokens.full:
+            x, tokens = _pad_to_blocks(x, tokens, config.block_size)
+        run = nnx.remat(_run_layer, static_argnums=()) if remat else _run_layer
+        for layer in self.layers:
+            x = run(layer, x, tokens, next(keys))
+        x = x[:, :T]
+        pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
+        return Output(last_hidden_state=x, pooler_output=pooled)
+
+    def tokens(self, seq_len: int, attention_mask, global_attention_mask, attention_type: str | None) -> Tokens:
+        config = self.config
+        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        if isinstance(config, LongformerConfig):
+            _refuse(config, attention_type=attention_type)
+            return Tokens(kinds=_kinds(valid, global_attention_mask))
+        _refuse(config, global_attention_mask=global_attention_mask)
+        if isinstance(config, BigBirdConfig):
+            attention_type = config.attention_type if attention_type is None else attention_type
+            check_choice("attention_type", attention_type, ("block_sparse", "original_full"))
+            return Tokens(valid=valid, full=attention_type == "original_full" or seq_len <= config.longest_full)
+        _refuse(config, attention_type=attention_type)
+        return Tokens(valid=valid)
+
+
+class Embeddings(nnx.Module):
+    """Word + position + token type, normalised."""
+
+    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.config = config
+        self.word = embed(config, config.vocab_size, **kinds)
+        self.position = embed(config, config.max_position_embeddings, **kinds)
+        self.token_type = embed(config, config.type_vocab_size, **kinds)
+        self.norm = layer_norm(config, **kinds)
+
+    def __call__(self, input_ids, token_type_ids, position_ids, inputs_embeds, *, dropout_key) -> Float[Array, "B T D"]:
+        config = self.config
+        if inputs_embeds is None:
+            word = self.word(jnp.asarray(input_ids, jnp.int32))
+        else:
+            word = jnp.asarray(inputs_embeds, self.word.dtype)
+        if position_ids is None:
+            position_ids = _positions(config, input_ids, word.shape[1])
+        if token_type_ids is None:
+            token_type_ids = jnp.zeros((1, 1), jnp.int32)
+        if getattr(config, "rescale_embeddings", False):
+            word = word * jnp.asarray(config.hidden_size**0.5, word.dtype)
+        x = word + self.token_type(jnp.asarray(token_type_ids, jnp.int32))
+        x = x + self.position(jnp.asarray(position_ids, jnp.int32))
+        if isinstance(config, BigBirdConfig):
+            return self.norm(dropout(x, config.hidden_dropout_prob, dropout_key))
+        return dropout(self.norm(x), config.hidden_dropout_prob, dropout_key)
+
+
+class Layer(nnx.Module):
+    """Self-attention and a feed-forward network, each added to its input and normalised afterwards."""
+
+    def __init__(self, config: BertConfig, layer: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.config = config
+        self.attention = ATTENTION[config.model_type](config, layer, **kinds)
+        self.out = linear(config, config.hidden_size, config.hidden_size, **kinds)
+        self.out_norm = layer_norm(config, **kinds)
+        self.feed_forward = FeedForward(config, **kinds)
+
+    def __call__(self, x: Float[Array, "B T D"], tokens: Tokens, dropout_key=None) -> Float[Array, "B T D"]:
+        keys = [None] * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
+        attended = self.out(self.attention(x, tokens, keys[0]))
+        x = self.out_norm(dropout(attended, self.config.hidden_dropout_prob, keys[1]) + x)
+        return self.feed_forward(x, x, keys[2])
+
+
+class FeedForward(nnx.Module):
+    """norm(down(act(up(x))) + residual)."""
+
+    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.config = config
+        self.up = linear(config, config.hidden_size, config.intermediate_size, **kinds)
+        self.down = linear(config, config.intermediate_size, config.hidden_size, **kinds)
+        self.norm = layer_norm(config, **kinds)
+
+    def __call__(self, x, residual, dropout_key=None) -> Float[Array, "B T D"]:
+        hidden = self.down(ACTIVATIONS[self.config.hidden_act](self.up(x)))
+        return self.norm(dropout(hidden, self.config.hidden_dropout_prob, dropout_key) + residual)
+
+
+def check_inputs(config: BertConfig, input_ids, inputs_embeds, position_ids) -> int:
+    """The number of tokens, after checking that they are given once and that the model has positions for them."""
+    if (input_ids is None) == (inputs_embeds is None):
+        both = "neither" if input_ids is None else "both"
+        raise ValueError(f"Pass `input_ids` or `inputs_embeds`, one of the two; got {both}.")
+    name, given, rank = ("input_ids", input_ids, 2) if inputs_embeds is None else ("inputs_embeds", inputs_embeds, 3)
+    shape = tuple(given.shape)
+    if len(shape) != rank or 0 in shape:
+        axes = "[B, T]" if rank == 2 else "[B, T, hidden_size]"
+        raise ValueError(f"`{name}` must have shape {axes} with no axis of length 0, got {shape}.")
+    if position_ids is None and shape[1] > config.max_tokens:
+        raise ValueError(
+            f"The input has {shape[1]} tokens, but this model has positions for {config.max_tokens}. Truncate or split "
+            "it, pass `position_ids`, or give a BERT or RoBERTa more positions with `hf.extend`."
+        )
+    return shape[1]
+
+
+def _run_layer(layer: Layer, x, tokens: Tokens, dropout_key):
+    return layer(x, tokens, dropout_key)
+
+
+def _positions(config: BertConfig, input_ids, seq_len: int):
+    if isinstance(config, RobertaConfig) and input_ids is not None:
+        is_token = (jnp.asarray(input_ids, jnp.int32) != config.pad_token_id).astype(jnp.int32)
+        return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + config.pad_token_id
+    return jnp.arange(seq_len, dtype=jnp.int32)[None] + config.first_position
+
+
+def _kinds(valid, global_attention_mask):
+    """Longformer's −1 padding, 0 local, +1 global; padding beats global."""
+    if global_attention_mask is None:
+        return None if valid is None else valid.astype(jnp.int32) - 1
+    kinds = (jnp.asarray(global_attention_mask) != 0).astype(jnp.int32)
+    return kinds if valid is None else jnp.where(valid, kinds, jnp.full_like(kinds, -1))
+
+
+def _pad_to_blocks(x, tokens: Tokens, block_size: int) -> tuple[jax.Array, Tokens]:
+    """Zeros up to a whole number of blocks, which nobody sees."""
+    B, T, _ = x.shape
+    missing = -T % block_size
+    if missing == 0:
+        return x, tokens
+    valid = jnp.ones((B, T), bool) if tokens.valid is None else tokens.valid
+    valid = jnp.pad(valid, ((0, 0), (0, missing)))
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), Tokens(valid=valid)
+
+
+def _keys(config: BertConfig, deterministic: bool, rngs: nnx.Rngs | None) -> Iterator:
+    """Dropout keys for the embeddings and the layers; None where nothing is dropped."""
+    drops = not deterministic and max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) > 0
+    count = 1 + config.num_hidden_layers
+    return iter(jax.random.split(dropout_key(rngs), count) if drops else [None] * count)
+
+
+def dropout_key(rngs: nnx.Rngs | None):
+    if rngs is None:
+        raise ValueError("deterministic=False needs `rngs`. Pass `rngs=nnx.Rngs(dropout=seed)`.")
+    return rngs.dropout()
+
+
+def _refuse(config: BertConfig, **arguments) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"`{name}` means nothing to a {config.model_type} model. Leave it out.")

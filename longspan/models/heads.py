@@ -1,0 +1,219 @@
+"""Encoders with a head: masked LM, sequence and token classification, question answering."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int, Shaped
+
+from longspan._types import Array
+from longspan.models.activations import ACTIVATIONS
+from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
+from longspan.models.dense import dropout, layer_norm, linear
+from longspan.models.encoder import Encoder, FeedForward, check_inputs, dropout_key
+from longspan.models.output import Output
+
+
+class Model(nnx.Module):
+    """An encoder in `encoder`, and a head after it. Calls take the arguments of `Encoder`.
+
+    Example:
+        >>> from longspan import models
+        >>> issubclass(models.MaskedLM, models.Model)
+        True
+    """
+
+    def __init__(self, config: BertConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.encoder = Encoder(config, pooler=pooler, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Shaped[Array, "B T"] | None = None,
+        token_type_ids: Int[Array, "B T"] | None = None,
+        global_attention_mask: Shaped[Array, "B T"] | None = None,
+        position_ids: Int[Array, "B_or_1 T"] | None = None,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        deterministic: bool = True,
+        *,
+        attention_type: str | None = None,
+        remat: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> Output:
+        """See `Encoder`. The output has the encoder's fields and the head's."""
+        check_inputs(self.config, input_ids, inputs_embeds, position_ids)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if global_attention_mask is None and isinstance(self.config, LongformerConfig):
+            global_attention_mask = self.default_globals(input_ids, given.shape[:2])
+        if token_type_ids is None:
+            token_type_ids = self.default_token_types(input_ids)
+        output = self.encoder(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            global_attention_mask,
+            position_ids,
+            inputs_embeds,
+            deterministic,
+            attention_type=attention_type,
+            remat=remat,
+            rngs=rngs,
+        )
+        drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
+        keys = jax.random.split(dropout_key(rngs), 2) if drops else [None, None]
+        return dataclasses.replace(output, **self.head(output, input_ids, keys))
+
+    def head(self, output: Output, input_ids, keys) -> dict[str, jax.Array]:
+        raise NotImplementedError
+
+    def default_globals(self, input_ids, shape: tuple[int, int]):
+        """A Longformer's global tokens where the caller names none."""
+        return None
+
+    def default_token_types(self, input_ids):
+        return None
+
+
+class MaskedLM(Model):
+    """An encoder that predicts the token at each place: `logits` [B, T, vocab_size].
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> models.MaskedLM(config, rngs=nnx.Rngs(0))(jnp.ones((1, 5), int)).logits.shape
+        (1, 5, 11)
+    """
+
+    def __init__(
+        self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(config, pooler=pooler, **kinds)
+        self.dense = linear(config, config.hidden_size, config.hidden_size, **kinds)
+        self.norm = layer_norm(config, **kinds)
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size, param_dtype))
+        tied, shape = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
+        self.decoder = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds)
+
+    def head(self, output, input_ids, keys):
+        # RoBERTa's head has the exact GELU whatever the config says; BERT's has the config's activation.
+        act = "gelu" if isinstance(self.config, RobertaConfig) else self.config.hidden_act
+        x = self.norm(ACTIVATIONS[act](self.dense(output.last_hidden_state)))
+        logits = self.encoder.embeddings.word.attend(x) if self.decoder is None else self.decoder(x)
+        return dict(logits=logits + jnp.asarray(self.bias[...], logits.dtype)[None, None])
+
+
+class SequenceClassifier(Model):
+    """An encoder that labels whole inputs by their first token: `logits` [B, num_labels].
+
+    In a Longformer the first token is global unless `global_attention_mask` says otherwise.
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> models.SequenceClassifier(config, rngs=nnx.Rngs(0))(jnp.ones((1, 5), int)).logits.shape
+        (1, 2)
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        *,
+        pooler: bool | None = None,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        # BERT's head reads the pooler's output; the others bring a layer of their own.
+        reads_pooler = config.model_type == "bert"
+        super().__init__(config, pooler=reads_pooler or bool(pooler), **kinds)
+        size = config.hidden_size
+        self.dense = nnx.data(None) if reads_pooler else linear(config, size, size, **kinds)
+        self.classifier = linear(config, size, config.num_labels, **kinds)
+
+    def head(self, output, input_ids, keys):
+        rate, x = self.config.head_dropout, output.pooler_output
+        if self.dense is not None:
+            act = ACTIVATIONS[self.config.hidden_act] if isinstance(self.config, BigBirdConfig) else jnp.tanh
+            x = act(self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
+        return dict(logits=self.classifier(dropout(x, rate, keys[1])))
+
+    def default_globals(self, input_ids, shape):
+        return jnp.broadcast_to(jnp.arange(shape[1])[None] == 0, shape)
+
+
+class TokenClassifier(Model):
+    """An encoder that labels every token: `logits` [B, T, num_labels].
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> models.TokenClassifier(config, rngs=nnx.Rngs(0))(jnp.ones((1, 5), int)).logits.shape
+        (1, 5, 2)
+    """
+
+    def __init__(
+        self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(config, pooler=pooler, **kinds)
+        self.classifier = linear(config, config.hidden_size, config.num_labels, **kinds)
+
+    def head(self, output, input_ids, keys):
+        return dict(logits=self.classifier(dropout(output.last_hidden_state, self.config.head_dropout, keys[0])))
+
+
+class QuestionAnswering(Model):
+    """An encoder that marks where an answer starts and ends: `start_logits` and `end_logits`, [B, T] each.
+
+    In a Longformer the tokens before the first `sep_token_id`, the question, are global unless
+    `global_attention_mask` says otherwise. In a BigBird the first separator ends the question: its tokens have token
+    type 0, the others 1, and no answer lies in it (their logits are lowered by 1e6, the first token's excepted).
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> models.QuestionAnswering(config, rngs=nnx.Rngs(0))(jnp.ones((1, 5), int)).start_logits.shape
+        (1, 5)
+    """
+
+    def __init__(
+        self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(config, pooler=pooler, **kinds)
+        self.feed_forward = FeedForward(config, **kinds) if isinstance(config, BigBirdConfig) else nnx.data(None)
+        self.outputs = linear(config, config.hidden_size, 2, **kinds)
+
+    def head(self, output, input_ids, keys):
+        x = output.last_hidden_state
+        if self.feed_forward is not None:
+            x = self.feed_forward(dropout(x, self.config.hidden_dropout_prob, keys[0]), x, keys[1])
+        logits = self.outputs(x)
+        if isinstance(self.config, BigBirdConfig) and input_ids is not None:
+            question = self.question(input_ids).at[:, 0].set(False)
+            logits = logits - jnp.where(question, 1e6, 0.0).astype(logits.dtype)[..., None]
+        return dict(start_logits=logits[..., 0], end_logits=logits[..., 1])
+
+    def default_globals(self, input_ids, shape):
+        return None if input_ids is None else self.question(input_ids)
+
+    def default_token_types(self, input_ids):
+        if isinstance(self.config, BigBirdConfig) and input_ids is not None:
+            return 1 - self.question(input_ids).astype(jnp.int32)
+        return None
+
+    def question(self, input_ids) -> jax.Array:
+        """The tokens before the first separator; in a BigBird, the separator too."""
+        config = self.config
+        ids = jnp.asarray(input_ids, jnp.int32)
+        first = jnp.argmax(ids == config.sep_token_id, axis=1, keepdims=True)
+        past = first + 1 if isinstance(config, BigBirdConfig) else first
+        return jnp.arange(ids.shape[1])[None] < past

@@ -1,0 +1,79 @@
+"""The masks once more, in plain Python, one pair at a time: what `dense` and the engines are compared with."""
+
+import numpy as np
+
+from longspan import masks as m
+
+
+def dense(mask, q_len, kv_len, q_positions=None, kv_positions=None, batch=1, heads=1):
+    """bool [batch, heads, q_len, kv_len] by a double loop."""
+    q_pos = _rows(q_positions, q_len, batch)
+    kv_pos = _rows(kv_positions, kv_len, batch)
+    truth = np.zeros((batch, heads, q_len, kv_len), bool)
+    for b, n, i, j in np.ndindex(*truth.shape):
+        truth[b, n, i, j] = allowed(mask, b, n, i, j, int(q_pos[b, i]), int(kv_pos[b, j]))
+    return truth
+
+
+def allowed(mask, b, n, i, j, q, k):
+    """Whether slot i at position q may attend to slot j at position k."""
+    match mask:
+        case m.And():
+            return all(allowed(part, b, n, i, j, q, k) for part in mask.masks)
+        case m.Or():
+            return any(allowed(part, b, n, i, j, q, k) for part in mask.masks)
+        case m.Not():
+            return not allowed(mask.mask, b, n, i, j, q, k)
+        case m.PerHead():
+            return allowed(mask.masks[n], b, n, i, j, q, k)
+        case m.Full() | m.Empty():
+            return isinstance(mask, m.Full)
+        case m.Causal():
+            return k <= q + number(mask.offset, b)
+        case m.Band():
+            low = mask.low is None or number(mask.low, b) <= k - q
+            return low and (mask.high is None or k - q <= number(mask.high, b))
+        case m.Window():
+            d = number(mask.dilation, b)
+            return (k - q) % d == 0 and -number(mask.left, b) * d <= k - q <= number(mask.right, b) * d
+        case m.Chunk():
+            return q // number(mask.size, b) == k // number(mask.size, b)
+        case m.Prefix():
+            return k < number(mask.length, b)
+        case m.KvLengths():
+            return j < number(mask.lengths, b)
+        case m.Segments():
+            mine, theirs = row(mask.q_ids, b)[i], row(mask.q_ids if mask.kv_ids is None else mask.kv_ids, b)[j]
+            return mine == theirs and mine >= 0
+        case m.TokenTypes():
+            mine, theirs = row(mask.q_types, b)[i], row(mask.q_types if mask.kv_types is None else mask.kv_types, b)[j]
+            return mine == theirs and (mine != 0 or mask.zero == "none")
+        case m.Global():
+            q_global = q in mask.indices or (mask.q_flags is not None and bool(row(mask.q_flags, b)[i]))
+            k_global = k in mask.indices or (mask.kv_flags is not None and bool(row(mask.kv_flags, b)[j]))
+            return (mask.rows and q_global) or (mask.columns and k_global)
+        case m.Blocks():
+            table = np.asarray(mask.table)
+            return j // mask.block_size in row(table, n)[i // mask.block_size].tolist()
+        case m.Dense():
+            array = np.asarray(mask.array)
+            array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+            return bool(array[tuple(min(x, size - 1) for x, size in zip((b, n, i, j), array.shape, strict=True))])
+        case m.Custom():
+            return bool(mask.fn(np.array(q), np.array(k), *mask.arrays))
+    raise TypeError(type(mask))
+
+
+def number(value, b):
+    flat = np.atleast_1d(np.asarray(value))
+    return int(flat[b if len(flat) > 1 else 0])
+
+
+def row(array, b):
+    array = np.asarray(array)
+    return array[b if len(array) > 1 else 0]
+
+
+def _rows(positions, length, batch):
+    positions = np.arange(length) if positions is None else np.asarray(positions)
+    return np.broadcast_to(positions, (batch, length))
