@@ -17,7 +17,7 @@ import pytest
 # From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
 ORDER = (
     "_version", "_types", "_checks", "dropout", "masks", "patterns", "layout", "render", "maskinfo", "rope", "cache",
-    "engines", "attention", "parallel", "nn", "models", "hf", "testing", "cli",
+    "engines", "attention", "recipes", "parallel", "nn", "models", "hf", "testing", "cli",
 )  # fmt: skip
 
 NEVER_LOADED = (
