@@ -36,7 +36,7 @@ def run(
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     if 0 in (B, T, N, S, H):
         return _without_pairs(q, sinks)
-    given, dtype = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
+    given, dtype = q.dtype, _wide(q.dtype)
     q_side, kv_side = layout.sides(batch=B, heads=N)
     q_slots, kv_slots = q_side.slots(), kv_side.slots()
     allowed = jnp.broadcast_to(layout.mask.allowed(q_slots, kv_slots), (B, N, T, S))
@@ -95,6 +95,11 @@ def _multiplicity(layout: BlockLayout, shape, dtype):
 
 def _without_pairs(q, sinks):
     B, T, N, _ = q.shape
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = _wide(q.dtype)
     sink = jnp.full((N,), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
     return jnp.zeros_like(q), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))
+
+
+def _wide(dtype):
+    """At least float32. (`jnp.promote_types` refuses float16 and float32 under strict promotion.)"""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
