@@ -168,14 +168,15 @@ struct BackwardTile {
     copy_keys(v, width, *p, p->v, tile.b, head, s0, m.lo, m.hi, m.seen);
   }
 
-  // One tile: dq, and dk, dv of its keys into rows of `padded` elements.
-  void visit_keys(const QueryTile& tile, int64_t s0, R* dk, R* dv, int64_t padded) {
+  // One tile: dq, and dk, dv of its keys into rows of `padded` elements. The tile after it ends at `next_end`.
+  void visit_keys(const QueryTile& tile, int64_t s0, int64_t next_end, R* dk, R* dv, int64_t padded) {
     read_keys(tile, s0);
     const TileMask<PANEL>& m = masker.mask;
     if (garbage) hide_garbage(tile, g->dout);
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
     for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
+      if (s0 + keys < next_end) prefetch_keys(*p, tile.b, tile.n / (p->N / p->K), s0 + keys, next_end, panel, panels);
       if (m.kind != kIsFull) clear_outside(panel);
       if (count <= 0) continue;
       scores(panel);
@@ -277,7 +278,7 @@ struct BackwardJob {
       for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
         for (; lo < hi; lo += work.keys)
           if (work.masker.read(lo, int(lesser(work.keys, hi - lo)), kv_tile, visit))
-            work.visit_keys(tile, lo, dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
+            work.visit_keys(tile, lo, lesser(hi, lo + 2 * work.keys), dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
       work.finish(tile, g->dq);
     });
   }

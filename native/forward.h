@@ -34,7 +34,7 @@ struct ForwardTile {
       hi = lesser(hi, to);
       for (lo = greater(lo, from); lo < hi; lo += keys) {
         const int count = int(lesser(keys, hi - lo));
-        if (masker.read(lo, count, kv_tile, visit)) visit_keys(tile, lo);
+        if (masker.read(lo, count, kv_tile, visit)) visit_keys(tile, lo, lesser(hi, lo + 2 * keys));
       }
     }
   }
@@ -53,13 +53,16 @@ struct ForwardTile {
     if (p->dropout.on) drop.begin(*p, tile, masker.q);
   }
 
-  void visit_keys(const QueryTile& tile, int64_t s0) {
+  // Keys from s0 on; the tile after them ends at `next_end`.
+  void visit_keys(const QueryTile& tile, int64_t s0, int64_t next_end) {
     const TileMask<PANEL>& m = masker.mask;
     const int64_t head = tile.n / (p->N / p->K);
     copy_keys(k, width, *p, p->k, tile.b, head, s0, m.lo, m.hi, m.seen);
     copy_keys(v, width, *p, p->v, tile.b, head, s0, m.lo, m.hi, m.seen);
-    for (int panel = 0; panel * PANEL < tile.lanes(); ++panel) {
+    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
+    for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
+      if (s0 + keys < next_end) prefetch_keys(*p, tile.b, head, s0 + keys, next_end, panel, panels);
       if (count <= 0) continue;
       alignas(64) R alpha[PANEL];
       gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL);

@@ -1,8 +1,8 @@
 // The mask's program, run on one tile: first as ranges (may anything, must everything be allowed?), and only if that
 // leaves the tile PARTIAL as truth bytes, one for each pair, laid out [key][query lane] as the score tile is.
 
-constexpr int kLanes = 64;    // queries in a tile
-constexpr int kKeys = 64;     // keys in a tile, at most
+constexpr int kLanes = 128;  // queries in a tile: many, because each tile of keys is copied once for all of them
+constexpr int kKeys = 64;    // keys in a tile, at most
 
 template <class A> static inline A lesser(A a, A b) { return b < a ? b : a; }
 template <class A> static inline A greater(A a, A b) { return a < b ? b : a; }
@@ -382,6 +382,27 @@ static void all_allowed(TileMask<PANEL>& m, int keys, int lanes) {
   __builtin_memset(m.seen, 1, kKeys);
 }
 
+struct Ends {
+  uint64_t any, missing;
+};
+
+// Whether a panel's bytes hold some truth, and some untruth in lanes that hold a query; clears all other lanes.
+template <int PANEL>
+static inline Ends ends(uint8_t* row, const uint8_t* valid) {
+  Ends e = {0, 0};
+  constexpr int step = PANEL < 8 ? PANEL : 8;
+  for (int j = 0; j < PANEL; j += step) {
+    uint64_t x = 0, v = 0;
+    __builtin_memcpy(&x, row + j, step);
+    __builtin_memcpy(&v, valid + j, step);
+    x &= v;
+    __builtin_memcpy(row + j, &x, step);
+    e.any |= x;
+    e.missing |= x ^ v;
+  }
+  return e;
+}
+
 // Reads the ranges off the truth bytes. `valid` has 0xFF in the lanes that hold a query.
 template <int PANEL>
 static void summarize(TileMask<PANEL>& m, int keys, int lanes, const uint8_t* valid) {
@@ -394,13 +415,8 @@ static void summarize(TileMask<PANEL>& m, int keys, int lanes, const uint8_t* va
     if (i * PANEL >= lanes) continue;
     int first = keys, last = 0, full_first = keys, full_last = 0, full = 0;
     for (int s = 0; s < keys; ++s) {
-      uint8_t* row = m.bytes[s] + i * PANEL;
-      uint8_t any = 0, all = 0xFF;
-      for (int j = 0; j < PANEL; ++j) {
-        row[j] &= valid[i * PANEL + j];
-        any |= row[j];
-        all &= uint8_t(row[j] | ~valid[i * PANEL + j]);
-      }
+      const Ends e = ends<PANEL>(m.bytes[s] + i * PANEL, valid + i * PANEL);
+      const bool any = e.any != 0, all = e.missing == 0;
       if (any) {
         first = lesser(first, s);
         last = s + 1;

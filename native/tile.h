@@ -122,12 +122,30 @@ static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t wi
 template <class R>
 static void copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
                       int lo, int hi, const uint8_t* seen) {
+  constexpr Type same = sizeof(R) == 4 ? F32 : F64;
   for (int s = lo; s < hi; ++s) {
     R* row = out + s * width;
-    if (seen[s])
-      read_row(row, data, p.type, ((b * p.S + s0 + s) * p.K + head) * p.H, p.H);
+    const int64_t at = ((b * p.S + s0 + s) * p.K + head) * p.H;
+    if (seen[s] && p.type == same && p.H % Simd<R>::lanes == 0)
+      for (int64_t h = 0; h < p.H; h += Simd<R>::lanes) store(row + h, loose(static_cast<const R*>(data) + at + h));
+    else if (seen[s])
+      read_row(row, data, p.type, at, p.H);
     else
       __builtin_memset(row, 0, sizeof(R) * size_t(p.H));
+  }
+}
+
+// Asks for key and value rows of a later tile, one part of them at a time. Rows of one head lie far apart (often at a
+// power of two), where no hardware prefetcher follows.
+static inline void prefetch_keys(const Problem& p, int64_t b, int64_t head, int64_t s0, int64_t end, int part, int parts) {
+  const int64_t size = p.type == F64 ? 8 : p.type == F32 ? 4 : 2, bytes = p.H * size, count = end - s0;
+  const int64_t first = s0 + count * part / parts, last = s0 + count * (part + 1) / parts;
+  for (int64_t s = first; s < last; ++s) {
+    const int64_t at = ((b * p.S + s) * p.K + head) * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(static_cast<const char*>(p.k) + at + i);
+      __builtin_prefetch(static_cast<const char*>(p.v) + at + i);
+    }
   }
 }
 
