@@ -25,13 +25,13 @@ from longspan._checks import (
 )
 from longspan._types import Key, LogSumExp, Output, Positions, Query
 from longspan.dropout import make_dropout
-from longspan.engines import reference
+from longspan.engines import reference, xla
 from longspan.engines._request import Request
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.masks import Custom, Dense, Full, Mask
 
 # In the order in which "auto" tries them.
-ENGINES: dict[str, ModuleType] = {"reference": reference}
+ENGINES: dict[str, ModuleType] = {"xla": xla, "reference": reference}
 
 
 @no_type_check

@@ -48,9 +48,9 @@ class Side:
         count = -(-self.length // size)
         return Tiles(self, size, self.along(self.xp.arange(count, dtype=np.int32)))
 
-    def tile(self, number: Any, size: int) -> "Tiles":
-        """The one tile `number` of `size` slots."""
-        return Tiles(self, size, self.xp.asarray(number, dtype=np.int32).reshape(1, 1, 1, 1))
+    def run(self, start: Any, size: int) -> "Tiles":
+        """The one run of `size` slots from `start` on, as a tile."""
+        return Tiles(self, size, self.xp.asarray(start, dtype=np.int32).reshape(1, 1, 1, 1), unit=1)
 
     def number(self, value: Number):
         """A rule's number, ready to broadcast: a Python int as it is, an array of shape () or [B] as rank 4."""
@@ -114,10 +114,11 @@ class Tiles:
     side: Side
     size: int
     index: Any  # the tile numbers
+    unit: int = 0  # the slots from one tile number to the next; 0: tiles stand side by side
 
     @property
     def start(self):
-        return self.index * self.size
+        return self.index * (self.unit or self.size)
 
     @property
     def stop(self):
@@ -155,12 +156,13 @@ class Tiles:
         xp, (_, length) = self.side.xp, array.shape
         array = xp.asarray(array).astype(np.int32)
         rows = self.side.rows_of(array)
-        if self.index.size == 1 and length >= self.size:
+        if self.index.size == 1:
             # One tile, inside an engine's loop: read the tile, not the whole row. Past a ragged end the window is
             # moved back, so the bound covers more slots than the tile: looser, still sound.
-            start = xp.minimum(self.start.reshape(()), length - self.size)
-            tile = run(xp, array, start, self.size)
-            return reduce(tile, axis=1)[rows]
+            size = min(self.size, length)
+            start = xp.minimum(self.start.reshape(()), length - size)
+            return reduce(run(xp, array, start, size), axis=1)[rows]
+        assert not self.unit, "many runs at once stand side by side"
         count = -(-length // self.size)
         padded = xp.pad(array, ((0, 0), (0, count * self.size - length)), constant_values=neutral)
         summary = reduce(padded.reshape(array.shape[0], count, self.size), axis=2)

@@ -1,0 +1,457 @@
+"""The `xla` engine: block-sparse attention in plain JAX. O(T) memory, forward and backward, anywhere JAX runs.
+
+One loop over rows (batch row, head, query tile), inside it a loop over the key tiles that the layout lists, several
+neighbouring tiles at a time, with an online softmax. The backward pass recomputes tiles from (out, lse) in the same
+order and adds up dk and dv in place, so it needs no transposed layout. Nothing T×T exists, and the program does not
+grow with T.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+
+from longspan._types import Key, LogSumExp, Output, Query
+from longspan.dropout import Dropout, keep
+from longspan.engines._manual import varying_axes, vary
+from longspan.engines._request import Request
+from longspan.layout import BlockLayout
+
+# Measured on 2 AVX2 cores, 8 heads of 64, f32 (benchmarks/tiles.py): queries in a tile, keys in a tile, and keys
+# visited at once. Larger visits amortise the cost of a step (about 0.1 ms), smaller ones waste less at the edges.
+TILES = {"cpu": (256, 256, 768), "gpu": (128, 128, 512), "tpu": (256, 256, 1024)}
+
+NEVER = -1e30  # below every score; finite, because (-inf) - (-inf) is NaN in both passes
+
+
+def unsupported(request: Request) -> str | None:
+    """Plain JAX computes everything, everywhere."""
+    return None
+
+
+def tiles(request: Request) -> tuple[int, int]:
+    """The platform's tiles, smaller for short sides."""
+    q_tile, kv_tile, _ = TILES.get(request.platform, TILES["cpu"])
+    dims = request.dims
+    return min(q_tile, max(dims["T"], 1)), min(kv_tile, max(dims["S"], 1))
+
+
+def run(
+    q: Query,
+    k: Key,
+    v: Key,
+    layout: BlockLayout,
+    *,
+    bias,
+    sinks,
+    scale: float,
+    soft_cap: float | None,
+    dropout: Dropout | None,
+) -> tuple[Output, LogSumExp]:
+    """Attention over the tiles of a layout."""
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    if 0 in (B, T, N, S, H):
+        return _without_pairs(q, sinks)
+    _, _, width = TILES.get(jax.default_backend(), TILES["cpu"])
+    group = max(1, min(width // layout.kv_tile, layout.kv_tiles))
+    plan = Plan(B, T, S, N, K, H, scale, soft_cap, group * layout.kv_tile, layout.starts.shape[1] > 1)
+    # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
+    q, k, v, bias, sinks = vary((q, k, v, bias, sinks), varying_axes(q, k, v, bias, sinks, layout, dropout))
+    return _attend(plan, (q, k, v, bias, sinks), (layout, dropout))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static part of a call."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    scale: float
+    soft_cap: float | None
+    width: int  # keys visited at once
+    per_head: bool  # the layout differs between heads
+
+    @property
+    def steps(self) -> int:
+        """How many heads the row loop goes through: key/value heads, or query heads if their layouts differ."""
+        return self.N if self.per_head else self.K
+
+    @property
+    def group(self) -> int:
+        """Query heads computed together, on the same keys."""
+        return self.N // self.steps
+
+
+class Tensors(NamedTuple):
+    """Arrays by row: heads before tokens, padded so that every slice of a tile lies inside."""
+
+    q: Any  # [B, steps, group, T', H]
+    k: Any  # [B, K, S', H]
+    v: Any
+    bias: Any  # None, or [B or 1, N or 1, T' or 1, S' or 1]
+    layout: BlockLayout
+    dropout: Dropout | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, floats, rest):
+    return _forward(plan)(floats, rest)
+
+
+def _attend_fwd(plan: Plan, floats, rest):
+    out, lse = _forward(plan)(floats, rest)
+    return (out, lse), (floats, rest, out, lse)
+
+
+def _attend_bwd(plan: Plan, residuals, cotangents):
+    return _no_second_derivative(plan, *residuals, cotangents), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _no_second_derivative(plan: Plan, floats, rest, out, lse, cotangents):
+    return _backward(plan)(floats, rest, out, lse, cotangents)
+
+
+def _second_derivative(*_):
+    raise NotImplementedError(
+        "engine='xla' has no second derivatives: its backward pass is a loop of dynamic length. "
+        "Use engine='reference' where you differentiate twice."
+    )
+
+
+_no_second_derivative.defvjp(_second_derivative, _second_derivative)
+
+
+def _forward(plan: Plan):
+    # Batched by vmap, a loop of dynamic length would visit the longest row for all of them and turn skipping into
+    # selects. So vmap runs one example after the other.
+    @sequential_vmap
+    def forward(floats, rest):
+        q, k, v, bias, sinks = floats
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        x = _by_row(plan, q, k, v, bias, *rest)
+        axes = varying_axes(x)
+
+        def row(_, index):
+            place = _row_of(plan, x.layout, index)
+            q_tile = _tile_of(plan, x.layout, x.q, place).astype(dtype) * np.asarray(plan.scale, dtype)
+            column = (q_tile.shape[0], 1)
+            start = (jnp.full(column, NEVER, dtype), jnp.zeros(column, dtype), jnp.zeros_like(q_tile))
+            visit = partial(_online_softmax, plan, x, q_tile)
+            most, total, out = _visit_all(plan, x, place, visit, vary(start, axes))
+            if sinks is not None:
+                sink = sinks[_heads(plan, place[1])].astype(dtype).repeat(x.layout.q_tile).reshape(column)
+                highest = jnp.maximum(most, sink)
+                shrink = jnp.exp(most - highest)
+                most, total, out = highest, total * shrink + jnp.exp(sink - highest), out * shrink
+            empty = total == 0
+            lse = jnp.where(empty, -jnp.inf, most + jnp.log(jnp.where(empty, 1, total)))
+            return None, ((out / jnp.where(empty, 1, total)).astype(q.dtype), lse)
+
+        _, (out, lse) = jax.lax.scan(row, None, _all_rows(plan, x.layout))
+        return _from_rows(plan, x.layout, out), _from_rows(plan, x.layout, lse)[..., 0]
+
+    return forward
+
+
+def _online_softmax(plan: Plan, x: Tensors, q_tile, at: "Run", allowed, carry):
+    """One visit of the forward pass: scores of a run of keys, folded into (max, total, weighted values)."""
+    most, total, out = carry
+    k, v = _key_tiles(plan, x, at, allowed)
+    scores, _ = _scores(plan, x, q_tile, k, at, allowed)
+    highest = jnp.maximum(most, scores.max(-1, keepdims=True))
+    powers = _where(allowed, jnp.exp(scores - highest), 0)
+    shrink = jnp.exp(most - highest)
+    total = total * shrink + powers.sum(-1, keepdims=True)
+    return highest, total, out * shrink + _drop(plan, x, at, powers) @ v
+
+
+def _backward(plan: Plan):
+    @sequential_vmap
+    def backward(floats, rest, out, lse, cotangents):
+        q, k, v, bias, sinks = floats
+        dout, dlse = cotangents
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        x = _by_row(plan, q, k, v, bias, *rest)
+        # What the gradient of every weight in a row is measured against.
+        delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1) - dlse.astype(dtype)
+        # Rows without keys have lse = -inf; any finite level will do, since all their weights are masked.
+        finite = jnp.isfinite(lse)
+        level = jnp.where(finite, lse, 0)
+        by_row = [_to_rows(plan, x.layout, a) for a in (dout, delta[..., None], level[..., None])]
+        axes = varying_axes(x, dout, dlse)
+
+        def row(carry, index):
+            place = _row_of(plan, x.layout, index)
+            q_tile = _tile_of(plan, x.layout, x.q, place).astype(dtype) * np.asarray(plan.scale, dtype)
+            mine = [_tile_of(plan, x.layout, a, place).astype(dtype) for a in by_row]
+            dq = vary(jnp.zeros_like(q_tile), axes)
+            visit = partial(_gradients, plan, x, q_tile, *mine)
+            dq, *carry = _visit_all(plan, x, place, visit, (dq, *carry), _add_gradients)
+            return tuple(carry), (dq * np.asarray(plan.scale, dtype)).astype(q.dtype)
+
+        dbias = None if x.bias is None else jnp.zeros(x.bias.shape, dtype)
+        zeros = vary((jnp.zeros(x.k.shape, dtype), jnp.zeros(x.v.shape, dtype), dbias), axes)
+        (dk, dv, dbias), dq = jax.lax.scan(row, zeros, _all_rows(plan, x.layout))
+        dk, dv = (a[:, :, : plan.S].swapaxes(1, 2).astype(k.dtype) for a in (dk, dv))
+        if bias is not None:
+            dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+        dsinks = None
+        if sinks is not None:
+            weight = jnp.where(finite, jnp.exp(sinks.astype(dtype).reshape(1, 1, -1) - level), 0)
+            dsinks = -jnp.sum(weight * delta, axis=(0, 1)).astype(sinks.dtype)
+        return _from_rows(plan, x.layout, dq), dk, dv, dbias, dsinks
+
+    return backward
+
+
+class Gradients(NamedTuple):
+    """What one visit adds: to dq of its row, and to dk, dv and dbias of its run of keys."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+
+
+def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, at: "Run", allowed, _) -> Gradients:
+    """One visit of the backward pass, as small arrays: the big ones are updated outside of branches, in place."""
+    k, v = _key_tiles(plan, x, at, allowed)
+    if allowed is not None:  # a query that sees no key may hold anything
+        q_tile = jnp.where(allowed.any(-1, keepdims=True), q_tile, 0)
+    scores, slope = _scores(plan, x, q_tile, k, at, allowed)
+    powers = _where(allowed, jnp.exp(scores - level), 0)
+    dv = _drop(plan, x, at, powers).T @ dout
+    dscores = powers * (_drop(plan, x, at, dout @ v.T) - delta)
+    dbias = None if x.bias is None else _sum_to_bias(plan, x, at, dscores)
+    if slope is not None:
+        dscores = dscores * slope
+    # q_tile carries the scale already, so dk needs none; dq gets it at the end of its row.
+    return Gradients(dscores @ k, dscores.T @ q_tile, dv, dbias)
+
+
+def _add_gradients(plan: Plan, x: Tensors, at: "Run", new: Gradients, carry):
+    dq, dk, dv, dbias = carry
+    place = (at.b, _kv_head(plan, at.h), at.start, 0)
+    dk, dv = (_add_at(big, part[None, None], place) for big, part in ((dk, new.dk), (dv, new.dv)))
+    if dbias is not None:
+        dbias = _add_at(dbias, new.dbias, _bias_window(plan, x, at)[0])
+    return dq + new.dq, dk, dv, dbias
+
+
+class Run(NamedTuple):
+    """One visit: a row (batch row, head step, query tile) and the keys [start, start + width), real before stop."""
+
+    b: Any
+    h: Any
+    i: Any
+    start: Any
+    stop: Any
+    width: int
+
+
+def _visit_all(plan: Plan, x: Tensors, row, visit, carry, combine=None):
+    """Visits all that the layout lists for a row: its intervals, then the tiles common to all rows."""
+    b, h, i = row
+    layout, tile = x.layout, x.layout.kv_tile
+    starts, stops = (_table(a, b, h)[i] for a in (layout.starts, layout.stops))
+
+    def interval(p, carry):
+        stop = stops[p] * tile
+
+        def step(state):
+            start, carry = state
+            at = Run(b, h, i, start, stop, plan.width)
+            return start + plan.width, _visit(plan, x, at, visit, carry, combine)
+
+        return jax.lax.while_loop(lambda state: state[0] < stop, step, (starts[p] * tile, carry))[1]
+
+    carry = jax.lax.fori_loop(0, starts.shape[0], interval, carry)
+    if layout.common is None:
+        return carry
+    listed, count = _table(layout.common, b, h), _table(layout.common_count, b, h)
+
+    def common(c, carry):
+        start = listed[c] * tile
+        # A tile inside the row's own intervals was visited there; here it becomes an empty run.
+        inside = jnp.any((starts <= listed[c]) & (listed[c] < stops))
+        at = Run(b, h, i, start, jnp.where(inside, start, start + tile), tile)
+        return _visit(plan, x, at, visit, carry, combine)
+
+    return jax.lax.fori_loop(0, count, common, carry)
+
+
+def _visit(plan: Plan, x: Tensors, at: Run, visit, carry, combine):
+    """Visits one run of keys: not at all if it is EMPTY, without a mask if it is FULL."""
+    layout, size = x.layout, x.layout.q_tile
+    q_side, kv_side = _sides(plan, x, at)
+    end = jnp.minimum(at.stop, plan.S)
+    some, every = layout.mask.classify(q_side.run(at.i * size, size), kv_side.run(at.start, at.width))
+    full = jnp.all(every) & (at.start + at.width <= end)
+    if x.bias is not None:  # a bias of -inf masks its key, which shows only when it is read
+        full = full & False
+    kind = jnp.where(jnp.any(some) & (at.start < at.stop), jnp.where(full, 2, 1), 0)
+
+    def masked(carry):
+        q_slots, kv_slots = q_side.slots(at.i * size, size), kv_side.slots(at.start, at.width)
+        allowed = layout.mask.allowed(q_slots, kv_slots) & (kv_slots.index < end)
+        allowed = jnp.broadcast_to(allowed, (1, plan.group, size, at.width))
+        if x.bias is not None:
+            allowed = allowed & (_bias_tile(plan, x, at) != -jnp.inf)
+        return visit(at, allowed.reshape(plan.group * size, at.width), carry)
+
+    if combine is None:
+        return jax.lax.switch(kind, [lambda c: c, masked, lambda c: visit(at, None, c)], carry)
+    # Big arrays stay out of the branches, where XLA would copy them.
+    shapes = jax.eval_shape(masked, None)
+    axes = varying_axes(x, carry)
+
+    def nothing(_):
+        return vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes), axes)
+
+    branches = [nothing, lambda c: vary(masked(c), axes), lambda c: vary(visit(at, None, c), axes)]
+    return combine(plan, x, at, jax.lax.switch(kind, branches, None), carry)
+
+
+def _scores(plan: Plan, x: Tensors, q_tile, k, at: Run, allowed):
+    """Scores [rows, keys] of a visit, NEVER where not allowed, and the slope of the soft cap."""
+    scores, slope = q_tile @ k.T, None
+    if plan.soft_cap is not None:
+        bent = jnp.tanh(scores / plan.soft_cap)
+        scores, slope = plan.soft_cap * bent, 1 - bent * bent
+    if x.bias is not None:
+        bias = jnp.broadcast_to(_bias_tile(plan, x, at), (1, plan.group, x.layout.q_tile, at.width))
+        scores = scores + jnp.where(bias == -jnp.inf, 0, bias).reshape(scores.shape).astype(scores.dtype)
+    return _where(allowed, scores, NEVER), slope
+
+
+def _key_tiles(plan: Plan, x: Tensors, at: Run, allowed):
+    """The keys and values of a visit; those that no query of the tile sees may hold anything, and become 0."""
+    place = (at.b, _kv_head(plan, at.h), at.start, 0)
+    k, v = (jax.lax.dynamic_slice(a, place, (1, 1, at.width, plan.H))[0, 0] for a in (x.k, x.v))
+    dtype = jnp.promote_types(k.dtype, jnp.float32)
+    seen = None if allowed is None else allowed.any(0).reshape(-1, 1)
+    return tuple(_where(seen, a.astype(dtype), 0) for a in (k, v))
+
+
+def _drop(plan: Plan, x: Tensors, at: Run, weights):
+    """Dropout of a visit's weights (or of their gradients)."""
+    if x.dropout is None:
+        return weights
+    q_side, kv_side = _sides(plan, x, at)
+    size = x.layout.q_tile
+    kept = keep(
+        x.dropout,
+        x.dropout.rows[at.b].reshape(1, 1, 1, 1),
+        x.dropout.heads[_heads(plan, at.h)].reshape(1, -1, 1, 1),
+        q_side.slots(at.i * size, size).position,
+        kv_side.slots(at.start, at.width).position,
+    )
+    kept = jnp.broadcast_to(kept, (1, plan.group, size, at.width)).reshape(weights.shape)
+    return jnp.where(kept, weights / (1 - x.dropout.rate), 0)
+
+
+def _by_row(plan: Plan, q, k, v, bias, layout: BlockLayout, dropout: Dropout | None) -> Tensors:
+    """Heads before tokens, padded so that every slice lies inside."""
+    room = (layout.kv_tiles - 1) * layout.kv_tile + max(plan.width, layout.kv_tile) - plan.S
+    k, v = (jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, room), (0, 0))) for a in (k, v))
+    if bias is not None:
+        more_q = layout.q_tiles * layout.q_tile - plan.T if bias.shape[2] > 1 else 0
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more_q), (0, room if bias.shape[3] > 1 else 0)))
+    return Tensors(_to_rows(plan, layout, q), k, v, bias, layout, dropout)
+
+
+def _to_rows(plan: Plan, layout: BlockLayout, a):
+    """[B, T, N, X] as [B, steps, group, T', X]."""
+    more = layout.q_tiles * layout.q_tile - plan.T
+    a = jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0)))
+    return a.reshape(plan.B, plan.steps, plan.group, -1, a.shape[-1])
+
+
+def _from_rows(plan: Plan, layout: BlockLayout, a):
+    """Stacked rows [B·steps·tiles, group·tile, X] as [B, T, N, X]."""
+    a = a.reshape(plan.B, plan.steps, layout.q_tiles, plan.group, layout.q_tile, a.shape[-1])
+    return a.transpose(0, 2, 4, 1, 3, 5).reshape(plan.B, -1, plan.N, a.shape[-1])[:, : plan.T]
+
+
+def _all_rows(plan: Plan, layout: BlockLayout):
+    return jnp.arange(plan.B * plan.steps * layout.q_tiles, dtype=np.int32)
+
+
+def _row_of(plan: Plan, layout: BlockLayout, index):
+    b, rest = index // (plan.steps * layout.q_tiles), index % (plan.steps * layout.q_tiles)
+    return b, rest // layout.q_tiles, rest % layout.q_tiles
+
+
+def _tile_of(plan: Plan, layout: BlockLayout, a, row):
+    """A row's tile [group·tile, X] of an array by row."""
+    b, h, i = row
+    sizes = (1, 1, plan.group, layout.q_tile, a.shape[-1])
+    return jax.lax.dynamic_slice(a, (b, h, 0, i * layout.q_tile, 0), sizes).reshape(-1, a.shape[-1])
+
+
+def _heads(plan: Plan, h):
+    """The query heads of a head step."""
+    return h * plan.group + jnp.arange(plan.group, dtype=np.int32)
+
+
+def _kv_head(plan: Plan, h):
+    return h * plan.group // (plan.N // plan.K)
+
+
+def _sides(plan: Plan, x: Tensors, at: Run):
+    sides = x.layout.sides(batch=plan.B, heads=plan.N)
+    here = dict(batch=at.b.reshape(1, 1, 1, 1), head=_heads(plan, at.h).reshape(1, -1, 1, 1))
+    return tuple(side.at(**here) for side in sides)
+
+
+def _table(table, b, h):
+    """One batch row's and head's part of a layout's table."""
+    table = jnp.asarray(table)
+    return table[b if table.shape[0] > 1 else 0, h if table.shape[1] > 1 else 0]
+
+
+def _bias_window(plan: Plan, x: Tensors, at: Run):
+    """Where a visit's part of the bias starts, and its size."""
+    full = ((at.b, 1), (at.h * plan.group, plan.group), (at.i * x.layout.q_tile, x.layout.q_tile), (at.start, at.width))
+    window = [(0, 1) if n == 1 else place for n, place in zip(x.bias.shape, full, strict=True)]
+    return tuple(start for start, _ in window), tuple(size for _, size in window)
+
+
+def _bias_tile(plan: Plan, x: Tensors, at: Run):
+    return jax.lax.dynamic_slice(x.bias, *_bias_window(plan, x, at))
+
+
+def _sum_to_bias(plan: Plan, x: Tensors, at: Run, dscores):
+    """A visit's gradient of the bias, summed over the axes along which the bias is broadcast."""
+    _, sizes = _bias_window(plan, x, at)
+    full = dscores.reshape(1, plan.group, x.layout.q_tile, at.width)
+    return full.sum(tuple(axis for axis, n in enumerate(sizes) if n == 1), keepdims=True)
+
+
+def _add_at(big, part, place):
+    return jax.lax.dynamic_update_slice(big, jax.lax.dynamic_slice(big, place, part.shape) + part, place)
+
+
+def _where(condition, yes, no):
+    """`jnp.where`, or just `yes` where everything is allowed."""
+    return yes if condition is None else jnp.where(condition, yes, no)
+
+
+def _without_pairs(q, sinks):
+    """Nothing to attend to: zeros, and the sinks' logits."""
+    B, T, N, _ = q.shape
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    sink = jnp.full((N,), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
+    return jnp.zeros_like(q), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))
