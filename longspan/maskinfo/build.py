@@ -1,0 +1,310 @@
+"""How a `MaskInfo` is made: from ids, masks, lengths, any rule, or what a model is called with."""
+
+from typing import Any, Self, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from longspan._checks import check_extents, check_lengths
+from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, AxisName, Bound
+from longspan.maskinfo.checks import check_ids, check_offsets, check_rank, check_size, check_total
+from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks
+from longspan.maskinfo.naming import PADDING, from_offsets
+from longspan.masks import And, Dense, Full, KvLengths, Mask, Segments
+
+
+class Constructors(Bound):
+    """The `from_...` methods."""
+
+    @classmethod
+    @no_type_check
+    def from_segments(
+        cls,
+        q_segment_ids: Int[Array, "B T"],
+        kv_segment_ids: Int[Array, "B S"] | None = None,
+        q_positions: Int[Array, "B T"] | None = None,
+        kv_positions: Int[Array, "B S"] | None = None,
+        batch_axis_name: AxisName = BATCH_AXES,
+        qheads_axis_name: AxisName = QHEADS_AXIS,
+        kvheads_axis_name: AxisName = KVHEADS_AXIS,
+        sequence_axis_name: AxisName = SEQUENCE_AXIS,
+        is_attn_mask: bool = False,
+    ) -> Self:
+        """A mask of packed documents: equal ids attend to each other, -1 is padding.
+
+        Args:
+            q_segment_ids: the document of each query.
+            kv_segment_ids: that of each key; the same by default.
+            q_positions: what causal, window and chunk rules compare, if not the slots.
+            kv_positions: likewise, of the keys.
+            batch_axis_name: mesh axes for the batch, see `get_shardings`.
+            qheads_axis_name: mesh axes for query heads.
+            kvheads_axis_name: mesh axes for key/value heads.
+            sequence_axis_name: mesh axes for the sequence.
+            is_attn_mask: whether the ids are padding masks instead: nonzero = a token, 0 = padding.
+
+        Example:
+            >>> print(ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1]])).mask.show(4, 4))
+            ##..
+            ##..
+            ..#.
+            ....
+        """
+        ids = (q_segment_ids, q_segment_ids if kv_segment_ids is None else kv_segment_ids)
+        if is_attn_mask:
+            ids = tuple(_padding_ids(as_bool(mask)) for mask in ids)
+        axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
+        return cls._bind(Full(), *check_ids(*ids), q_positions, kv_positions, **axes)
+
+    @classmethod
+    @no_type_check
+    def from_attention_mask(
+        cls,
+        attention_mask: Shaped[Array, "..."],
+        q_positions: Int[Array, "B T"] | None = None,
+        kv_positions: Int[Array, "B S"] | None = None,
+        *,
+        mask_is_valid: bool = True,
+        batch_axis_name: AxisName = BATCH_AXES,
+        qheads_axis_name: AxisName = QHEADS_AXIS,
+        kvheads_axis_name: AxisName = KVHEADS_AXIS,
+        sequence_axis_name: AxisName = SEQUENCE_AXIS,
+    ) -> Self:
+        """A padding mask [B, L], or a dense mask [B, T, S] or [B, N, T, S] kept as it is.
+
+        Args:
+            attention_mask: nonzero = valid. Ids only say which tokens take part (0) and which are padding (-1).
+            q_positions: as in `from_segments`.
+            kv_positions: as in `from_segments`.
+            mask_is_valid: if False, nonzero = masked.
+            batch_axis_name: as in `from_segments`.
+            qheads_axis_name: as in `from_segments`.
+            kvheads_axis_name: as in `from_segments`.
+            sequence_axis_name: as in `from_segments`.
+
+        Example:
+            >>> info = ls.MaskInfo.from_attention_mask(np.array([[1, 1, 0]]))
+            >>> info.mask, info.q_segment_ids.tolist()
+            (Segments(i32[1,3], i32[1,3]), [[0, 0, -1]])
+        """
+        mask = as_bool(attention_mask)
+        check_rank("attention_mask", mask, (2, 3, 4), "(B, L), (B, Q, K) or (B, H, Q, K)")
+        mask = mask if mask_is_valid else ~mask
+        axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
+        if mask.ndim == 2:
+            ids = _padding_ids(mask)
+            return cls._bind(Full(), ids, ids, q_positions, kv_positions, **axes)
+        return cls._bind(*_dense(mask), q_positions, kv_positions, **axes)
+
+    @classmethod
+    @no_type_check
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens_q: Int[Array, "2*B"],
+        *,
+        max_q_len: int,
+        cu_seqlens_kv: Int[Array, "2*B"] | None = None,
+        max_kv_len: int | None = None,
+        q_positions: Int[Array, "B T"] | None = None,
+        kv_positions: Int[Array, "B S"] | None = None,
+        batch_axis_name: AxisName = BATCH_AXES,
+        qheads_axis_name: AxisName = QHEADS_AXIS,
+        kvheads_axis_name: AxisName = KVHEADS_AXIS,
+        sequence_axis_name: AxisName = SEQUENCE_AXIS,
+    ) -> Self:
+        """Spans of valid tokens, as pairs [start0, end0, start1, end1, ...], one pair a batch row.
+
+        Cumulative lengths go to `from_offsets`.
+
+        Example:
+            >>> ls.MaskInfo.from_cu_seqlens(np.array([0, 3, 1, 4]), max_q_len=5).q_segment_ids.tolist()
+            [[0, 0, 0, -1, -1], [-1, 0, 0, 0, -1]]
+        """
+        masks = qkv_cu_seqlens_to_qkv_masks(
+            cu_seqlens_q, max_q_len=max_q_len, cu_seqlens_kv=cu_seqlens_kv, max_kv_len=max_kv_len
+        )
+        axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
+        ids = check_ids(*map(_padding_ids, masks), names=("cu_seqlens_q", "cu_seqlens_kv"))
+        return cls._bind(Full(), *ids, q_positions, kv_positions, **axes)
+
+    @classmethod
+    @no_type_check
+    def from_offsets(
+        cls,
+        offsets: Int[Array, "n"],
+        *,
+        max_q_len: int | None = None,
+        kv_offsets: Int[Array, "n"] | None = None,
+        max_kv_len: int | None = None,
+        q_positions: Int[Array, "1 T"] | None = None,
+        kv_positions: Int[Array, "1 S"] | None = None,
+        batch_axis_name: AxisName = BATCH_AXES,
+        qheads_axis_name: AxisName = QHEADS_AXIS,
+        kvheads_axis_name: AxisName = KVHEADS_AXIS,
+        sequence_axis_name: AxisName = SEQUENCE_AXIS,
+    ) -> Self:
+        """One packed row of sequences, from FlashAttention-style cumulative lengths [0, n0, n0+n1, ...].
+
+        The inverse of `cu_seqlens_q` and `cu_seqlens_kv`.
+
+        Args:
+            offsets: of the queries; entries that repeat the total add nothing.
+            max_q_len: slots in the row, the rest is padding; by default the total, which must then not be traced.
+            kv_offsets: of the keys; the same by default.
+            max_kv_len: likewise.
+            q_positions: as in `from_segments`.
+            kv_positions: as in `from_segments`.
+            batch_axis_name: as in `from_segments`.
+            qheads_axis_name: as in `from_segments`.
+            kvheads_axis_name: as in `from_segments`.
+            sequence_axis_name: as in `from_segments`.
+
+        Example:
+            >>> ls.MaskInfo.from_offsets(np.array([0, 2, 5])).q_segment_ids.tolist()
+            [[0, 0, 1, 1, 1]]
+        """
+        offsets = check_offsets("offsets", offsets)
+        q_ids = from_offsets(offsets, check_total("max_q_len", max_q_len, offsets))
+        if kv_offsets is None:
+            kv_ids = q_ids if max_kv_len is None else from_offsets(offsets, check_size("max_kv_len", max_kv_len))
+        else:
+            kv_offsets = check_offsets("kv_offsets", kv_offsets)
+            kv_ids = from_offsets(kv_offsets, check_total("max_kv_len", max_kv_len, kv_offsets))
+        axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
+        return cls._bind(Full(), q_ids, kv_ids, q_positions, kv_positions, **axes)
+
+    @classmethod
+    @no_type_check
+    def from_mask(
+        cls,
+        mask: Mask,
+        batch: int,
+        q_len: int,
+        kv_len: int | None = None,
+        q_positions: Int[Array, "B T"] | None = None,
+        kv_positions: Int[Array, "B S"] | None = None,
+        batch_axis_name: AxisName = BATCH_AXES,
+        qheads_axis_name: AxisName = QHEADS_AXIS,
+        kvheads_axis_name: AxisName = KVHEADS_AXIS,
+        sequence_axis_name: AxisName = SEQUENCE_AXIS,
+    ) -> Self:
+        """Any `Mask`, bound to a batch. `Segments` and `KvLengths` that it asks for with `&` become the ids.
+
+        Example:
+            >>> info = ls.MaskInfo.from_mask(ls.Causal() & ls.Window(511, 0), batch=2, q_len=1_000_000)
+            >>> info.mask, info.shape
+            (Causal() & Window(511, 0), (2, 1000000, 1000000))
+        """
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"mask must be a `Mask`, got {type(mask).__name__}. An array goes to `from_attention_mask`."
+            )
+        kv_len = q_len if kv_len is None else kv_len
+        check_lengths(q_len, kv_len)
+        batch = check_size("batch", batch)
+        check_extents(mask, q_len=q_len, kv_len=kv_len, batch=batch)
+        rule, q_ids, kv_ids = _lift_documents(mask, kv_len)
+        static = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
+        static["_has_documents"] = rule is not mask
+        ids = [
+            jnp.broadcast_to(jnp.asarray(ids).astype(np.int32), (batch, length))
+            for ids, length in ((q_ids, q_len), (kv_ids, kv_len))
+        ]
+        return cls._bind(rule, *ids, q_positions, kv_positions, **static)
+
+    @classmethod
+    @no_type_check
+    def from_random(
+        cls,
+        batch_size: int,
+        q_len: int,
+        kv_len: int | None = None,
+        sparsity: float = 0.5,
+        seed: int = 0,
+        q_positions: Int[Array, "B T"] | None = None,
+        kv_positions: Int[Array, "B S"] | None = None,
+        batch_axis_name: AxisName = BATCH_AXES,
+        qheads_axis_name: AxisName = QHEADS_AXIS,
+        kvheads_axis_name: AxisName = KVHEADS_AXIS,
+        sequence_axis_name: AxisName = SEQUENCE_AXIS,
+    ) -> Self:
+        """A dense random mask for tests: each pair is masked with probability `sparsity`.
+
+        Example:
+            >>> ls.MaskInfo.from_random(2, 3, 5, sparsity=1.0).attention_mask.any().item()
+            False
+        """
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity must lie in [0, 1] (0 = everything may attend), got {sparsity}.")
+        sizes = [("batch_size", batch_size), ("q_len", q_len), ("kv_len", q_len if kv_len is None else kv_len)]
+        batch, q_len, kv_len = (check_size(name, size) for name, size in sizes)
+        mask = jax.random.bernoulli(jax.random.PRNGKey(seed), 1 - sparsity, (batch, 1, q_len, kv_len))
+        axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
+        return cls._bind(*_dense(mask), q_positions, kv_positions, **axes)
+
+    @classmethod
+    @no_type_check
+    def dynamic_init(
+        cls,
+        *,
+        mask_info: Self | None = None,
+        input_ids: Int[Array, "B T"] | None = None,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        attention_mask: Shaped[Array, "..."] | None = None,
+    ) -> Self:
+        """What a model has at hand: its mask if it has one, else no mask for all of its tokens.
+
+        The first of `mask_info`, `attention_mask`, `input_ids` and `inputs_embeds` that is given counts.
+
+        Example:
+            >>> ids = np.array([[7, 8, 9]])
+            >>> ls.MaskInfo.dynamic_init(input_ids=ids, attention_mask=np.array([[1, 1, 0]])).q_segment_ids.tolist()
+            [[0, 0, -1]]
+            >>> ls.MaskInfo.dynamic_init(input_ids=ids).q_segment_ids.tolist()
+            [[0, 0, 0]]
+        """
+        if mask_info is not None:
+            return mask_info
+        if attention_mask is not None:
+            return cls.from_attention_mask(attention_mask)
+        for name, array, rank in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
+            if array is not None:
+                check_rank(name, array, (rank,), "(B, T)" if rank == 2 else "(B, T, D)")
+                return cls.from_segments(jnp.zeros(array.shape[:2], np.int32))
+        raise ValueError(
+            "dynamic_init needs at least one of mask_info, input_ids, inputs_embeds and attention_mask: they say how "
+            "many rows and tokens there are."
+        )
+
+
+def _axes(batch, qheads, kvheads, sequence) -> dict[str, Any]:
+    return dict(batch_axis_name=batch, qheads_axis_name=qheads, kvheads_axis_name=kvheads, sequence_axis_name=sequence)
+
+
+def _padding_ids(mask):
+    return jnp.where(mask, np.int32(0), np.int32(PADDING))
+
+
+def _dense(mask) -> tuple[Mask, Any, Any]:
+    """A dense mask as a rule, and ids of the tokens that take part in it."""
+    mask = mask[:, None] if mask.ndim == 3 else mask
+    return Dense(mask), _padding_ids(mask.any(axis=(1, 3))), _padding_ids(mask.any(axis=(1, 2)))
+
+
+def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:
+    """The rule without the documents and lengths that it asks for, and these as ids; the mask itself if it has none."""
+    parts = mask.masks if isinstance(mask, And) else (mask,)
+    documents = next((p for p in parts if isinstance(p, Segments)), None)
+    lengths = [p for p in parts if isinstance(p, KvLengths)]
+    rest = [p for p in parts if p is not documents and not isinstance(p, KvLengths)]
+    if len(rest) == len(parts):
+        return mask, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32)
+    q_ids, kv_ids = (np.zeros((1, 1), np.int32),) * 2 if documents is None else documents._ids()
+    slots = jnp.arange(kv_len, dtype=np.int32).reshape(1, -1)
+    for part in lengths:
+        inside = slots < jnp.asarray(part.lengths).astype(np.int32).reshape(-1, 1)
+        kv_ids = jnp.where(inside, jnp.asarray(kv_ids).astype(np.int32), PADDING)
+    rule = Full() if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
+    return rule, q_ids, kv_ids
