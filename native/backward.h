@@ -214,73 +214,123 @@ struct BackwardTile {
   }
 };
 
+// How the queries of each kv head are cut into chunks, and where each chunk's rows of dk and dv lie in the scratch.
+struct Chunks {
+  const Problem* p;
+  Tiling tiling;
+  int64_t count = 1;  // chunks of a kv head
+  int64_t* tiles;     // [layout rows, q tiles]: the kv slots each visits, (first, one past the last)
+  int64_t* hulls;     // [B,K,count]: the same for each chunk
+  int64_t* bases;     // [B,K,count]: its first row in the scratch
+
+  explicit Chunks(const Problem& problem) : p(&problem), tiling(problem), tiles(nullptr), hulls(nullptr) {}
+  ~Chunks() {
+    free(tiles);
+    free(hulls);
+  }
+  int64_t heads_per_kv() const { return p->N / p->K; }
+
+  // As many chunks as fit into `rows` rows a kv head, so that many threads have work; one always fits.
+  bool plan(int64_t rows) {
+    const int64_t most = lesser<int64_t>(greater<int64_t>(1, lesser<int64_t>(16, 64 / (p->B * p->K))), tiling.per_head);
+    const Layout& l = p->layout;
+    const int64_t planes = 1 + (p->B - 1) * l.b_stride + (p->N - 1) * l.n_stride;
+    tiles = static_cast<int64_t*>(malloc(sizeof(int64_t) * size_t(2 * planes * l.nq + 1)));
+    hulls = static_cast<int64_t*>(malloc(sizeof(int64_t) * size_t(3 * p->B * p->K * most + 1)));
+    if (!tiles || !hulls) return false;
+    bases = hulls + 2 * p->B * p->K * most;
+    for (int64_t b = 0; b < (l.b_stride ? p->B : 1); ++b)
+      for (int64_t n = 0; n < (l.n_stride ? p->N : 1); ++n)
+        for (int64_t i = 0; i < l.nq; ++i) measure(b, n, i);
+    for (count = most; count > 1 && !place(rows);) --count;
+    if (count == 1) place(rows);
+    return true;
+  }
+
+  void measure(int64_t b, int64_t n, int64_t i) {
+    QueryTile tile;
+    tile.b = b, tile.n = n, tile.layout_tile = i;
+    int64_t* hull = tiles + 2 * (Walk::layout_row(*p, b, n) * p->layout.nq + i);
+    hull[0] = p->S, hull[1] = 0;
+    Walk walk(*p, tile);
+    for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);) {
+      hull[0] = lesser(hull[0], lo);
+      hull[1] = greater(hull[1], hi);
+    }
+  }
+
+  int64_t first_tile(int64_t chunk) const { return tiling.per_head * chunk / count; }
+
+  bool place(int64_t rows) {
+    for (int64_t pair = 0; pair < p->B * p->K; ++pair) {
+      int64_t used = 0;
+      for (int64_t c = 0; c < count; ++c) {
+        int64_t* hull = hulls + 2 * (pair * count + c);
+        hull[0] = p->S, hull[1] = 0;
+        for (int64_t n = 0; n < (p->layout.n_stride ? heads_per_kv() : 1); ++n) {
+          const int64_t* row = tiles + 2 * Walk::layout_row(*p, pair / p->K, pair % p->K * heads_per_kv() + n) * p->layout.nq;
+          for (int64_t j = first_tile(c); j < first_tile(c + 1); ++j) {
+            const int64_t* t = row + 2 * (j / tiling.tiles_per_layout_tile);
+            hull[0] = lesser(hull[0], t[0]);
+            hull[1] = greater(hull[1], t[1]);
+          }
+        }
+        hull[0] = lesser(hull[0], hull[1]);
+        bases[pair * count + c] = used;
+        used += hull[1] - hull[0];
+      }
+      if (used > rows) return false;
+    }
+    return true;
+  }
+};
+
 template <class R>
 struct BackwardJob {
   const Problem* p;
   const Backward* g;
-  Tiling tiling;
+  Chunks chunks;
   int64_t padded;
-  int64_t* hulls;  // [B,K,chunks] x (first kv slot, one past the last)
-  int64_t too_wide = 0;
 
-  BackwardJob(const Problem& problem, const Backward& backward) : p(&problem), g(&backward), tiling(problem) {
+  BackwardJob(const Problem& problem, const Backward& backward) : p(&problem), g(&backward), chunks(problem) {
     padded = (p->H * int64_t(sizeof(R)) + kPadBytes - 1) / kPadBytes * kPadBytes / int64_t(sizeof(R));
   }
-  int64_t groups_per_kv() const { return p->N / p->K / tiling.heads; }
   static void task(void* self, int64_t i, void* scratch) { static_cast<BackwardJob*>(self)->compute(i, scratch); }
   static void reduce_task(void* self, int64_t i, void*) { static_cast<BackwardJob*>(self)->reduce(i); }
-
-  // The kv slots that chunk `i` touches.
-  void hull(int64_t i) {
-    int64_t first = p->S, last = 0;
-    for_tiles(i, [&](const QueryTile& tile) {
-      Walk walk(*p, tile);
-      for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);) {
-        first = lesser(first, lo);
-        last = greater(last, hi);
-      }
-    });
-    hulls[2 * i] = lesser(first, last);
-    hulls[2 * i + 1] = last;
-  }
-
-  template <class F>
-  void for_tiles(int64_t i, F f) {
-    const int64_t chunk = i % g->chunks, kv_head = i / g->chunks % p->K, b = i / g->chunks / p->K;
-    const int64_t from = tiling.per_head * chunk / g->chunks, to = tiling.per_head * (chunk + 1) / g->chunks;
-    for (int64_t j = from; j < to; ++j)
-      for (int64_t group = 0; group < groups_per_kv(); ++group) {
-        QueryTile tile;
-        if (tiling.at(*p, b, kv_head * groups_per_kv() + group, j, tile)) f(tile);
-      }
-  }
 
   // Later chunks first: under a causal mask they are the longest.
   int64_t ordered(int64_t i) const {
     const int64_t pairs = p->B * p->K;
-    return i % pairs * g->chunks + (g->chunks - 1 - i / pairs);
+    return i % pairs * chunks.count + (chunks.count - 1 - i / pairs);
   }
 
+  int64_t scratch_row(int64_t i) const { return i / chunks.count * g->rows + chunks.bases[i]; }
+
   void compute(int64_t order, void* scratch) {
-    const int64_t i = ordered(order);
+    const int64_t i = ordered(order), chunk = i % chunks.count, pair = i / chunks.count;
     BackwardTile<R> work;
     Arena arena = {static_cast<char*>(scratch)};
     work.take(arena, *p);
     work.g = g;
-    const int64_t base = hulls[2 * i], rows = hulls[2 * i + 1] - base;
-    R* dk = static_cast<R*>(g->scratch_dk) + i * g->rows * padded;
-    R* dv = static_cast<R*>(g->scratch_dv) + i * g->rows * padded;
+    const int64_t base = chunks.hulls[2 * i], rows = chunks.hulls[2 * i + 1] - base;
+    R* dk = static_cast<R*>(g->scratch_dk) + scratch_row(i) * padded;
+    R* dv = static_cast<R*>(g->scratch_dv) + scratch_row(i) * padded;
     __builtin_memset(dk, 0, sizeof(R) * size_t(rows * padded));
     __builtin_memset(dv, 0, sizeof(R) * size_t(rows * padded));
-    for_tiles(i, [&](const QueryTile& tile) {
-      work.begin(tile, g->lse, g->dout, g->delta);
-      Walk walk(*p, tile);
-      for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
-        for (; lo < hi; lo += work.keys)
-          if (work.masker.read(lo, int(lesser(work.keys, hi - lo)), kv_tile, visit))
-            work.visit_keys(tile, lo, lesser(hi, lo + 2 * work.keys), dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
-      work.finish(tile, g->dq);
-    });
+    const Tiling& tiling = chunks.tiling;
+    const int64_t groups = chunks.heads_per_kv() / tiling.heads;
+    for (int64_t j = chunks.first_tile(chunk); j < chunks.first_tile(chunk + 1); ++j)
+      for (int64_t group = 0; group < groups; ++group) {
+        QueryTile tile;
+        if (!tiling.at(*p, pair / p->K, pair % p->K * groups + group, j, tile)) continue;
+        work.begin(tile, g->lse, g->dout, g->delta);
+        Walk walk(*p, tile);
+        for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
+          for (; lo < hi; lo += work.keys)
+            if (work.masker.read(lo, int(lesser(work.keys, hi - lo)), kv_tile, visit))
+              work.visit_keys(tile, lo, lesser(hi, lo + 2 * work.keys), dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
+        work.finish(tile, g->dq);
+      }
   }
 
   static constexpr int64_t kReduceRows = 256;
@@ -293,33 +343,23 @@ struct BackwardJob {
         const R* from = static_cast<const R*>(which ? g->scratch_dv : g->scratch_dk);
         alignas(64) R row[kMaxHead];
         for (int64_t h = 0; h < p->H; ++h) row[h] = 0;
-        for (int64_t c = 0; c < g->chunks; ++c) {
-          const int64_t at = pair * g->chunks + c;
-          if (s < hulls[2 * at] || s >= hulls[2 * at + 1]) continue;
-          const R* x = from + (at * g->rows + s - hulls[2 * at]) * padded;
+        for (int64_t c = pair * chunks.count; c < (pair + 1) * chunks.count; ++c) {
+          const int64_t* hull = chunks.hulls + 2 * c;
+          if (s < hull[0] || s >= hull[1]) continue;
+          const R* x = from + (scratch_row(c) + s - hull[0]) * padded;
           for (int64_t h = 0; h < p->H; ++h) row[h] += x[h];
         }
         write_row(which ? g->dv : g->dk, p->type, ((b * p->S + s) * p->K + head) * p->H, row, p->H);
       }
   }
 
-  bool run(Runner& runner, const char** error) {
-    const int64_t pieces = p->B * p->K * g->chunks;
-    hulls = static_cast<int64_t*>(malloc(sizeof(int64_t) * size_t(2 * pieces + 1)));
-    if (!hulls) return *error = "out of memory", false;
-    for (int64_t i = 0; i < pieces; ++i) {
-      hull(i);
-      if (hulls[2 * i + 1] - hulls[2 * i] > g->rows) {
-        free(hulls);
-        return *error = "a chunk of queries visits more keys than scratch_dk has rows for", false;
-      }
-    }
+  bool run(Runner& runner) {
+    if (!chunks.plan(g->rows)) return false;
     Arena arena = {nullptr};
     BackwardTile<R> measure;
     measure.take(arena, *p);
-    runner.run(pieces, task, this, arena.used);
+    runner.run(p->B * p->K * chunks.count, task, this, arena.used);
     runner.run(p->B * p->K * ((p->S + kReduceRows - 1) / kReduceRows), reduce_task, this, 0);
-    free(hulls);
     return true;
   }
 };

@@ -157,8 +157,8 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   g.dq = writable(r[0]), g.dk = writable(r[1]), g.dv = writable(r[2]);
   g.scratch_dk = writable(r[3]), g.scratch_dv = writable(r[4]);
   PoolRunner runner(pool);
-  const char* failed = nullptr;
-  if (!c.kernel->backward(c.built.problem, g, runner, &failed)) return invalid(failed);
+  if (!c.kernel->backward(c.built.problem, g, runner))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "longspan: out of memory");
   return ffi::Error::Success();
 }
 

@@ -27,13 +27,13 @@ bool forward(const Problem& p, const Forward& f, Runner& runner) {
 }
 
 template <class R>
-bool backward_of(const Problem& p, const Backward& g, Runner& runner, const char** error) {
+bool backward_of(const Problem& p, const Backward& g, Runner& runner) {
   BackwardJob<R> job(p, g);
-  return job.run(runner, error);
+  return job.run(runner);
 }
 
-bool backward(const Problem& p, const Backward& g, Runner& runner, const char** error) {
-  return p.type == F64 ? backward_of<double>(p, g, runner, error) : backward_of<float>(p, g, runner, error);
+bool backward(const Problem& p, const Backward& g, Runner& runner) {
+  return p.type == F64 ? backward_of<double>(p, g, runner) : backward_of<float>(p, g, runner);
 }
 
 template <class R>

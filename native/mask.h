@@ -98,14 +98,16 @@ static Truth range_of_set(const Op& op, const Side& side) {
   return {inside > 0, inside == side.count};
 }
 
+static inline bool valid_id(const Op& op, int32_t id) { return op.sides == 0 ? id >= 0 : op.sides == 1 ? id != 0 : true; }
+
 static Truth range_of_ids(const Op& op, const TileAt& at) {
   const int32_t* q = op.q_ids + at.b * op.q_stride + at.q->first;
   const int32_t* k = op.kv_ids + at.b * op.kv_stride + at.kv->first;
   int32_t q_lo = q[0], q_hi = q[0], k_lo = k[0], k_hi = k[0];
   for (int i = 0; i < at.q->count; ++i) q_lo = lesser(q_lo, q[i]), q_hi = greater(q_hi, q[i]);
   for (int i = 0; i < at.kv->count; ++i) k_lo = lesser(k_lo, k[i]), k_hi = greater(k_hi, k[i]);
-  const bool any = lesser(q_hi, k_hi) >= 0 && q_lo <= k_hi && k_lo <= q_hi;
-  return {any, any && q_lo == q_hi && k_lo == k_hi && q_lo == k_lo};
+  const bool any = q_lo <= k_hi && k_lo <= q_hi && (op.sides || lesser(q_hi, k_hi) >= 0);
+  return {any, any && q_lo == q_hi && k_lo == k_hi && q_lo == k_lo && valid_id(op, q_lo)};
 }
 
 static Truth range_of_blocks(const Op& op, const TileAt& at) {
@@ -282,7 +284,7 @@ static void write_leaf(const Op& op, const TileAt& at, Row* out) {
       const int32_t* k = op.kv_ids + at.b * op.kv_stride + kv.first;
       __builtin_memcpy(lanes, op.q_ids + at.b * op.q_stride + q.first, sizeof(int32_t) * size_t(q.count));
       for (int s = 0; s < kv.count; ++s)
-        if (k[s] >= 0) fill_equal(out[s], lanes, k[s]); else fill_row(out[s], 0);
+        if (valid_id(op, k[s])) fill_equal(out[s], lanes, k[s]); else fill_row(out[s], 0);
       return;
     }
     case kQFlags:

@@ -40,7 +40,7 @@ enum Code : int32_t {
   kChunk,            // number size:  floor(q_pos / size) == floor(k_pos / size)
   kPrefix,           // number n:  k_pos < n
   kKvLength,         // number n:  kv slot < n
-  kIds,              // operands q_ids [B|1,T], kv_ids [B|1,S]:  equal and >= 0
+  kIds,              // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
   kQFlags, kKvFlags, // operand bool [B|1,T] / [B|1,S]
   kQSet, kKvSet,     // operand: ascending positions int32 [M]
   kBlocks,           // operand table int32 [N|1,nq,r], block size: kv blocks listed for a q block, by slot
@@ -52,7 +52,7 @@ enum Code : int32_t {
 
 struct Op {
   Code code = kFull;
-  int sides = 0;
+  int sides = 0;  // Band: which ends there are. Ids: which ids are valid
   Number lo, hi;
   const int32_t* q_ids = nullptr;
   const int32_t* kv_ids = nullptr;
@@ -112,8 +112,8 @@ struct Backward {
   const void* dout = nullptr;   // [B,T,N,H]
   const void* delta = nullptr;  // [B,T,N]: sum(dout * out) - dlse
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
-  void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,chunks,rows,padded H] float, or double for F64
-  int64_t chunks = 1, rows = 0;                       // q chunks of a kv head; kv rows one chunk may touch
+  void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,rows,padded H] float, or double for F64
+  int64_t rows = 0;                                   // at least S; more rows let more chunks of queries run at once
 };
 
 // Gradient of the bias in its own shape (float, or double for F64); `scratch` is [parts, *shape] when T is reduced.
@@ -140,7 +140,7 @@ struct Kernel {
   const char* name;
   int vector_bytes;
   bool (*forward)(const Problem&, const Forward&, Runner&);  // false: out of memory
-  bool (*backward)(const Problem&, const Backward&, Runner&, const char** error);
+  bool (*backward)(const Problem&, const Backward&, Runner&);
   bool (*bias_gradient)(const Problem&, const BiasGradient&, Runner&);
 };
 

@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include <algorithm>
+
 namespace longspan {
 namespace {
 
@@ -92,6 +94,8 @@ class Decoder {
         if (!op.lo.data && op.lo.value < 1 && (op.code == kStride || op.code == kChunk)) fail("size must be at least 1");
         break;
       case kIds:
+        op.sides = word();
+        if (op.sides < 0 || op.sides > 2) fail("ids are valid by rule 0, 1 or 2");
         op.q_ids = static_cast<const int32_t*>(rows("q_ids", I32, p_.T, op.q_stride));
         op.kv_ids = static_cast<const int32_t*>(rows("kv_ids", I32, p_.S, op.kv_stride));
         break;
@@ -146,6 +150,30 @@ class Decoder {
     op.flags = static_cast<const uint8_t*>(a.data);
     op.width = a.dims[3];
     p_.has_bits = true;
+    if (error_.empty() && most_visits() > op.width)
+      fail("the layout visits " + std::to_string(most_visits()) + " tiles in a row, but bits are stored for " + std::to_string(op.width));
+  }
+
+  int64_t most_visits() const {
+    const Layout& l = p_.layout;
+    int64_t most = 0;
+    for (int64_t row = 0; row < call_.starts.dims[0] * call_.starts.dims[1]; ++row)
+      for (int64_t i = 0; i < l.nq; ++i) {
+        const int32_t *from = l.starts + (row * l.nq + i) * l.intervals, *to = l.stops + (row * l.nq + i) * l.intervals;
+        int64_t visits = 0;
+        for (int64_t j = 0; j < l.intervals; ++j)
+          visits += std::max<int64_t>(0, std::min<int64_t>(to[j], l.nkv) - std::max<int64_t>(from[j], 0));
+        for (int64_t c = 0; l.columns && c < std::min<int64_t>(l.column_count[row], l.max_columns); ++c) {
+          bool inside = false;
+          for (int64_t j = 0; j < l.intervals; ++j) {
+            const int32_t tile = l.columns[row * l.max_columns + c];
+            inside |= tile >= from[j] && tile < to[j];
+          }
+          visits += !inside;
+        }
+        most = std::max(most, visits);
+      }
+    return most;
   }
 
   void decode(int64_t begin, int64_t end, int64_t base, int64_t& height) {
@@ -327,11 +355,10 @@ std::string check_backward(const Problem& p, const Array& lse, const Array& dout
     if (a->type != p.type || !is_shape(*a, {p.B, p.S, p.K, p.H})) return bad("dk and dv", "like k", *a);
   const int64_t size = p.type == F64 ? 8 : 4, padded = (p.H * size + kPadBytes - 1) / kPadBytes * kPadBytes / size;
   for (const Array* a : {&scratch_dk, &scratch_dv})
-    if (a->type != stats(p) || a->rank != 5 || a->dims[2] < 1 || !is_shape(*a, {p.B, p.K, scratch_dk.dims[2], scratch_dk.dims[3], padded}))
-      return bad("scratch", "float32 (float64 for float64) [B,K,chunks,rows," + std::to_string(padded) + "]", *a);
+    if (a->type != stats(p) || a->rank != 4 || scratch_dk.dims[2] < p.S || !is_shape(*a, {p.B, p.K, scratch_dk.dims[2], padded}))
+      return bad("scratch", "float32 (float64 for float64) [B,K,at least S," + std::to_string(padded) + "]", *a);
   g.lse = lse.data, g.dout = dout.data, g.delta = delta.data;
-  g.chunks = scratch_dk.dims[2];
-  g.rows = scratch_dk.dims[3];
+  g.rows = scratch_dk.dims[2];
   return "";
 }
 
@@ -344,7 +371,7 @@ std::string check_bias_gradient(const Problem& p, const Call& call, const Array&
   if (dbias.type != stats(p) || !is_shape(dbias, {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("dbias", "float32 (float64 for float64) in bias's shape", dbias);
   for (int i = 0; i < 4; ++i) g.dims[i] = bias.dims[i];
-  if (scratch.type != stats(p) || scratch.rank != 5 || scratch.dims[0] < 1 ||
+  if (scratch.type != stats(p) || scratch.rank != 5 || (bias.dims[2] == 1 && scratch.dims[0] < 1) ||
       !is_shape(scratch, {scratch.dims[0], bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("scratch", "float32 (float64 for float64) [chunks, *bias's shape]", scratch);
   g.lse = lse.data, g.dout = dout.data, g.delta = delta.data;
