@@ -1,8 +1,10 @@
 """Attention as BigBird and Longformer compute it, exactly, out of `attention` and layouts."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Num
@@ -163,21 +165,8 @@ def _padding(q_mask, kv_mask, length: int) -> Mask:
 
 
 def _bigbird_layout(padding: Mask, block_size: int, blocks: int, rand_attn) -> BlockLayout:
-    """The key blocks that each query block sees as intervals: the first, the window, the last, the random ones."""
-    rand_attn = jnp.asarray(rand_attn).astype(np.int32)
-    known = (rand_attn >= 0) & (rand_attn < blocks)
-    rand_attn = jnp.pad(jnp.where(known, rand_attn, -1), ((0, 0), (1, 1), (0, 0)), constant_values=-1)[None]
-    row = jnp.arange(blocks, dtype=np.int32).reshape(1, 1, -1, 1)
-    ends = (row == 0) | (row == blocks - 1)
-    nothing = jnp.zeros_like(row)
-    first = (nothing, jnp.where(ends, blocks, 1))  # the first and the last block see everything
-    window = (jnp.where(ends, 0, jnp.maximum(row - 1, 1)), jnp.where(ends, 0, jnp.minimum(row + 2, blocks - 1)))
-    last = (jnp.where(ends, 0, blocks - 1), jnp.where(ends, 0, blocks))
-    drawn = (jnp.maximum(rand_attn, 0), rand_attn + 1)
-    starts, stops = (
-        jnp.concatenate([*(jnp.broadcast_to(a, (*rand_attn.shape[:3], 1)) for a in arrays[:3]), arrays[3]], axis=3)
-        for arrays in zip(first, window, last, drawn, strict=True)
-    )
+    """The key blocks that each query block sees, as often as they count."""
+    starts, stops = _bigbird_intervals(jnp.asarray(rand_attn).astype(np.int32), blocks)
     length = blocks * block_size
     return BlockLayout(
         padding,
@@ -193,4 +182,22 @@ def _bigbird_layout(padding: Mask, block_size: int, blocks: int, rand_attn) -> B
         q_tile=block_size,
         kv_tile=block_size,
         repeats=True,
+    )
+
+
+@partial(jax.jit, static_argnames="blocks")
+def _bigbird_intervals(rand_attn, blocks: int):
+    """For each query block, intervals of key blocks: the first, the window, the last and the random ones."""
+    known = (rand_attn >= 0) & (rand_attn < blocks)
+    rand_attn = jnp.pad(jnp.where(known, rand_attn, -1), ((0, 0), (1, 1), (0, 0)), constant_values=-1)[None]
+    row = jnp.arange(blocks, dtype=np.int32).reshape(1, 1, -1, 1)
+    ends = (row == 0) | (row == blocks - 1)
+    first = (jnp.zeros_like(row), jnp.where(ends, blocks, 1))  # the first and the last block see everything
+    window = (jnp.where(ends, 0, jnp.maximum(row - 1, 1)), jnp.where(ends, 0, jnp.minimum(row + 2, blocks - 1)))
+    last = (jnp.where(ends, 0, blocks - 1), jnp.where(ends, 0, blocks))
+    drawn = (jnp.maximum(rand_attn, 0), rand_attn + 1)
+    shape = (*rand_attn.shape[:3], 1)
+    return tuple(
+        jnp.concatenate([*(jnp.broadcast_to(a, shape) for a in near), random], axis=3).astype(np.int32)
+        for *near, random in zip(first, window, last, drawn, strict=True)
     )
