@@ -22,5 +22,11 @@ LogSumExp: TypeAlias = Float[Array, "B T N"]
 Positions: TypeAlias = Int[Array, "B_or_1 L"]
 Scores: TypeAlias = Bool[Array, "B_or_1 N_or_1 T S"]
 
+
+def statistics_dtype(dtype: Any):
+    """What softmax statistics are kept in: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 # Positions are clipped here so that the sum of a position and a distance never overflows int32.
 FAR = 2**30 - 1

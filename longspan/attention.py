@@ -28,6 +28,7 @@ from longspan.dropout import make_dropout
 from longspan.engines import reference, xla
 from longspan.engines._request import Request
 from longspan.layout import BlockLayout, Counts, count, plan
+from longspan.maskinfo import MaskInfo
 from longspan.masks import Custom, Dense, Full, Mask
 
 # In the order in which "auto" tries them.
@@ -40,7 +41,7 @@ def attention(
     k: Key,
     v: Key,
     *,
-    mask: Mask | BlockLayout | Bool[Array, "..."] | None = None,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
@@ -134,7 +135,7 @@ def explain(
     k: Key,
     v: Key,
     *,
-    mask: Mask | BlockLayout | Bool[Array, "..."] | None = None,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     scale: float | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
@@ -279,6 +280,9 @@ def _resolve(mask, shape) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
         return Full(), None, (None, None)
     if isinstance(mask, Mask):
         return mask, None, (None, None)
+    if isinstance(mask, MaskInfo):
+        check_bound_lengths("MaskInfo", (mask.q_len, mask.kv_len), (T, S))
+        return mask.mask, None, (mask.q_positions, mask.kv_positions)
     if isinstance(mask, BlockLayout):
         check_bound_lengths("BlockLayout", (mask.q_len, mask.kv_len), (T, S))
         return mask.mask, mask.forward or mask, (mask.q_positions, mask.kv_positions)

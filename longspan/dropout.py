@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, UInt32
+from jaxtyping import Bool
 
 from longspan._types import Array
 
@@ -20,7 +20,7 @@ from longspan._types import Array
 class Dropout:
     """What to drop: two random words from the key, the rate, and the counters of the batch rows and heads."""
 
-    words: UInt32[Array, "2"]
+    words: Any  # uint32 [2]
     rows: Any  # int [B]: the number of each batch row
     heads: Any  # int [N]: the number of each head
     rate: float = field(metadata=dict(static=True))

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from longspan._checks import check_tiles
-from longspan._types import Array, Namespace, Positions
+from longspan._types import Namespace, Positions
 from longspan.masks import Mask
 from longspan.masks.base import Spans, short
 from longspan.masks.side import Side, Slots, Tiles, two_sides
@@ -47,10 +46,10 @@ class BlockLayout:
     """
 
     mask: Mask
-    starts: Int[Array, "..."]
-    stops: Int[Array, "..."]
-    common: Int[Array, "..."] | None
-    common_count: Int[Array, "..."] | None
+    starts: Any  # not a shape: JAX rebuilds the object with placeholders
+    stops: Any
+    common: Any
+    common_count: Any
     q_positions: Any
     kv_positions: Any
     forward: "BlockLayout | None"  # what a transposed layout was made from: it knows how often a pair counts

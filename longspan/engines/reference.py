@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import Key, LogSumExp, Output, Query
+from longspan._types import Key, LogSumExp, Output, Query, statistics_dtype
 from longspan.dropout import Dropout, keep
-from longspan.engines._request import Request
+from longspan.engines._request import Request, without_pairs
 from longspan.layout import BlockLayout
 
 
@@ -35,8 +35,8 @@ def run(
     """Softmax attention over the pairs that the mask allows, written out."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     if 0 in (B, T, N, S, H):
-        return _without_pairs(q, sinks)
-    given, dtype = q.dtype, _wide(q.dtype)
+        return without_pairs(q, sinks)
+    given, dtype = q.dtype, statistics_dtype(q.dtype)
     q_side, kv_side = layout.sides(batch=B, heads=N)
     q_slots, kv_slots = q_side.slots(), kv_side.slots()
     allowed = jnp.broadcast_to(layout.mask.allowed(q_slots, kv_slots), (B, N, T, S))
@@ -91,15 +91,3 @@ def _multiplicity(layout: BlockLayout, shape, dtype):
     count = jnp.asarray(inside).sum(3, dtype=dtype)  # [b, n, q tiles, kv tiles]
     by_slot = count.repeat(layout.q_tile, axis=2).repeat(layout.kv_tile, axis=3)
     return by_slot[:, :, : shape[2], : shape[3]]
-
-
-def _without_pairs(q, sinks):
-    B, T, N, _ = q.shape
-    dtype = _wide(q.dtype)
-    sink = jnp.full((N,), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
-    return jnp.zeros_like(q), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))
-
-
-def _wide(dtype):
-    """At least float32. (`jnp.promote_types` refuses float16 and float32 under strict promotion.)"""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

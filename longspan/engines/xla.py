@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 
-from longspan._types import Key, LogSumExp, Output, Query
+from longspan._types import Key, LogSumExp, Output, Query, statistics_dtype
 from longspan.dropout import Dropout, keep
 from longspan.engines._manual import varying_axes, vary
-from longspan.engines._request import Request
+from longspan.engines._request import Request, without_pairs
 from longspan.layout import BlockLayout
 
-# Measured on 2 AVX2 cores, 8 heads of 64, f32 (benchmarks/tiles.py): queries in a tile, keys in a tile, and keys
-# visited at once. Larger visits amortise the cost of a step (about 0.1 ms), smaller ones waste less at the edges.
-TILES = {"cpu": (256, 256, 768), "gpu": (128, 128, 512), "tpu": (256, 256, 1024)}
+# Queries in a tile, keys in a tile, and how many key tiles are visited at once, by platform. "cpu" was measured on 2
+# AVX2 cores, 8 heads of 64, f32 (benchmarks/tiles.py); larger visits amortise the cost of a step, smaller ones waste
+# less at the edges of a mask. The others are the shapes that their matrix units like, not measured.
+TILES = {"cpu": (256, 256, 3), "gpu": (128, 128, 4), "tpu": (256, 256, 4)}
 
 NEVER = -1e30  # below every score; finite, because (-inf) - (-inf) is NaN in both passes
 
@@ -55,9 +56,10 @@ def run(
     """Attention over the tiles of a layout."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     if 0 in (B, T, N, S, H):
-        return _without_pairs(q, sinks)
-    _, _, width = TILES.get(jax.default_backend(), TILES["cpu"])
-    group = max(1, min(width // layout.kv_tile, layout.kv_tiles))
+        return without_pairs(q, sinks)
+    _, _, group = TILES.get(jax.default_backend(), TILES["cpu"])
+    # Layouts that list tiles one by one have few neighbours to visit together.
+    group = 1 if layout.repeats else min(group, layout.kv_tiles)
     plan = Plan(B, T, S, N, K, H, scale, soft_cap, group * layout.kv_tile, layout.starts.shape[1] > 1)
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     q, k, v, bias, sinks = vary((q, k, v, bias, sinks), varying_axes(q, k, v, bias, sinks, layout, dropout))
@@ -139,7 +141,7 @@ def _forward(plan: Plan):
     @sequential_vmap
     def forward(floats, rest):
         q, k, v, bias, sinks = floats
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        dtype = statistics_dtype(q.dtype)
         x = _by_row(plan, q, k, v, bias, *rest)
         axes = varying_axes(x)
 
@@ -182,7 +184,7 @@ def _backward(plan: Plan):
     def backward(floats, rest, out, lse, cotangents):
         q, k, v, bias, sinks = floats
         dout, dlse = cotangents
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        dtype = statistics_dtype(q.dtype)
         x = _by_row(plan, q, k, v, bias, *rest)
         # What the gradient of every weight in a row is measured against.
         delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1) - dlse.astype(dtype)
@@ -340,7 +342,7 @@ def _key_tiles(plan: Plan, x: Tensors, at: Run, allowed):
     """The keys and values of a visit; those that no query of the tile sees may hold anything, and become 0."""
     place = (at.b, _kv_head(plan, at.h), at.start, 0)
     k, v = (jax.lax.dynamic_slice(a, place, (1, 1, at.width, plan.H))[0, 0] for a in (x.k, x.v))
-    dtype = jnp.promote_types(k.dtype, jnp.float32)
+    dtype = statistics_dtype(k.dtype)
     seen = None if allowed is None else allowed.any(0).reshape(-1, 1)
     return tuple(_where(seen, a.astype(dtype), 0) for a in (k, v))
 
@@ -447,11 +449,3 @@ def _add_at(big, part, place):
 def _where(condition, yes, no):
     """`jnp.where`, or just `yes` where everything is allowed."""
     return yes if condition is None else jnp.where(condition, yes, no)
-
-
-def _without_pairs(q, sinks):
-    """Nothing to attend to: zeros, and the sinks' logits."""
-    B, T, N, _ = q.shape
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    sink = jnp.full((N,), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
-    return jnp.zeros_like(q), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))

@@ -190,7 +190,7 @@ class Mask:
     def _arguments(self) -> list[str]:
         return [f"{f.name}={short(getattr(self, f.name))}" for f in fields(self)]  # type: ignore[arg-type]
 
-    def _sides(self, q_len: int, kv_len: int, q_positions, kv_positions, xp: Namespace):
+    def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
         check_lengths(q_len, kv_len)
         check_extents(self, q_len=q_len, kv_len=kv_len)
         batch = self.batch

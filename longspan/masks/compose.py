@@ -1,7 +1,7 @@
 """Rules made of other rules or of a user's function: `PerHead` and `Custom`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
@@ -113,6 +113,7 @@ class Custom(Mask):
     arrays: tuple = ()
     bounds: Callable | None = None
 
+    @no_type_check
     def __init__(self, fn: Callable, *arrays, bounds: Callable | None = None):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", arrays)

@@ -1,0 +1,96 @@
+"""Timing by alternation: every round runs the GEMM and all contestants, and ratios are taken within a round."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import longspan as ls
+from benchmarks.cases import Case
+from longspan.testing import make_qkv
+
+ROUNDS = 5
+GEMM = 2048
+
+
+def machine() -> dict[str, str | int]:
+    """What this ran on."""
+    model = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as info:
+            model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), model)
+    return dict(cpu=model, cores=os.cpu_count() or 1, jax=jax.__version__, longspan=ls.__version__, python=platform.python_version())
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def gemm() -> Callable[[], object]:
+    """The run's yardstick: the best large matrix product, through NumPy or XLA."""
+    a = np.random.default_rng(0).normal(size=(GEMM, GEMM)).astype(np.float32)
+    b = jnp.asarray(a)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(b))
+    ways = [lambda: a @ a, lambda: product(b)]
+    return min(ways, key=lambda way: min(seconds(way) for _ in range(3)))
+
+
+def alternate(contestants: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """The seconds of each contestant in each round, after one warm-up."""
+    for run in contestants.values():
+        jax.block_until_ready(run())
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            times[name].append(seconds(run))
+    return times
+
+
+def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float:
+    """How many times longer `slow` takes, the median over rounds."""
+    return float(np.median([a / b for a, b in zip(times[slow], times[fast], strict=True)]))
+
+
+def of_peak(times: dict[str, list[float]], name: str, flops: float) -> float:
+    """A contestant's FLOPs a second as a share of the GEMM's, the median over rounds."""
+    peak = 2.0 * GEMM**3
+    return float(np.median([(flops / t) / (peak / g) for t, g in zip(times[name], times["gemm"], strict=True)]))
+
+
+def inputs(case: Case):
+    return make_qkv(case.shape, jnp.float32)
+
+
+def ours(case: Case, engine: str):
+    """(run, compiled) of a case on one of our engines."""
+    mask = case.mask()
+
+    def forward(q, k, v, mask):
+        return ls.attention(q, k, v, mask=mask, engine=engine)
+
+    def both(q, k, v, mask):
+        return jax.grad(lambda *x: forward(*x, mask).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    q, k, v = inputs(case)
+    compiled = jax.jit(both if case.backward else forward).lower(q, k, v, mask).compile()
+    return (lambda: compiled(q, k, v, mask)), compiled
+
+
+def useful_flops(case: Case) -> float:
+    """4·H for each allowed pair and head; forward and backward together count 3.5 times the forward."""
+    q, k, v = inputs(case)
+    flops = ls.explain(q, k, v, mask=case.mask(), engine="reference").useful_flops
+    assert flops is not None
+    return flops * (3.5 if case.backward else 1.0)
+
+
+def table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,104 @@
+"""Bad input: every message says what was expected, what came and what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.testing import Shape, make_qkv
+
+Q, K, V = make_qkv(Shape(B=2, T=5, S=7, N=6, K=3, H=4), jnp.float32)
+IDS = np.zeros((2, 5), np.int32)
+
+
+def raises(error, words, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value), str(caught.value)
+
+
+MASKS = [
+    (ValueError, "Window.left must be >= 0, got -1", lambda: ls.Window(-1, 0)),
+    (ValueError, "use `Band(low, high)`", lambda: ls.Window(0, -2)),
+    (ValueError, "Window.dilation must be >= 1, got 0", lambda: ls.Window(1, 0, dilation=0)),
+    (ValueError, "Chunk.size must be >= 1, got 0", lambda: ls.Chunk(0)),
+    (ValueError, "Prefix.length must be >= 0, got -3", lambda: ls.Prefix(-3)),
+    (TypeError, "Causal.offset must be an int, or an int array of shape () or [B], got 1.5 (float)", lambda: ls.Causal(1.5)),
+    (TypeError, "Causal.offset must hold integers, got dtype float32", lambda: ls.Causal(jnp.ones(2))),
+    (ValueError, "shape () or [B], got shape (2, 2)", lambda: ls.Causal(np.ones((2, 2), int))),
+    (TypeError, "Segments.q_ids must hold integers, got dtype float32. Cast it", lambda: ls.Segments(jnp.ones((1, 3)))),
+    (ValueError, "Segments.q_ids must have shape [B or 1, T], got rank 1 (shape (3,))", lambda: ls.Segments(np.zeros(3, int))),
+    (TypeError, "Segments.q_ids must be an array [B or 1, T], got int", lambda: ls.Segments(3)),
+    (TypeError, "Dense.array must hold bools, got dtype int64. Compare it", lambda: ls.Dense(np.ones((2, 2), int))),
+    (ValueError, "Dense.array must have shape [B or 1, N or 1, T, S] or [T, S], got rank 3", lambda: ls.Dense(np.ones((1, 2, 2), bool))),
+    (ValueError, "Blocks.table must have shape [N or 1, q blocks, r]", lambda: ls.Blocks(np.zeros((2, 2), int), 4)),
+    (TypeError, "Blocks.block_size fixes shapes", lambda: ls.Blocks(np.zeros((1, 2, 2), int), jnp.ones((), int))),
+    (TypeError, "Global.indices must be a tuple of Python ints, got a JAX array", lambda: ls.Global(jnp.arange(2))),
+    (TypeError, "Global.indices must be a tuple of ints, got ('a',)", lambda: ls.Global(("a",))),
+    (TypeError, "Global.q_flags must hold bools", lambda: ls.Global(q_flags=np.zeros((1, 3), int))),
+    (ValueError, "zero='some' is not one of 'q', 'kv', 'both', 'none'", lambda: ls.TokenTypes(IDS, zero="some")),
+    (TypeError, "PerHead.masks must be a non-empty sequence of masks", lambda: ls.PerHead(())),
+    (TypeError, "PerHead.masks must be a non-empty sequence of masks", lambda: ls.PerHead((ls.Full(), 3))),
+    (TypeError, "Custom.fn must be a function, got int", lambda: ls.Custom(3)),
+    (TypeError, "Custom.bounds must be a function, got int", lambda: ls.Custom(lambda q, k: q >= k, bounds=3)),
+    (TypeError, "unsupported operand", lambda: ls.Causal() & np.ones((2, 2), bool)),
+    (TypeError, "q_len must be a Python int (it fixes shapes)", lambda: ls.Causal().dense(2.0, 3)),
+    (ValueError, "kv_len must be >= 0, got -1", lambda: ls.Causal().dense(2, -1)),
+    (ValueError, "q_tile must be a Python int >= 1, got 0", lambda: ls.Causal().layout(4, 4, q_tile=0)),
+    (ValueError, "Segments.q_ids covers 5 queries, but the call has 6", lambda: ls.Segments(IDS).dense(6, 6)),
+    (ValueError, "Blocks.table covers 2 blocks of 4 queries, but the call has 9", lambda: ls.Blocks(np.zeros((1, 2, 1), int), 4).dense(9, 9)),
+    (ValueError, "KvLengths.lengths has 3 batch rows, but Segments.q_ids has 2", lambda: (ls.Segments(IDS) & ls.KvLengths(np.ones(3, int))).dense(5, 5)),
+    (ValueError, "q_positions must have shape [5] or [B, 5]", lambda: ls.Causal().dense(5, 5, q_positions=np.arange(4))),
+    (TypeError, "kv_positions must be an int array, got dtype float64", lambda: ls.Causal().dense(5, 5, kv_positions=np.ones(5))),
+]
+
+CALLS = [
+    (ValueError, "`q` must have shape [B, T, N, H], got rank 3", dict(q=Q[0])),
+    (TypeError, "`k` must be an array [B, S, K, H], got list", dict(k=[1])),
+    (TypeError, "`q` must be one of float16, bfloat16, float32, float64, got int32", dict(q=Q.astype(int))),
+    (TypeError, "must share a dtype, got float32, bfloat16 and float32", dict(k=K.astype(jnp.bfloat16))),
+    (ValueError, "`k` and `v` must have the same shape", dict(v=V[:, :3])),
+    (ValueError, "`q` has batch 1 and `k` has batch 2", dict(q=Q[:1])),
+    (ValueError, "`q` has head size 3 and `k` has head size 4", dict(q=Q[..., :3])),
+    (ValueError, "`q` has 5 heads and `k` has 3: query heads must be a multiple", dict(q=Q[:, :, :5])),
+    (ValueError, "`mask` has rank 3, shape (2, 5, 7), which could be [B, T, S] or [N, T, S]", dict(mask=np.ones((2, 5, 7), bool))),
+    (ValueError, "`mask` must be broadcastable to [B, N, T, S] = [2, 6, 5, 7]", dict(mask=np.ones((5, 6), bool))),
+    (TypeError, "`mask` as an array must be bool, got float32. Give an additive mask as `bias`", dict(mask=np.ones((5, 7), np.float32))),
+    (TypeError, "`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got str", dict(mask="causal")),
+    (TypeError, "`bias` as an array must be float, got bool", dict(bias=np.ones((5, 7), bool))),
+    (ValueError, "`bias` must be broadcastable to [B, N, T, S]", dict(bias=jnp.ones((1, 2, 5, 7)))),
+    (ValueError, "`bias` has rank 3", dict(bias=jnp.ones((6, 5, 7)))),
+    (ValueError, "`sinks` must be one float logit a query head, shape [6], got shape (3,)", dict(sinks=jnp.ones(3))),
+    (ValueError, "`dropout_rate` must be a Python float in [0, 1), got 1.0", dict(dropout_rate=1.0)),
+    (ValueError, "dropout_rate=0.1 needs a `dropout_key`", dict(dropout_rate=0.1)),
+    (ValueError, "`soft_cap` must be a Python float > 0 or None, got 0", dict(soft_cap=0)),
+    (ValueError, "`scale` must be a float or a float array of shape ()", dict(scale="big")),
+    (ValueError, "engine='fast' is not one of 'auto'", dict(engine="fast")),
+    (ValueError, "Segments.q_ids covers 5 queries", dict(mask=ls.Segments(IDS, np.zeros((2, 7), int)), q=jnp.ones((2, 4, 6, 4)))),
+    (ValueError, "Segments.kv_ids covers 5 keys, but the call has 7", dict(mask=ls.Segments(IDS))),
+    (ValueError, "KvLengths.lengths has 3 batch rows, but the call has 2", dict(mask=ls.KvLengths(np.ones(3, int)))),
+    (ValueError, "PerHead.masks has 2 query heads, but the call has 6", dict(mask=ls.PerHead((ls.Full(), ls.Full())))),
+    (ValueError, "This BlockLayout is for 4 queries and 7 keys, but the call has 5 and 7", dict(mask=ls.Causal().layout(4, 7))),
+    (ValueError, "A BlockLayout is planned for its positions", dict(mask=ls.Causal().layout(5, 7), q_positions=np.arange(5))),
+    (ValueError, "`q_positions` is given both", dict(mask=ls.Causal().layout(5, 7, q_positions=np.arange(5)), q_positions=np.arange(5))),
+    (ValueError, "kv_positions must have shape [7] or [B, 7] (one position a slot), got (5,)", dict(kv_positions=np.arange(5))),
+    (ValueError, "q_positions has 3 batch rows, but the call has 2", dict(q_positions=np.zeros((3, 5), int))),
+]
+
+
+@pytest.mark.parametrize("error, words, call", MASKS, ids=[words for _, words, _ in MASKS])
+def test_bad_masks(error, words, call):
+    raises(error, words, call)
+
+
+@pytest.mark.parametrize("error, words, change", CALLS, ids=[words for _, words, _ in CALLS])
+@pytest.mark.parametrize("function", [ls.attention, ls.explain], ids=["attention", "explain"])
+def test_bad_calls(function, error, words, change):
+    arguments = dict(q=Q, k=K, v=V) | change
+    raises(error, words, lambda: function(**arguments))
+
+
+def test_errors_come_before_tracing_goes_deep():
+    with pytest.raises(ValueError, match="query heads must be a multiple"):
+        jax.jit(ls.attention)(Q[:, :, :5], K, V)

@@ -1,0 +1,75 @@
+"""`explain` against counts from the dense mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.attention import ENGINES
+
+IDS = np.repeat(np.arange(6), 70)[None, :389]
+MASKS = [
+    ls.Full(),
+    ls.Causal(),
+    ls.Causal() & ls.Window(100, 0),
+    ls.Window(33, 12) | ls.Global((0, 300)),
+    ls.Causal() & ls.Segments(IDS),
+    ls.PerHead((ls.Causal(), ls.Window(5, 5))),
+    ls.Chunk(64) & ls.KvLengths(np.array([200, 389, 0])),
+]
+
+
+def call(T=389, N=2, B=3, H=16, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct((B, T, N, H), dtype)] * 3
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_counts_are_those_of_the_dense_mask(mask):
+    report = ls.explain(*call(), mask=mask, engine="reference")
+    dense = np.asarray(mask.dense(389, 389))
+    whole = np.broadcast_to(dense, (3, 2, 389, 389))
+    assert report.useful_flops == 4 * 16 * np.count_nonzero(whole)
+    edges = range(0, 389, 128)
+    tiles = [dense[b, n, i : i + 128, j : j + 128] for b, n in np.ndindex(*dense.shape[:2]) for i in edges for j in edges]
+    assert report.tiles_total == len(tiles)
+    assert report.tiles_empty == sum(not t.any() for t in tiles)
+    assert report.tiles_full == sum(bool(t.all()) for t in tiles)
+    assert report.tiles_partial == report.tiles_total - report.tiles_empty - report.tiles_full
+    copies = 6 // (dense.shape[0] * dense.shape[1])
+    assert report.executed_flops == 4 * 16 * 128 * 128 * (report.tiles_full + report.tiles_partial) * copies
+    assert report.dense_mask_bytes == dense.nbytes
+
+
+def test_it_names_the_engine_and_why_others_were_refused():
+    report = ls.explain(*call(), mask=ls.Causal())
+    assert report.engine in ENGINES
+    before = list(ENGINES)[: list(ENGINES).index(report.engine)]
+    assert list(report.refused) == before and all(report.refused.values())
+
+
+def test_it_prints_as_a_table():
+    text = str(ls.explain(*call(), mask=ls.Causal() & ls.Window(100, 0), engine="reference"))
+    rows = dict(line.split("  ", 1) for line in (row.strip() for row in text.splitlines()))
+    assert rows["engine"].strip() == "reference"
+    assert rows["mask"].strip() == "Causal() & Window(100, 0)"
+    assert rows["partial"].strip() == "7 (43.8%)"
+
+
+def test_arrays_that_are_not_known_are_said_to_be_unknown():
+    mask = ls.Causal() & ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32))
+    report = ls.explain(*call(), mask=mask)
+    assert report.useful_flops is None and report.tiles_full is None
+    assert "depends on data" in str(report) and any("not known" in note for note in report.notes)
+
+
+def test_a_custom_rule_without_bounds_is_noted():
+    report = ls.explain(*call(), mask=ls.Causal() & ls.Custom(lambda q, k: q % 2 == 0))
+    assert any("Custom without bounds" in note for note in report.notes)
+    assert not ls.explain(*call(), mask=ls.Causal()).notes
+
+
+def test_a_million_tokens_are_explained_without_a_dense_mask():
+    report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Window(511, 0), engine="reference")
+    assert report.useful_flops == 2 * 4 * 16 * (512 * 2**20 - 511 * 512 // 2)
+    assert report.dense_mask_bytes == 2**40

@@ -1,0 +1,132 @@
+"""One matrix for all engines: every mask, shape, dtype, feature and tiling against the float64 reference.
+
+The default suite runs a selection in which every pair of choices occurs; `make slow` runs the whole product.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.attention import ENGINES
+from longspan.testing import Shape, assert_matches_reference, make_qkv
+
+rng = np.random.default_rng(7)
+
+SHAPES = {
+    str(shape): shape
+    for shape in (
+        Shape(B=2, T=7, S=11, N=6, K=3, H=5),
+        Shape(B=1, T=1, S=13, N=2, K=1, H=3),
+        Shape(B=3, T=37, S=29, N=4, K=4, H=17),
+        Shape(B=1, T=67, S=67, N=2, K=2, H=64),
+    )
+}
+MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
+    "none": lambda s: None,
+    "empty": lambda s: ls.Empty(),
+    "causal": lambda s: ls.Causal(s.S - s.T),
+    "window": lambda s: ls.Window(3, 2),
+    "dilated": lambda s: ls.Window(3, 2, dilation=3),
+    "causal window": lambda s: ls.Causal(s.S - s.T) & ls.Window(s.S, 0),
+    "chunk, traced": lambda s: ls.Chunk(jnp.asarray(4)),
+    "prefix": lambda s: ls.Causal() | ls.Prefix(2),
+    "lengths": lambda s: ls.Causal(5) & ls.KvLengths(np.arange(s.B) * 4 % (s.S + 1)),
+    "segments": lambda s: ls.Segments(ids(s.B, s.T), ids(s.B, s.S)),
+    "packed": lambda s: ls.Causal(s.S - s.T) & ls.Segments(np.sort(ids(1, s.T)), np.sort(ids(1, s.S))),
+    "types": lambda s: ls.TokenTypes(ids(s.B, s.T), ids(s.B, s.S)) | ls.Causal(-1),
+    "global": lambda s: ls.Window(2, 1) | ls.Global((0, s.S // 2)),
+    "flags": lambda s: ls.Window(1, 1) | ls.Global(q_flags=flags(s.B, s.T), kv_flags=flags(s.B, s.S)),
+    "blocks": lambda s: ls.Blocks(rng.integers(-1, -(-s.S // 4), (s.N, -(-s.T // 4), 2)), 4),
+    "dense": lambda s: ls.Dense(rng.random((s.B, 1, s.T, s.S)) < 0.4),
+    "per head": lambda s: ls.PerHead(tuple(ls.Window(n, 1) if n % 2 else ls.Causal(n) for n in range(s.N))),
+    "custom": lambda s: ls.Custom(lambda q, k: (q + k) % 3 == 0) & ls.Causal(8),
+    "negated": lambda s: ~(ls.Chunk(3) | ls.Causal(-2)),
+}
+FEATURES: dict[str, Callable[[Shape, object], dict]] = {
+    "plain": lambda s, dtype: {},
+    "scale and cap": lambda s, dtype: dict(scale=0.7, soft_cap=2.5),
+    "sinks": lambda s, dtype: dict(sinks=jnp.asarray(rng.normal(size=s.N), dtype)),
+    "full bias": lambda s, dtype: dict(bias=holes(rng.normal(size=(s.B, s.N, s.T, s.S)), dtype)),
+    "head bias": lambda s, dtype: dict(bias=jnp.asarray(rng.normal(size=(1, s.N, 1, s.S)), dtype), soft_cap=4.0),
+    "one bias": lambda s, dtype: dict(bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype)),
+    "dropout": lambda s, dtype: dict(dropout_rate=0.3, dropout_key=jax.random.key(5)),
+    "positions": lambda s, dtype: dict(
+        q_positions=rng.permutation(s.T)[None], kv_positions=np.sort(rng.integers(0, s.S, (s.B, s.S)))
+    ),
+    "all": lambda s, dtype: dict(
+        sinks=jnp.asarray(rng.normal(size=s.N), dtype),
+        bias=holes(rng.normal(size=(1, 1, s.T, s.S)), dtype),
+        soft_cap=3.0,
+        dropout_rate=0.2,
+        dropout_key=jax.random.key(6),
+    ),
+}
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": jnp.float64}
+TILINGS = {"own tiles": None, "tiles 8x4": (8, 4), "tiles 3x5": (3, 5)}
+AXES = (MASKS, SHAPES, FEATURES, DTYPES, TILINGS)
+TESTED = [name for name in ENGINES if name != "reference"]
+
+
+def ids(batch, length):
+    return rng.integers(-1, 3, (batch, length))
+
+
+def flags(batch, length):
+    return rng.random((batch, length)) < 0.2
+
+
+def holes(values, dtype):
+    return jnp.asarray(np.where(rng.random(values.shape) < 0.1, -np.inf, values), dtype)
+
+
+def pairwise(*axes):
+    """Combinations in which every pair of choices of two axes occurs: greedily, the one with most new pairs first."""
+    pick = np.random.default_rng(0)
+    missing = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(range(len(axes)), 2) for x in axes[a] for y in axes[b]
+    }
+    while missing:
+        fixed = dict(min(missing, key=str))
+        tries = [tuple(fixed.get(i, pick.choice(list(axis))) for i, axis in enumerate(axes)) for _ in range(30)]
+        covered = [set(itertools.combinations(enumerate(map(str, t)), 2)) & missing for t in tries]
+        best = max(range(len(tries)), key=lambda i: len(covered[i]))
+        missing -= covered[best]
+        yield tuple(map(str, tries[best]))
+
+
+def check(engine, mask_name, shape_name, feature, dtype_name, tiling):
+    shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
+    with jax.enable_x64(dtype_name == "f64"):
+        q, k, v = make_qkv(shape, dtype)
+        arguments = FEATURES[feature](shape, dtype)
+        mask = MASKS[mask_name](shape)
+        if TILINGS[tiling] is not None:
+            q_tile, kv_tile = TILINGS[tiling]
+            places = {name: arguments.pop(name) for name in ("q_positions", "kv_positions") if name in arguments}
+            mask = (mask or ls.Full()).layout(shape.T, shape.S, q_tile=q_tile, kv_tile=kv_tile, **places)
+        try:
+            ls.attention(q, k, v, mask=mask, engine=engine, **arguments)
+        except NotImplementedError as refusal:
+            with pytest.raises(NotImplementedError, match=re.escape(str(refusal))):
+                ls.attention(q, k, v, mask=mask, engine=engine, **arguments)
+            return
+        assert_matches_reference(engine, q, k, v, mask, **arguments)
+
+
+@pytest.mark.parametrize("engine", TESTED)
+@pytest.mark.parametrize("choice", list(pairwise(*AXES)), ids=", ".join)
+def test_engine_matches_reference(engine, choice):
+    check(engine, *choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", TESTED)
+@pytest.mark.parametrize("choice", list(itertools.product(*AXES)), ids=", ".join)
+def test_engine_matches_reference_in_every_combination(engine, choice):
+    check(engine, *choice)
