@@ -141,7 +141,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   const std::string error = check_forward(c.built.problem, c.results[0], c.results[1]);
   if (!error.empty()) return invalid(error);
   PoolRunner runner(pool);
-  if (!c.kernel->forward(c.built.problem, {writable(c.results[0]), writable(c.results[1])}, runner))
+  if (!c.kernel->forward(c.built.problem, {writable(c.results[0]), writable(c.results[1]), c.results[0].type}, runner))
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "longspan: out of memory");
   return ffi::Error::Success();
 }

@@ -137,7 +137,7 @@ struct ForwardTile {
       const R total = sum[lane], inverse = total == 0 ? R(0) : R(1) / total;
       for (int64_t h = 0; h < p->H; ++h) rows[h] = total == 0 ? R(0) : x[h * PANEL] * inverse;
       const int64_t at = tile.offset(*p, lane);
-      write_row(f.out, p->type, at * p->H, rows, p->H);
+      write_row(f.out, f.out_type, at * p->H, rows, p->H);
       static_cast<R*>(f.lse)[at] = total == 0 ? -kInf<R> : top[lane] + R(__builtin_log(double(total)));
     }
   }
@@ -218,7 +218,7 @@ struct ForwardJob {
       if (total != 0)
         for (int64_t h = 0; h < p->H; ++h) row[h] /= total;
       const int64_t at = tile.offset(*p, lane);
-      write_row(f->out, p->type, at * p->H, row, p->H);
+      write_row(f->out, f->out_type, at * p->H, row, p->H);
       static_cast<R*>(f->lse)[at] = total == 0 ? -kInf<R> : high + R(__builtin_log(double(total)));
     }
   }

@@ -103,8 +103,9 @@ struct Problem {
 };
 
 struct Forward {
-  void* out = nullptr;  // [B,T,N,H] of the input's type
+  void* out = nullptr;  // [B,T,N,H]
   void* lse = nullptr;  // [B,T,N] float, or double for F64
+  Type out_type = F32;  // the inputs' or lse's
 };
 
 struct Backward {

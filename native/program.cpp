@@ -341,7 +341,7 @@ std::string build(const Call& call, Built& built) {
 }
 
 std::string check_forward(const Problem& p, const Array& out, const Array& lse) {
-  if (!is_rows(p, out)) return bad("out", "like q", out);
+  if (!is_shape(out, {p.B, p.T, p.N, p.H}) || (out.type != p.type && out.type != stats(p))) return bad("out", "like q or of lse's type", out);
   if (!is_stats(p, lse)) return bad("lse", "float32 (float64 for float64) [B,T,N]", lse);
   return "";
 }

@@ -582,7 +582,7 @@ void run_case(int seed) {
       std::unique_ptr<void, void (*)(void*)> ak(std::aligned_alloc(64, size_t(count_of(sk)) * 8 + 64), std::free);
       std::unique_ptr<void, void (*)(void*)> av(std::aligned_alloc(64, size_t(count_of(sv)) * 8 + 64), std::free);
       ThreadRunner runner(threads);
-      kernel->forward(built.problem, {const_cast<void*>(out.data), const_cast<void*>(l.data)}, runner);
+      kernel->forward(built.problem, {const_cast<void*>(out.data), const_cast<void*>(l.data), out.type}, runner);
       Backward g;
       std::string bad = check_backward(built.problem, lse, dout, delta, dq, dk, dv, sk, sv, g);
       g.dq = const_cast<void*>(dq.data), g.dk = const_cast<void*>(dk.data), g.dv = const_cast<void*>(dv.data);

@@ -1,0 +1,254 @@
+"""A mask as the native kernel reads it: a short postfix program of int32 words, and the arrays that it names.
+
+The words are those of `enum Code` in native/problem.h. Rules the kernel does not know (`Custom`, and masks that users
+define) are evaluated here for the tiles that the layout visits, and travel as one bit a pair.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan._types import FAR
+from longspan.layout import BlockLayout, plan
+from longspan.masks import (
+    And,
+    Blocks,
+    Chunk,
+    Dense,
+    Empty,
+    Full,
+    Global,
+    KvLengths,
+    Mask,
+    Not,
+    Or,
+    PerHead,
+    Prefix,
+    Segments,
+    TokenTypes,
+    Window,
+)
+
+(FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
+    range(15)
+)
+PER_HEAD, AND, OR, NOT = range(15, 19)
+LITERAL, OPERAND = 0, 1
+
+
+@dataclass
+class Program:
+    """The words and operands of a mask, while they are written.
+
+    `axes` names the axes of each operand: "b" and "n" are batch and head (of full size or size 1), "" any other.
+    """
+
+    layout: BlockLayout
+    batch: int
+    heads: int
+    first: int  # the number of the first operand
+    words: list[int] = field(default_factory=list)
+    operands: list[Any] = field(default_factory=list)
+    axes: list[tuple[str, ...]] = field(default_factory=list)
+    needs_head_ids: bool = False
+
+    def add(self, array, *axes: str) -> int:
+        """Names an array; the same array is passed once."""
+        for i, other in enumerate(self.operands):
+            if other is array:
+                return self.first + i
+        self.operands.append(array)
+        self.axes.append(axes)
+        return self.first + len(self.operands) - 1
+
+    def number(self, value) -> list[int]:
+        if isinstance(value, int | np.integer):
+            return [LITERAL, max(-FAR, min(FAR, int(value)))]
+        array = jnp.clip(jnp.asarray(value).astype(np.int32), -FAR, FAR).reshape(-1)
+        return [OPERAND, self.add(array, "b")]
+
+
+def encode(layout: BlockLayout, batch: int, heads: int, first: int) -> Program:
+    """The program of a layout's mask."""
+    program = Program(layout, batch, heads, first)
+    _write(program, layout.mask)
+    return program
+
+
+def _write(out: Program, mask: Mask) -> None:
+    band = mask.band()
+    if band is not None:
+        return _band(out, *band)
+    for kind, write in _WRITERS.items():
+        if type(mask) is kind:
+            return write(out, mask)
+    out.words += [BITS, out.add(_bits(out, mask), "b", "n", "", "", "", "")]
+
+
+def _band(out: Program, low, high) -> None:
+    sides = (low is not None) + 2 * (high is not None)
+    out.words += [BAND, sides, *out.number(0 if low is None else low), *out.number(0 if high is None else high)]
+
+
+def _dilated_window(out: Program, mask: Window) -> None:
+    _band(out, -mask.left * mask.dilation, mask.right * mask.dilation)
+    out.words += [STRIDE, *out.number(mask.dilation), AND]
+
+
+def _constant(word: int, out: Program, mask: Mask) -> None:
+    out.words.append(word)
+
+
+def _number(word: int, name: str, out: Program, mask: Mask) -> None:
+    out.words += [word, *out.number(getattr(mask, name))]
+
+
+def _all_of(word: int, out: Program, mask) -> None:
+    _write(out, mask.masks[0])
+    for part in mask.masks[1:]:
+        _write(out, part)
+        out.words.append(word)
+
+
+def _not(out: Program, mask: Not) -> None:
+    _write(out, mask.mask)
+    out.words.append(NOT)
+
+
+def _per_head(out: Program, mask: PerHead) -> None:
+    # The kernel picks a part by the head's global number, so that sharded heads keep theirs.
+    out.needs_head_ids = True
+    before, parts = out.words, []
+    for part in mask.masks:
+        out.words = []
+        _write(out, part)
+        parts.append(out.words)
+    out.words = [*before, PER_HEAD, len(parts), *map(len, parts), *(word for part in parts for word in part)]
+
+
+def _segments(out: Program, mask: Segments) -> None:
+    _ids(out, 0, mask.q_ids, mask.kv_ids)
+
+
+def _token_types(out: Program, mask: TokenTypes) -> None:
+    _ids(out, 2 if mask.zero == "none" else 1, mask.q_types, mask.kv_types)
+
+
+def _ids(out: Program, valid: int, q_ids, kv_ids) -> None:
+    q_ids = jnp.asarray(q_ids).astype(np.int32)
+    kv_ids = q_ids if kv_ids is None else jnp.asarray(kv_ids).astype(np.int32)
+    out.words += [IDS, valid, out.add(q_ids, "b", ""), out.add(kv_ids, "b", "")]
+
+
+def _global(out: Program, mask: Global) -> None:
+    parts = []
+    for wanted, flags, by_flag, by_set in (
+        (mask.rows, mask.q_flags, Q_FLAGS, Q_SET),
+        (mask.columns, mask.kv_flags, KV_FLAGS, KV_SET),
+    ):
+        if wanted and mask.indices:
+            parts.append([by_set, out.add(jnp.asarray(np.unique(np.asarray(mask.indices, np.int32))), "")])
+        if wanted and flags is not None:
+            parts.append([by_flag, out.add(jnp.asarray(flags), "b", "")])
+    out.words += parts[0] if parts else [EMPTY]
+    for part in parts[1:]:
+        out.words += [*part, OR]
+
+
+def _blocks(out: Program, mask: Blocks) -> None:
+    table = jnp.asarray(mask.table).astype(np.int32)
+    out.words += [BLOCKS, out.add(table, "n", "", ""), mask.block_size]
+
+
+def _dense(out: Program, mask: Dense) -> None:
+    array = jnp.asarray(mask.array)
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    out.words += [DENSE, out.add(array, "b", "n", "", "")]
+
+
+_WRITERS = {
+    Full: partial(_constant, FULL),
+    Empty: partial(_constant, EMPTY),
+    Window: _dilated_window,
+    Chunk: partial(_number, CHUNK, "size"),
+    Prefix: partial(_number, PREFIX, "length"),
+    KvLengths: partial(_number, KV_LENGTH, "lengths"),
+    And: partial(_all_of, AND),
+    Or: partial(_all_of, OR),
+    Not: _not,
+    PerHead: _per_head,
+    Segments: _segments,
+    TokenTypes: _token_types,
+    Global: _global,
+    Blocks: _blocks,
+    Dense: _dense,
+}
+
+
+def knows(mask: Mask) -> bool:
+    """Whether the kernel evaluates a mask by itself, without bit tiles."""
+    parts = (*getattr(mask, "masks", ()), *([mask.mask] if isinstance(mask, Not) else []))
+    return mask.band() is not None or (type(mask) in _WRITERS and all(map(knows, parts)))
+
+
+def _bits(out: Program, mask: Mask):
+    """One bit for each pair of every visited tile: uint8 [B or 1, N or 1, q tiles, visits, q_tile, kv_tile / 8]."""
+    layout = out.layout
+    q, kv = layout.sides(batch=out.batch, heads=out.heads)
+    planes, rows = layout.starts.shape[:2], layout.q_tiles
+    most = most_visits(layout)
+
+    def row(index):
+        b, n, i = (a.astype(np.int32) for a in jnp.unravel_index(index, (*planes, rows)))
+        tiles = _visited(layout, b, n, i, most)
+        at = dict(batch=b.reshape(1, 1, 1, 1), head=n.reshape(1, 1, 1, 1))
+        q_slots = q.at(**at).slots(i * layout.q_tile, layout.q_tile)
+        index = tiles[:, None] * layout.kv_tile + jnp.arange(layout.kv_tile, dtype=np.int32)
+        kv_slots = kv.at(**at).slots(0, 1)
+        kv_slots = type(kv_slots)(kv_slots.side, index.reshape(1, 1, 1, -1))
+        truth = jnp.broadcast_to(mask.allowed(q_slots, kv_slots), (1, 1, layout.q_tile, index.size))
+        truth = truth.reshape(layout.q_tile, most, layout.kv_tile).swapaxes(0, 1)
+        return jnp.packbits(truth, axis=-1, bitorder="little")
+
+    packed = jax.lax.map(row, jnp.arange(planes[0] * planes[1] * rows))
+    return packed.reshape(*planes, rows, *packed.shape[1:])
+
+
+def _visited(layout: BlockLayout, b, n, i, most: int):
+    """The tiles that one row visits, in the kernel's order; what follows the last one is not read."""
+    starts, stops = layout.starts[b, n, i], layout.stops[b, n, i]
+    widths = jnp.maximum(stops - starts, 0)
+    ends = jnp.cumsum(widths)
+    entry = jnp.arange(most, dtype=np.int32)
+    which = jnp.searchsorted(ends, entry, side="right")
+    which = jnp.clip(which, 0, max(starts.size - 1, 0))
+    tiles = starts[which] + entry - (ends - widths)[which] if starts.size else jnp.zeros(most, np.int32)
+    if layout.common is None:
+        return tiles
+    listed, count = layout.common[b, n], layout.common_count[b, n]
+    inside = jnp.any((starts[:, None] <= listed) & (listed < stops[:, None]), axis=0)
+    free = ~inside & (jnp.arange(listed.size) < count)
+    listed = listed[jnp.argsort(~free, stable=True)]
+    total = ends[-1] if starts.size else 0
+    return jnp.where(entry < total, tiles, listed[jnp.clip(entry - total, 0, listed.size - 1)]).astype(np.int32)
+
+
+def most_visits(layout: BlockLayout) -> int:
+    """The most tiles that a row of a layout visits; all of them where that depends on data. The kernel checks it."""
+    if not isinstance(layout.starts, np.ndarray):
+        if layout.repeats:
+            return layout.kv_tiles * max(1, layout.starts.shape[3])
+        if layout.q_positions is not None or layout.kv_positions is not None:
+            return layout.kv_tiles
+        try:
+            hash(layout.mask)
+        except TypeError:  # it holds arrays
+            return layout.kv_tiles
+        layout = plan(layout.mask, layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile, xp=np)
+    widths = np.maximum(layout.stops - layout.starts, 0).sum(axis=3, initial=0)
+    common = 0 if layout.common_count is None else int(np.max(np.asarray(layout.common_count), initial=0))
+    return max(1, min(int(widths.max(initial=0)) + common, layout.kv_tiles if not layout.repeats else 1 << 30))
