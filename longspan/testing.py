@@ -9,7 +9,8 @@ Example:
     >>> assert_obeys_laws(ls.Causal() & ls.Window(2, 0), 7, 11)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +65,7 @@ def make_qkv(shape: Shape, dtype: Any, seed: int = 0):
 
 
 def assert_matches_reference(
-    engine: str, q, k, v, mask: Any = None, *, run: Callable | None = None, gradients: bool = True, **features: Any
+    engine: str | Sequence[str], q, k, v, mask: Any = None, *, run: Callable | None = None, **features: Any
 ) -> None:
     """Asserts that an engine is as close to float64 as the reference is, in outputs, lse and all gradients.
 
@@ -72,43 +73,37 @@ def assert_matches_reference(
     float64 as the reference, plus a few rounding units.
 
     Args:
-        engine: the engine under test.
+        engine: the engine under test, or several.
         q: queries, as for `attention`.
         k: keys.
         v: values.
         mask: a mask, as for `attention`.
-        run: a function with the signature of `attention` to test instead of `attention(engine=engine)`.
-        gradients: whether to compare gradients too.
+        run: a function with the signature of `attention` to test instead of `attention`.
         features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
     """
     floats = {"q": q, "k": k, "v": v, **{n: features.pop(n) for n in ("bias", "sinks") if features.get(n) is not None}}
     weights = _cotangents(q)
-    wanted = [name for name in floats if gradients]
 
-    def everything(call, floats, weights):
-        def loss(diff, rest):
-            out, lse = call(**diff, **rest, mask=mask, return_lse=True, **features)
+    @partial(jax.jit, static_argnums=(0, 1))
+    def everything(call, engine, floats, weights, mask):
+        def loss(floats):
+            out, lse = call(**floats, mask=mask, engine=engine, return_lse=True, **features)
             finite = jnp.where(jnp.isfinite(lse), lse, 0)
-            total = jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1])
-            return total, (out, lse)
+            return jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1]), (out, lse)
 
-        diff = {name: floats[name] for name in wanted}
-        rest = {name: x for name, x in floats.items() if name not in diff}
-        grads, (out, lse) = jax.grad(loss, has_aux=True)(diff, rest)
+        grads, (out, lse) = jax.grad(loss, has_aux=True)(floats)
         return {"out": out, "lse": lse, **{f"d{name}": g for name, g in grads.items()}}
 
-    def reference(**arguments):
-        return attention(**arguments, engine="reference")
-
-    run = run or (lambda **arguments: attention(**arguments, engine=engine))
-    got, near = (_as_numpy(everything(call, floats, weights)) for call in (run, reference))
+    near = _as_numpy(everything(attention, "reference", floats, weights, mask))
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in floats.items()}
-        exact = everything(reference, wide, tuple(w.astype(np.float64) for w in weights))
+        exact = everything(attention, "reference", wide, tuple(w.astype(np.float64) for w in weights), mask)
         assert all(x.dtype == jnp.float64 for x in exact.values()), "float64 was truncated"
         exact = _as_numpy(exact)
-    for name in exact:
-        _assert_close(f"{engine}: {name}", got[name], near[name], exact[name], _unit(name, q.dtype, floats))
+    for name in [engine] if isinstance(engine, str) else engine:
+        got = _as_numpy(everything(run or attention, name, floats, weights, mask))
+        for part in exact:
+            _assert_close(f"{name}: {part}", got[part], near[part], exact[part], _unit(part, q.dtype, floats))
 
 
 def assert_obeys_laws(

@@ -1,0 +1,189 @@
+"""Engines under JAX's transformations: the same numbers, still skipping, nothing T×T, one trace."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import longspan as ls
+from longspan.attention import ENGINES
+from longspan.testing import Shape, make_qkv
+
+SHAPE = Shape(B=2, T=37, S=37, N=4, K=2, H=5)
+Q, K, V = make_qkv(SHAPE, jnp.float32)
+SINKS = jnp.linspace(-1, 1, 4)
+ENGINE = pytest.mark.parametrize("engine", list(ENGINES))
+SPARSE = [name for name in ENGINES if name != "reference"]
+
+
+def packed(seed, batch=2, length=37):
+    return np.sort(np.random.default_rng(seed).integers(-1, 4, (batch, length))).astype(np.int32)
+
+
+def mask_of(ids):
+    return ls.Causal() & ls.Segments(ids) | ls.Global((0,), rows=False)
+
+
+def loss(q, k, v, sinks, ids, engine):
+    out, lse = ls.attention(q, k, v, mask=mask_of(ids), sinks=sinks, engine=engine, return_lse=True)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+
+
+grad = jax.grad(loss, argnums=(0, 1, 2, 3))
+
+
+def close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@ENGINE
+def test_jit_remat_scan_and_cond(engine):
+    wanted = grad(Q, K, V, SINKS, packed(0), "reference")
+
+    def step(carry, ids):
+        return carry, grad(Q, K, V, SINKS, ids, engine)
+
+    close(jax.jit(grad, static_argnums=5)(Q, K, V, SINKS, packed(0), engine), wanted)
+    close(jax.grad(jax.remat(loss, static_argnums=5), argnums=(0, 1, 2, 3))(Q, K, V, SINKS, packed(0), engine), wanted)
+    ids = jnp.stack([packed(0), packed(1)])
+    scanned = jax.jit(lambda ids: jax.lax.scan(step, 0, ids)[1])(ids)
+    close(jax.tree.map(lambda x: x[0], scanned), wanted)
+    either = jax.jit(
+        lambda p, ids: jax.lax.cond(
+            p, lambda i: grad(Q, K, V, SINKS, i, engine), lambda i: grad(Q, K, V, SINKS, i * 0, engine), ids
+        )
+    )
+    close(either(True, packed(0)), wanted)
+
+
+@ENGINE
+def test_vmap_over_everything_and_over_a_mask_alone(engine):
+    qs, ids = jnp.stack([Q, Q + 1, Q * 2]), jnp.stack([packed(i) for i in range(3)])
+    wanted = [grad(q, K, V, SINKS, i, "reference") for q, i in zip(qs, ids, strict=True)]
+    wanted = jax.tree.map(lambda *xs: jnp.stack(xs), *wanted)
+    close(jax.vmap(lambda q, i: grad(q, K, V, SINKS, i, engine))(qs, ids), wanted)
+    alone = jax.jit(jax.vmap(lambda i: loss(Q, K, V, SINKS, i, engine)))(ids)
+    close(alone, jnp.stack([loss(Q, K, V, SINKS, i, "reference") for i in ids]))
+
+
+@ENGINE
+def test_shard_map_over_batch_and_heads_with_replicated_sinks(engine):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    ids, here = packed(0), P("data", None, "model")
+    bias = jnp.linspace(-1, 1, 37 * 37).reshape(1, 1, 37, 37)
+
+    def local(q, k, v, sinks, bias, ids):
+        out = ls.attention(q, k, v, mask=mask_of(ids), sinks=sinks, bias=bias, engine=engine)
+        return jnp.sin(out)
+
+    specs = (here, here, here, P("model"), P(), P("data"))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=here)
+
+    def total(function, *floats):
+        return function(*floats, ids).sum()
+
+    floats = (Q, K, V, SINKS, bias)
+    got = jax.jit(jax.grad(lambda *x: total(sharded, *x), argnums=range(5)))(*floats)
+    close(got, jax.grad(lambda *x: total(local, *x), argnums=range(5))(*floats))
+
+
+@ENGINE
+def test_new_arrays_do_not_retrace(engine):
+    traces = []
+
+    @jax.jit
+    def step(q, mask):
+        traces.append(1)
+        return ls.attention(q, K, V, mask=mask, engine=engine)
+
+    for seed in range(3):
+        mask = ls.Window(seed * 0 + 9, 0) & ls.Segments(packed(seed)) & ls.KvLengths(np.array([seed, 30]))
+        close(step(Q, mask), ls.attention(Q, K, V, mask=mask, engine="reference"))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("engine", SPARSE)
+def test_a_second_derivative_raises_a_clear_error(engine):
+    def once(q):
+        return jax.grad(lambda q: ls.attention(q, K, V, engine=engine).sum())(q).sum()
+
+    with pytest.raises(NotImplementedError, match=r"second derivatives.*engine='reference'"):
+        jax.grad(once)(Q)
+    assert jax.grad(lambda q: jax.grad(lambda q: ls.attention(q, K, V, engine="reference").sum())(q).sum())(Q).shape
+
+
+def evaluations(run):
+    """How many tiles have their rule evaluated while `run` runs, through a rule that counts."""
+    count = []
+
+    def counting(q, k):
+        jax.debug.callback(lambda: count.append(1))
+        return q >= k
+
+    jax.block_until_ready(run(ls.Custom(counting)))
+    jax.effects_barrier()
+    return len(count)
+
+
+def test_xla_visits_only_the_tiles_of_the_documents():
+    q, k, v = make_qkv(Shape(1, 64, 64, 1, 1, 4), jnp.float32)
+
+    def attend(mask, ids):
+        layout = (mask & ls.Segments(ids)).layout(64, 64, q_tile=4, kv_tile=4)
+        return ls.attention(q, k, v, mask=layout, engine="xla")
+
+    one, eight = jnp.zeros((1, 64), int), jnp.repeat(jnp.arange(8), 8)[None]
+    visits = [evaluations(lambda m: jax.jit(attend)(m, ids)) for ids in (one, eight)]  # noqa: B023
+    # 16 rows; 16 tiles in groups of 3 for one document, the 2 tiles of a document in one group for eight
+    assert visits == [16 * 6, 16]
+
+
+def test_xla_keeps_skipping_under_vmap():
+    q, k, v = make_qkv(Shape(1, 64, 64, 1, 1, 4), jnp.float32)
+
+    def attend(mask, ids):
+        layout = (mask & ls.Segments(ids)).layout(64, 64, q_tile=4, kv_tile=4)
+        return ls.attention(q, k, v, mask=layout, engine="xla")
+
+    ids = jnp.stack([jnp.zeros((1, 64), int), jnp.repeat(jnp.arange(8), 8)[None]])
+    assert evaluations(lambda m: jax.vmap(lambda i: attend(m, i))(ids)) == 16 * 6 + 16
+
+
+def long_program(engine, T, mask, both=True):
+    x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+
+    def forward(q, k, v):
+        return ls.attention(q, k, v, mask=mask, engine=engine).sum()
+
+    return jax.jit(jax.grad(forward, argnums=(0, 1, 2)) if both else forward).lower(x, x, x)
+
+
+LONG_MASKS = [
+    ls.Window(256, 256),
+    ls.Causal() & ls.Window(511, 0) | ls.Global((0, 7)),
+    ls.Causal() & ls.Chunk(1024),
+]
+
+
+@pytest.mark.parametrize("engine", SPARSE)
+@pytest.mark.parametrize("mask", LONG_MASKS, ids=repr)
+def test_nothing_of_the_size_of_the_square_is_ever_alive(engine, mask):
+    T = 8192
+    compiled = long_program(engine, T, mask).compile()
+    shapes = re.findall(r"(?:pred|[sufb]+\d+)\[([\d,]+)\]", compiled.as_text())
+    largest = max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+    assert largest < T * T / 8
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 6 * 3 * 4 * T * 2 * 16
+
+
+@pytest.mark.parametrize("engine", SPARSE)
+@pytest.mark.parametrize("mask", LONG_MASKS, ids=repr)
+def test_the_program_does_not_grow_with_the_length(engine, mask):
+    short, long = (len(long_program(engine, T, mask).as_text()) for T in (1024, 65536))
+    assert abs(long - short) < 0.05 * short
