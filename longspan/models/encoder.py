@@ -1,5 +1,8 @@
 """The encoder that BERT, RoBERTa, Longformer and BigBird share: embeddings, layers, pooler."""
 
+import functools
+import itertools
+import operator
 from collections.abc import Iterator
 
 import jax
@@ -10,9 +13,9 @@ from jaxtyping import Float, Int, Shaped
 from longspan._checks import check_choice
 from longspan._types import Array
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.attention import ATTENTION, Tokens
+from longspan.models.attention import ATTENTION, Site, Tokens, random_blocks
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
-from longspan.models.dense import dropout, embed, layer_norm, linear
+from longspan.models.dense import LayerNorm, dropout, embed, linear
 from longspan.models.output import Output
 
 
@@ -41,7 +44,7 @@ class Encoder(nnx.Module):
         self.config, self.dtype = config, jnp.dtype(dtype)
         kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embeddings = Embeddings(config, **kinds)
-        self.layers = nnx.List([Layer(config, i, **kinds) for i in range(config.num_hidden_layers)])
+        self.layers = _stack(config, dtype, param_dtype, rngs)
         self.pooler = linear(config, config.hidden_size, config.hidden_size, **kinds) if pooler else nnx.data(None)
 
     def __call__(
@@ -75,23 +78,22 @@ class Encoder(nnx.Module):
         config = self.config
         T = check_inputs(config, input_ids, inputs_embeds, position_ids)
         tokens = self.tokens(T, attention_mask, global_attention_mask, attention_type)
-        keys = _keys(config, deterministic, rngs)
-        x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=next(keys))
+        keys = _dropout_keys(config, deterministic, rngs)
+        x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=keys and keys[0])
         if isinstance(config, BigBirdConfig) and not tokens.full:
             x, tokens = _pad_to_blocks(x, tokens, config.block_size)
-        run = nnx.remat(_run_layer, static_argnums=()) if remat else _run_layer
-        for layer in self.layers:
-            x = run(layer, x, tokens, next(keys))
-        x = x[:, :T]
+        graph, parameters = nnx.split(self.layers)
+        x = _run_layers(graph, config, remat, parameters, x, tokens, keys and keys[1])[:, :T]
         pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
         return Output(last_hidden_state=x, pooler_output=pooled)
 
     def tokens(self, seq_len: int, attention_mask, global_attention_mask, attention_type: str | None) -> Tokens:
         config = self.config
-        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         if isinstance(config, LongformerConfig):
             _refuse(config, attention_type=attention_type)
-            return Tokens(kinds=_kinds(valid, global_attention_mask))
+            is_global = None if global_attention_mask is None else jnp.asarray(global_attention_mask).astype(bool)
+            return Tokens(valid=valid, is_global=is_global)
         _refuse(config, global_attention_mask=global_attention_mask)
         if isinstance(config, BigBirdConfig):
             attention_type = config.attention_type if attention_type is None else attention_type
@@ -110,7 +112,7 @@ class Embeddings(nnx.Module):
         self.word = embed(config, config.vocab_size, **kinds)
         self.position = embed(config, config.max_position_embeddings, **kinds)
         self.token_type = embed(config, config.type_vocab_size, **kinds)
-        self.norm = layer_norm(config, **kinds)
+        self.norm = LayerNorm(config, **kinds)
 
     def __call__(self, input_ids, token_type_ids, position_ids, inputs_embeds, *, dropout_key) -> Float[Array, "B T D"]:
         config = self.config
@@ -134,17 +136,17 @@ class Embeddings(nnx.Module):
 class Layer(nnx.Module):
     """Self-attention and a feed-forward network, each added to its input and normalised afterwards."""
 
-    def __init__(self, config: BertConfig, layer: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
-        self.attention = ATTENTION[config.model_type](config, layer, **kinds)
+        self.attention = ATTENTION[config.model_type](config, **kinds)
         self.out = linear(config, config.hidden_size, config.hidden_size, **kinds)
-        self.out_norm = layer_norm(config, **kinds)
+        self.out_norm = LayerNorm(config, **kinds)
         self.feed_forward = FeedForward(config, **kinds)
 
-    def __call__(self, x: Float[Array, "B T D"], tokens: Tokens, dropout_key=None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], tokens: Tokens, site: Site, dropout_key=None) -> Float[Array, "B T D"]:
         keys = [None] * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
-        attended = self.out(self.attention(x, tokens, keys[0]))
+        attended = self.out(self.attention(x, tokens, site, keys[0]))
         x = self.out_norm(dropout(attended, self.config.hidden_dropout_prob, keys[1]) + x)
         return self.feed_forward(x, x, keys[2])
 
@@ -157,7 +159,7 @@ class FeedForward(nnx.Module):
         self.config = config
         self.up = linear(config, config.hidden_size, config.intermediate_size, **kinds)
         self.down = linear(config, config.intermediate_size, config.hidden_size, **kinds)
-        self.norm = layer_norm(config, **kinds)
+        self.norm = LayerNorm(config, **kinds)
 
     def __call__(self, x, residual, dropout_key=None) -> Float[Array, "B T D"]:
         hidden = self.down(ACTIVATIONS[self.config.hidden_act](self.up(x)))
@@ -182,8 +184,46 @@ def check_inputs(config: BertConfig, input_ids, inputs_embeds, position_ids) -> 
     return shape[1]
 
 
-def _run_layer(layer: Layer, x, tokens: Tokens, dropout_key):
-    return layer(x, tokens, dropout_key)
+def _stack(config: BertConfig, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
+    """All layers as one, whose parameters have the layers as their first axis."""
+
+    @nnx.split_rngs(splits=config.num_hidden_layers)
+    @nnx.vmap
+    def make(rngs):
+        return Layer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    return make(rngs)
+
+
+# Jitted, or a call outside of `jit` would compile the scan every time: its body is a new function in each.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_layers(graph, config: BertConfig, remat: bool, parameters, x, tokens: Tokens, keys):
+    """A scan over the layers: one of them is compiled, and with `remat` one of them is in memory."""
+
+    def step(x, layer, window):
+        parameters, key, blocks = layer
+        return nnx.merge(graph, parameters)(x, tokens, Site(blocks, window), key), None
+
+    blocks = None
+    if isinstance(config, BigBirdConfig) and not tokens.full:
+        blocks = jnp.asarray(random_blocks(config, x.shape[1]))
+    for start, stop, window in _runs(config):
+        layers = parameters, keys, blocks
+        if stop - start < config.num_hidden_layers:
+            layers = jax.tree.map(operator.itemgetter(slice(start, stop)), layers)
+        body = functools.partial(step, window=window)
+        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, layers)
+    return x
+
+
+def _runs(config: BertConfig) -> Iterator[tuple[int, int, int | None]]:
+    """(start, stop, window) of layers in a row with the same window."""
+    windows = config.windows if isinstance(config, LongformerConfig) else (None,) * config.num_hidden_layers
+    start = 0
+    for window, run in itertools.groupby(windows):
+        stop = start + len(list(run))
+        yield start, stop, window
+        start = stop
 
 
 def _positions(config: BertConfig, input_ids, seq_len: int):
@@ -191,14 +231,6 @@ def _positions(config: BertConfig, input_ids, seq_len: int):
         is_token = (jnp.asarray(input_ids, jnp.int32) != config.pad_token_id).astype(jnp.int32)
         return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + config.pad_token_id
     return jnp.arange(seq_len, dtype=jnp.int32)[None] + config.first_position
-
-
-def _kinds(valid, global_attention_mask):
-    """Longformer's −1 padding, 0 local, +1 global; padding beats global."""
-    if global_attention_mask is None:
-        return None if valid is None else valid.astype(jnp.int32) - 1
-    kinds = (jnp.asarray(global_attention_mask) != 0).astype(jnp.int32)
-    return kinds if valid is None else jnp.where(valid, kinds, jnp.full_like(kinds, -1))
 
 
 def _pad_to_blocks(x, tokens: Tokens, block_size: int) -> tuple[jax.Array, Tokens]:
@@ -212,14 +244,16 @@ def _pad_to_blocks(x, tokens: Tokens, block_size: int) -> tuple[jax.Array, Token
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), Tokens(valid=valid)
 
 
-def _keys(config: BertConfig, deterministic: bool, rngs: nnx.Rngs | None) -> Iterator:
-    """Dropout keys for the embeddings and the layers; None where nothing is dropped."""
-    drops = not deterministic and max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) > 0
-    count = 1 + config.num_hidden_layers
-    return iter(jax.random.split(dropout_key(rngs), count) if drops else [None] * count)
+def _dropout_keys(config: BertConfig, deterministic: bool, rngs: nnx.Rngs | None):
+    """A key for the embeddings and one for each layer; None if nothing is dropped."""
+    if deterministic or max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) == 0:
+        return None
+    first, second = jax.random.split(dropout_key(rngs))
+    return first, jax.random.split(second, config.num_hidden_layers)
 
 
 def dropout_key(rngs: nnx.Rngs | None):
+    """The next key of the stream "dropout"."""
     if rngs is None:
         raise ValueError("deterministic=False needs `rngs`. Pass `rngs=nnx.Rngs(dropout=seed)`.")
     return rngs.dropout()

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from longspan._types import Array
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
-from longspan.models.dense import dropout, layer_norm, linear
+from longspan.models.dense import LayerNorm, dropout, linear
 from longspan.models.encoder import Encoder, FeedForward, check_inputs, dropout_key
 from longspan.models.output import Output
 
@@ -93,7 +93,7 @@ class MaskedLM(Model):
         kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
         self.dense = linear(config, config.hidden_size, config.hidden_size, **kinds)
-        self.norm = layer_norm(config, **kinds)
+        self.norm = LayerNorm(config, **kinds)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, param_dtype))
         tied, shape = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
         self.decoder = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds)

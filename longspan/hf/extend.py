@@ -1,0 +1,95 @@
+"""`extend`: a BERT or RoBERTa becomes a Longformer that reads long documents."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+from flax import nnx
+
+from longspan.models import Encoder, LongformerConfig, MaskedLM, Model, SequenceClassifier
+
+
+def extend(model: Encoder | Model, max_positions: int = 4096, window: int = 256) -> Encoder | Model:
+    """A Longformer with a BERT's or RoBERTa's parameters: the recipe of the Longformer paper (arXiv:2004.05150, §5).
+
+    The table of positions is repeated until it has `max_positions` rows, and the projections of global tokens start as
+    copies of the local ones. Texts shorter than the old table and the window keep their encodings exactly, as long as
+    padding is on the right: a Longformer counts positions as RoBERTa does, without padding. Longer texts run at once
+    and get better with some training.
+
+    Args:
+        model: a BERT or RoBERTa, with any head; the model itself stays as it is.
+        max_positions: the longest input of the new model.
+        window: keys on each side of a token.
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import hf, models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> long = hf.extend(models.Encoder(config, rngs=nnx.Rngs(0)), max_positions=1000, window=100)
+        >>> long(jnp.ones((1, 1000), int)).last_hidden_state.shape
+        (1, 1000, 6)
+    """
+    old = model.config
+    if old.model_type not in ("bert", "roberta"):
+        raise ValueError(f"`extend` makes a Longformer of a bert or roberta model, got a {old.model_type}.")
+    if max_positions < old.max_tokens:
+        raise ValueError(f"max_positions={max_positions} is fewer than the {old.max_tokens} the model has already.")
+    if isinstance(model, MaskedLM) and old.hidden_act != "gelu":
+        raise ValueError(
+            f"A Longformer's masked-LM head has the activation 'gelu', this model's has {old.hidden_act!r}. "
+            "Extend its encoder: `extend(model.encoder)`."
+        )
+    config = _config(old, max_positions, window)
+    long = nnx.eval_shape(lambda: type(model)(config, **_options(model), rngs=nnx.Rngs(0)))
+    state, values = nnx.state(long, nnx.Param), _values(model, config)
+    for path, variable in nnx.to_flat_state(state):
+        # Copies: training one of the two models must not reach into the other.
+        variable.set_value(jnp.array(values[tuple(path)]))
+    nnx.update(long, state)
+    return long
+
+
+def _config(old, max_positions: int, window: int) -> LongformerConfig:
+    shared = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
+    extra = json.loads(old.extra)
+    names = ("sep_token_id", "eos_token_id")
+    sep = next((extra[name] for name in names if isinstance(extra.get(name), int)), LongformerConfig.sep_token_id)
+    extra.pop("sep_token_id", None)
+    first = old.pad_token_id + 1
+    changes = dict(max_position_embeddings=max_positions + first, extra=json.dumps(extra), sep_token_id=sep)
+    return LongformerConfig(**{**shared, **changes, "window": window})
+
+
+def _options(model) -> dict:
+    encoder = model if isinstance(model, Encoder) else model.encoder
+    # A Longformer's sequence head has BERT's pooler inside it.
+    pooled = encoder.pooler is not None and not isinstance(model, SequenceClassifier)
+    return dict(pooler=pooled, dtype=model.dtype, param_dtype=encoder.embeddings.word.param_dtype)
+
+
+def _values(model, config: LongformerConfig) -> dict:
+    """The new model's parameters by path."""
+    flat = {tuple(path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    body = () if isinstance(model, Encoder) else ("encoder",)
+    values = dict(flat)
+    for path, value in flat.items():
+        if path[-3:-1] in {("attention", name) for name in ("query", "key", "value")}:
+            values[(*path[:-2], path[-2] + "_global", path[-1])] = value
+    table = (*body, "embeddings", "position", "embedding")
+    values[table] = _tile(flat[table], model.config.first_position, config)
+    if isinstance(model, SequenceClassifier) and model.config.model_type == "bert":
+        for name in ("kernel", "bias"):
+            values[("dense", name)] = values.pop(("encoder", "pooler", name))
+    return values
+
+
+def _tile(table, first: int, config: LongformerConfig):
+    """The rows from `first` on, again and again, behind the rows that a Longformer leaves to padding."""
+    rows, wanted = table[first:], config.max_position_embeddings - config.first_position
+    repeated = jnp.tile(rows, (-(-wanted // rows.shape[0]), 1))[:wanted]
+    if first == config.first_position:
+        head = table[:first]
+    else:
+        head = jnp.zeros((config.first_position, table.shape[1]), table.dtype)
+    return jnp.concatenate([head, repeated])

@@ -1,0 +1,296 @@
+"""`load`: a checkpoint directory becomes a model, or one error that says everything that is wrong with it."""
+
+import json
+import logging
+import os
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from longspan._checks import check_choice
+from longspan.hf.config import read_config
+from longspan.hf.names import BUFFERS, HEADS, PREFIX, TASKS, head_prefixes, parameters
+from longspan.models import BertConfig, BigBirdConfig, Encoder, MaskedLM, Model
+
+logger = logging.getLogger("longspan.hf")
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TASK_NAMES = {
+    "encoder": "Model",
+    "masked_lm": "ForMaskedLM",
+    "sequence_classification": "ForSequenceClassification",
+    "token_classification": "ForTokenClassification",
+    "question_answering": "ForQuestionAnswering",
+}
+
+
+def load(
+    directory: str | os.PathLike,
+    *,
+    dtype=None,
+    random_blocks: str = "trained",
+    task: str | None = None,
+    num_labels: int | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> Encoder | Model:
+    """The BERT, RoBERTa, Longformer or BigBird in a directory that Hugging Face's `save_pretrained` or `save` wrote.
+
+    What the file holds besides (tables of positions, another task's head, an unused pooler) is ignored, and the logger
+    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all.
+
+    Args:
+        directory: with a `config.json`, and a `model.safetensors` or its shards and their index.
+        dtype: of the parameters and of the computation; by default the one in the file.
+        random_blocks: for a BigBird: "trained" attends to the random blocks it was trained with, "hf_eval" to none, as
+            Hugging Face does in eval mode (every random block is then the first block).
+        task: "encoder", "masked_lm", "sequence_classification", "token_classification" or "question_answering"; by
+            default the one in the config's `architectures`.
+        num_labels: of a classification head that the file does not have.
+        rngs: makes a new head, with random parameters, if the file has none for the `task`.
+
+    Example:
+        >>> import tempfile
+        >>> from flax import nnx
+        >>> from longspan import hf, models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     hf.save(models.Encoder(config, rngs=nnx.Rngs(0)), directory)
+        ...     model = hf.load(directory)
+        >>> model(jnp.ones((1, 5), int)).pooler_output.shape
+        (1, 6)
+    """
+    check_choice("random_blocks", random_blocks, ("trained", "hf_eval"))
+    where = _directory(Path(directory))
+    labels = {} if num_labels is None else dict(num_labels=num_labels)
+    config, architectures = read_config(where, random_blocks=random_blocks, **labels)
+    kind = TASKS[_task(task, architectures)]
+    with ExitStack() as stack:
+        tensors = _Tensors.open(where, stack)
+        config = _untie_if_different(config, kind, tensors)
+        dtype = tensors.dtype_of("embeddings.word_embeddings.weight") if dtype is None else jnp.dtype(dtype)
+        model = _fitting_model(kind, config, dtype, tensors, rngs)
+        _fill(model, tensors, where, dtype, new_head=rngs is not None)
+    return model
+
+
+def _fill(model: nnx.Module, tensors: "_Tensors", where: Path, dtype, *, new_head: bool) -> None:
+    report, wanted = _Report(where), list(parameters(model))
+    headless = all(tensors.find(p.name, p.in_head) is None for p in wanted if p.in_head)
+    sources: dict[tuple, list[tuple[str, bool]]] = {}
+    for p in wanted:
+        name = tensors.find(p.name, p.in_head)
+        if name is not None:
+            sources.setdefault(p.path, []).append((name, p.transposed))
+            if tensors.shape(name) != p.shape:
+                report.misshapen.append(f"{name} is {list(tensors.shape(name))}, by the config {list(p.shape)}")
+        elif p.in_head and headless and new_head:
+            report.ignored["no such head in the file, so it is new"].append(p.name)
+        else:
+            report.missing.append(f"{p.name} {list(p.shape)}")
+    read = {name for source in sources.values() for name, _ in source}
+    report.sort_out_unread(set(tensors.where) - read, model)
+    report.raise_or_log()
+    state = nnx.state(model, nnx.Param)
+    for path, variable in nnx.to_flat_state(state):
+        if path in sources:
+            variable.set_value(_stacked(tensors, sources[path], variable.ndim, dtype))
+    nnx.update(model, state)
+
+
+def _stacked(tensors: "_Tensors", source: list[tuple[str, bool]], ndim: int, dtype) -> jax.Array:
+    """One tensor, or those of all layers along a new first axis."""
+    arrays = [array.T if transposed else array for name, transposed in source for array in [tensors.read(name)]]
+    # Always a copy: what safetensors gives may be the file itself, mapped, which is closed when `load` returns.
+    return jnp.array(np.stack(arrays) if arrays[0].ndim < ndim else arrays[0], dtype)
+
+
+@dataclass
+class _Report:
+    """Everything that does not fit between a file and a model."""
+
+    where: Path
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    ignored: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in _IGNORED})
+
+    def sort_out_unread(self, names: set[str], model: nnx.Module) -> None:
+        own = head_prefixes(model)
+        tied = ("cls.predictions.decoder.", "lm_head.decoder.", "cls.predictions.bias", "lm_head.bias")
+        for name in sorted(names):
+            plain = name.removeprefix(PREFIX[model.config.model_type])
+            if plain.endswith(BUFFERS):
+                self.ignored["tables of constants"].append(name)
+            elif plain.startswith("pooler."):
+                self.ignored["a pooler that this model does not use"].append(name)
+            elif isinstance(model, MaskedLM) and name.startswith(tied):
+                self.ignored["tied to the word embeddings"].append(name)
+            elif name.startswith("cls.seq_relationship.") or (name.startswith(HEADS) and not name.startswith(own)):
+                self.ignored["another task's head"].append(name)
+            else:
+                self.unexpected.append(name)
+
+    def raise_or_log(self) -> None:
+        problems = [
+            f"{what} ({len(lines)}):\n  " + "\n  ".join(lines)
+            for what, lines in (
+                ("Missing", self.missing),
+                ("Unexpected", self.unexpected),
+                ("Wrong shape", self.misshapen),
+            )
+            if lines
+        ]
+        if problems:
+            cure = "Load the directory that belongs to this config.json; for a new head pass `task` and `rngs`."
+            raise ValueError(
+                f"The tensors in {self.where} do not fit its config.json.\n" + "\n".join([*problems, cure])
+            )
+        for why, names in self.ignored.items():
+            if names:
+                logger.log(_IGNORED[why], "%s: ignored %s (%s)", self.where, ", ".join(names), why)
+
+
+# Why a tensor is left alone, and how loudly to say so.
+_IGNORED = {
+    "tables of constants": logging.INFO,
+    "tied to the word embeddings": logging.INFO,
+    "a pooler that this model does not use": logging.INFO,
+    "another task's head": logging.WARNING,
+    "no such head in the file, so it is new": logging.WARNING,
+}
+
+
+@dataclass
+class _Tensors:
+    """The tensors of all safetensors files of a checkpoint, read one at a time."""
+
+    where: dict[str, object]  # name -> the open file that holds it
+    old_names: dict[str, str]  # name -> the name in the file
+
+    @classmethod
+    def open(cls, directory: Path, stack: ExitStack) -> "_Tensors":
+        from safetensors import SafetensorError, safe_open
+
+        where, old = {}, {}
+        for path in _weight_files(directory):
+            try:
+                file = stack.enter_context(safe_open(path, framework="np"))
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path} is not a whole safetensors file ({error}). Download or save it again."
+                ) from error
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                # TensorFlow's names for the parameters of a layer norm, which the oldest checkpoints have.
+                new = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", name)
+                new = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", new)
+                where[new], old[new] = file, name
+        return cls(where, old)
+
+    def find(self, name: str, in_head: bool) -> str | None:
+        """The name in the file: the encoder's may have a prefix, or none."""
+        if in_head:
+            biases = {"cls.predictions.bias": "cls.predictions.decoder.bias", "lm_head.bias": "lm_head.decoder.bias"}
+            # What is added to the logits is the decoder's bias; the other one is its twin, or not used at all.
+            names = [biases[name], name] if name in biases else [name]
+        else:
+            names = [*(p + name for p in sorted(set(PREFIX.values()))), name]
+        return next((n for n in names if n in self.where), None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.where[name].get_slice(self.old_names[name]).get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        return self.where[name].get_tensor(self.old_names[name])
+
+    def dtype_of(self, name: str):
+        found = self.find(name, in_head=False)
+        return jnp.dtype(jnp.float32 if found is None else self.read(found).dtype)
+
+
+def _fitting_model(kind, config: BertConfig, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> nnx.Module:
+    """A model without values, with a pooler if the file has one that Hugging Face's model of this kind keeps."""
+    pooled = kind is Encoder or (isinstance(config, BigBirdConfig) and kind is not TASKS["ForQuestionAnswering"])
+    stored = any(tensors.find(n, in_head=False) for n in ("pooler.dense.weight", "pooler.weight"))
+    if pooled and not stored:
+        logger.info("no pooler in the file: pooler_output will be None")
+    make = lambda: kind(  # noqa: E731
+        config, pooler=pooled and stored, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0) if rngs is None else rngs
+    )
+    if rngs is not None:
+        return make()
+    return nnx.eval_shape(make)
+
+
+def _untie_if_different(config: BertConfig, kind, tensors: _Tensors) -> BertConfig:
+    """If a file has decoder weights of their own, they count, whatever the config says: as in Hugging Face."""
+    decoder = next(
+        (n for n in ("cls.predictions.decoder.weight", "lm_head.decoder.weight") if n in tensors.where), None
+    )
+    word = tensors.find("embeddings.word_embeddings.weight", in_head=False)
+    if kind is not MaskedLM or not config.tie_word_embeddings or decoder is None or word is None:
+        return config
+    same = np.array_equal(tensors.read(decoder), tensors.read(word))
+    return config if same else replace(config, tie_word_embeddings=False)
+
+
+def _task(task: str | None, architectures: list[str]) -> str:
+    if task is not None:
+        check_choice("task", task, tuple(TASK_NAMES))
+        return TASK_NAMES[task]
+    for name in architectures:
+        if name.endswith("ForPreTraining"):
+            return "ForMaskedLM"
+        found = next((suffix for suffix in TASKS if name.endswith(suffix)), None)
+        if found:
+            return found
+    return "Model"
+
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{str(path)!r} is not a directory. Longspan does not download: fetch the checkpoint first, for example "
+            "with `hf download <name> --local-dir <directory>`."
+        )
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} has no config.json. It has: {', '.join(_listing(path)) or 'nothing'}.")
+    return path
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    if (directory / INDEX).is_file():
+        names = sorted(set(json.loads((directory / INDEX).read_text("utf-8"))["weight_map"].values()))
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            raise FileNotFoundError(f"{directory / INDEX} lists files that are not there: {', '.join(absent)}.")
+        return [directory / name for name in names]
+    pickles = [name for name in _listing(directory) if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+    if pickles:
+        raise ValueError(
+            f"{directory} has {', '.join(pickles)}, a pickle, which can run any program when it is read, so Longspan "
+            f"does not read it. Where torch is installed, convert it once:\n{_CONVERT}"
+        )
+    raise FileNotFoundError(
+        f"{directory} has neither {WEIGHTS} nor {INDEX}. It has: {', '.join(_listing(directory)) or 'nothing'}."
+    )
+
+
+_CONVERT = """\
+import torch
+from safetensors.torch import save_file
+
+tensors = torch.load("pytorch_model.bin", map_location="cpu", weights_only=True)
+tensors = {name: t.clone().contiguous() for name, t in tensors.items()}
+save_file(tensors, "model.safetensors", metadata={"format": "pt"})"""
+
+
+def _listing(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())

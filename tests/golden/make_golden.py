@@ -1,0 +1,41 @@
+"""Writes what Hugging Face's PyTorch models compute, for tests that have neither. Run it where they are installed:
+
+    python tests/golden/make_golden.py
+
+Each model is a directory with a checkpoint as `save_pretrained` writes it and a `cases.safetensors`: inputs, outputs
+and gradients as `<case>.input.x`, `<case>.output.x`, `<case>.cotangent.x` and `<case>.grad.x`.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import peers
+from safetensors.numpy import save_file
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    # Here, because the test suite, which looks for doctests in every file, has neither.
+    import torch
+    import transformers
+
+    torch.use_deterministic_algorithms(True)
+    for name in sys.argv[1:] or peers.names():
+        model, directory = peers.make_model(name), HERE / name
+        shutil.rmtree(directory, ignore_errors=True)
+        model.save_pretrained(directory)
+        arrays = {}
+        for case in peers.cases(name):
+            got = peers.run(model, case, peers.has_gradients(name, case))
+            got |= {f"input.{k}": v for k, v in case.inputs.items()}
+            arrays |= {f"{case.name}.{k}": np.ascontiguousarray(v) for k, v in got.items()}
+        made_with = {"torch": torch.__version__, "transformers": transformers.__version__}
+        save_file(arrays, directory / "cases.safetensors", metadata=made_with)
+        print(f"{name}: {sum(f.stat().st_size for f in directory.iterdir()) / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

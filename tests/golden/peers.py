@@ -1,0 +1,186 @@
+"""Tiny Hugging Face models and the inputs on which we compare with them. Needs torch and transformers to run them."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+# Weights are wide: with the usual 0.02, attention is nearly uniform, and a wrong mask hides in the rounding.
+STD = 0.4
+PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0}
+SEP = 4
+TINY = dict(
+    vocab_size=23, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=71, type_vocab_size=2,
+    sep_token_id=SEP,
+)  # fmt: skip
+CONFIGS = {
+    "bert": dict(hidden_act="gelu"),
+    "roberta": dict(hidden_act="gelu_new", layer_norm_eps=1e-5),
+    "longformer": dict(attention_window=[4, 8], layer_norm_eps=1e-5),
+    "big_bird": dict(block_size=4, num_random_blocks=2, rescale_embeddings=True),
+}
+# The length at which the random blocks are drawn from the first 1024 tokens, and may repeat the last block.
+LEGACY = dict(block_size=64, num_random_blocks=3, hidden_size=4, num_attention_heads=2, intermediate_size=6,
+              vocab_size=7, max_position_embeddings=1536)  # fmt: skip
+TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+LABELS = {"ForSequenceClassification": 3, "ForTokenClassification": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of a model: its inputs by name, and how Hugging Face's model is switched."""
+
+    name: str
+    inputs: dict[str, np.ndarray]
+    training: bool = False  # BigBird draws its random blocks only then
+    full: bool = False  # BigBird: attention_type="original_full"
+
+
+def names() -> list[str]:
+    """All golden models: a family and a task, and BigBird at 1024 tokens."""
+    return [f"{family}{task}" for family in CONFIGS for task in TASKS] + ["big_bird1024"]
+
+
+def family_and_task(name: str) -> tuple[str, str]:
+    family = next(f for f in CONFIGS if name.startswith(f))
+    task = name.removeprefix(family)
+    return family, task if task in TASKS else "Model"
+
+
+def make_model(name: str):
+    import torch
+    import transformers
+
+    family, task = family_and_task(name)
+    kind = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird"}[family]
+    numbers = {**TINY, **CONFIGS[family], **(LEGACY if name.endswith("1024") else {})}
+    config = getattr(transformers, kind + "Config")(**numbers, pad_token_id=PAD[family], num_labels=LABELS.get(task, 2))
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, kind + task)(config)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p.normal_(0.0, STD)
+            if "norm" in key.lower() and key.endswith("weight"):
+                p.add_(1.0)
+    return model.eval()
+
+
+def cases(name: str) -> Iterator[Case]:
+    family, task = family_and_task(name)
+    rng = np.random.default_rng(sum(map(ord, name)))
+    if name.endswith("1024"):
+        ids = rng.integers(1, LEGACY["vocab_size"], (1, 1024))
+        mask = np.ones_like(ids)
+        mask[:, 1010:] = 0
+        yield Case("trained", dict(input_ids=ids, attention_mask=mask), training=True)
+    elif task != "Model":
+        yield from _task_cases(family, task, rng)
+    else:
+        yield from _padding_cases(family, rng)
+        yield from {"longformer": _global_cases, "big_bird": _block_cases}.get(family, _nothing)(rng)
+
+
+def _padding_cases(family: str, rng) -> Iterator[Case]:
+    lengths = (37, 13) if family == "big_bird" else (13,)
+    for T in lengths:
+        ids = _ids(family, rng, 3, T)
+        mask = np.ones((3, T), np.int64)
+        yield Case(f"plain{T}", dict(input_ids=ids))
+        for kind in ("right", "left", "holes", "empty_row"):
+            padded, m = ids.copy(), mask.copy()
+            if kind == "right":
+                m[1, T - 5 :], m[2, 3:] = 0, 0
+            elif kind == "left":
+                m[1, :4], m[2, : T - 2] = 0, 0
+            elif kind == "holes":
+                m = (rng.random((3, T)) < 0.6).astype(np.int64)
+                m[:, 2] = 1
+            else:
+                m[1] = 0
+            if kind != "holes":
+                padded[m == 0] = PAD[family]
+            yield Case(f"{kind}{T}", dict(input_ids=padded, attention_mask=m))
+    ids = _ids(family, rng, 3, 13)
+    yield Case("token_types", dict(input_ids=ids, token_type_ids=rng.integers(0, 2, ids.shape)))
+    yield Case("positions", dict(input_ids=ids, position_ids=rng.integers(2, 60, ids.shape)))
+    embeds = rng.normal(size=(3, 13, TINY["hidden_size"])).astype(np.float32)
+    yield Case("embeds", dict(inputs_embeds=embeds, attention_mask=(ids % 4 != 0).astype(np.int64)))
+    yield Case("one_token", dict(input_ids=_ids(family, rng, 2, 1)))
+
+
+def _global_cases(rng) -> Iterator[Case]:
+    for T in (3, 31):
+        ids, first, last = _ids("longformer", rng, 2, T), np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
+        first[:, 0], last[:, -1] = 1, 1
+        yield Case(f"global_none{T}", dict(input_ids=ids, global_attention_mask=np.zeros_like(ids)))
+        yield Case(f"global_first{T}", dict(input_ids=ids, global_attention_mask=first))
+        yield Case(f"global_late{T}", dict(input_ids=ids, global_attention_mask=last))
+        yield Case(f"global_all{T}", dict(input_ids=ids, global_attention_mask=np.ones_like(ids)))
+    ids, mask = _ids("longformer", rng, 3, 32), (rng.random((3, 32)) < 0.7).astype(np.int64)
+    some = (rng.random((3, 32)) < 0.3).astype(np.int64)
+    some[1] = 0
+    yield Case("global_mixed", dict(input_ids=ids, attention_mask=mask, global_attention_mask=some))
+
+
+def _block_cases(rng) -> Iterator[Case]:
+    for T in (37, 40, 64):
+        ids = _ids("big_bird", rng, 2, T)
+        mask = np.ones_like(ids)
+        mask[1, T - 7 :] = 0
+        yield Case(f"trained{T}", dict(input_ids=ids, attention_mask=mask), training=True)
+    ids = _ids("big_bird", rng, 2, 37)
+    yield Case("holes_trained", dict(input_ids=ids, attention_mask=(ids % 3 != 0).astype(np.int64)), training=True)
+    yield Case("last_fallback", dict(input_ids=_ids("big_bird", rng, 2, 36)), training=True)
+    yield Case("full37", dict(input_ids=ids, attention_mask=(ids % 3 != 0).astype(np.int64)), full=True)
+
+
+def _task_cases(family: str, task: str, rng) -> Iterator[Case]:
+    T = 42 if family == "big_bird" else 17
+    ids = _ids(family, rng, 2, T)
+    mask = np.ones_like(ids)
+    mask[1, T - 3 :], ids[1, T - 3 :] = 0, PAD[family]
+    if task == "ForQuestionAnswering":
+        # Three separators: question, separator, separator, text, separator.
+        ids[0, [5, 6, T - 1]], ids[1, [3, 4, T - 4]] = SEP, SEP
+    yield Case("task", dict(input_ids=ids, attention_mask=mask), training=family == "big_bird")
+
+
+def _nothing(rng) -> Iterator[Case]:
+    yield from ()
+
+
+def _ids(family: str, rng, B: int, T: int) -> np.ndarray:
+    return rng.integers(SEP + 1, TINY["vocab_size"], (B, T))
+
+
+def run(model, case: Case, gradients: bool) -> dict[str, np.ndarray]:
+    """A model's outputs as `output.x`; the cotangents of a random loss as `cotangent.x`, its gradients as `grad.x`."""
+    import torch
+
+    model.train(case.training)
+    body = getattr(model, model.base_model_prefix, model)
+    if hasattr(body, "set_attention_type"):
+        # Sticky: a short input would leave the model dense for good.
+        body.set_attention_type("original_full" if case.full else "block_sparse")
+    outputs = model(**{k: torch.from_numpy(v) for k, v in case.inputs.items()})
+    found = {k: v for k, v in outputs.items() if k in FIELDS}
+    arrays = {f"output.{k}": v.detach().numpy() for k, v in found.items()}
+    if gradients:
+        generator = torch.Generator().manual_seed(7)
+        cotangents = {k: torch.randn(v.shape, generator=generator) for k, v in found.items()}
+        model.zero_grad()
+        sum((found[k] * c).sum() for k, c in cotangents.items()).backward()
+        arrays |= {f"cotangent.{k}": c.numpy() for k, c in cotangents.items()}
+        arrays |= {f"grad.{k}": p.grad.numpy().copy() for k, p in model.named_parameters() if p.grad is not None}
+    return arrays
+
+
+FIELDS = ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_logits")
+# In each encoder, the case whose gradients are compared too; with a head, the only case.
+GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed", "big_bird": "holes_trained"}
+
+
+def has_gradients(name: str, case: Case) -> bool:
+    family, task = family_and_task(name)
+    return task != "Model" or case.name in (GRADIENTS[family], "empty_row13", "empty_row37")

@@ -1,0 +1,133 @@
+"""Our encoders compute what Hugging Face's PyTorch ones do, to 2e-5: outputs and gradients, from files."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peers
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from longspan import hf
+from longspan.hf.save import tensors_of
+from longspan.models.attention import random_blocks
+
+HERE = Path(__file__).parent
+TOLERANCE = 2e-5
+CASES = [pytest.param(name, case, id=f"{name}-{case.name}") for name in peers.names() for case in peers.cases(name)]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_outputs_are_hugging_faces(name, case):
+    want, model = golden(name, case.name), load(name, case.training)
+    got = call(model, case)
+    for field in names_in(want, "output."):
+        rows = comparable_rows(name, case)
+        np.testing.assert_allclose(
+            np.asarray(getattr(got, field))[rows], want[f"output.{field}"][rows], atol=TOLERANCE, rtol=TOLERANCE
+        )
+
+
+@pytest.mark.parametrize(("name", "case"), [p for p in CASES if peers.has_gradients(*p.values)])
+def test_gradients_are_hugging_faces(name, case):
+    want, model = golden(name, case.name), load(name, case.training)
+    rows = comparable_rows(name, case)
+
+    def loss(model):
+        got = call(model, case)
+        fields = names_in(want, "cotangent.")
+        return sum(jnp.sum(getattr(got, f)[rows] * want[f"cotangent.{f}"][rows]) for f in fields)
+
+    gradient = nnx.grad(loss)(model)
+    if len(rows) < case_rows(case):
+        # The peer's gradient has the incomparable row in it, so ours is only asked to be a number.
+        assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
+        return
+    bearer = nnx.clone(model)
+    nnx.update(bearer, gradient)
+    for key, ours in tensors_of(bearer).items():
+        theirs = want.get(f"grad.{key}", np.zeros_like(ours))
+        if key.endswith(("word_embeddings.weight", "position_embeddings.weight")):
+            # torch never trains the row of the padding token; ours learns like any other.
+            keep = np.arange(len(ours)) != model.config.pad_token_id
+            ours, theirs = ours[keep], theirs[keep]
+        scale = max(1.0, float(np.abs(theirs).max()))
+        np.testing.assert_allclose(ours / scale, theirs / scale, atol=TOLERANCE, rtol=TOLERANCE, err_msg=key)
+
+
+def test_the_cases_are_those_the_files_were_made_for():
+    for name in peers.names():
+        for case in peers.cases(name):
+            stored = golden(name, case.name)
+            for key, value in case.inputs.items():
+                np.testing.assert_array_equal(stored[f"input.{key}"], value)
+
+
+def test_the_weights_are_wide_enough_to_tell_masks_apart():
+    for name in peers.names():
+        weights = load_file(HERE / name / "model.safetensors")
+        assert np.std(np.concatenate([w.ravel() for w in weights.values()])) >= 0.25
+
+
+def test_at_1024_tokens_a_random_block_repeats_the_last_one():
+    (case,) = peers.cases("big_bird1024")
+    assert (random_blocks(load("big_bird1024", case.training).config, 1024) == 15).any()
+
+
+def test_golden_files_are_small():
+    assert sum(f.stat().st_size for f in HERE.rglob("*") if f.is_file()) < 3e6
+
+
+def call(model, case):
+    inputs = {k: jnp.asarray(v) for k, v in case.inputs.items()}
+    return _full(model, inputs) if case.full else _jitted(model, inputs)
+
+
+# Compiled once for all cases of a model that have the same shapes.
+@nnx.jit
+def _jitted(model, inputs):
+    return model(**inputs)
+
+
+@nnx.jit
+def _full(model, inputs):
+    return model(**inputs, attention_type="original_full")
+
+
+@functools.cache
+def load(name, training):
+    return hf.load(HERE / name, random_blocks="trained" if training else "hf_eval")
+
+
+@functools.cache
+def _cases_of(name):
+    return load_file(HERE / name / "cases.safetensors")
+
+
+def golden(name, case):
+    return {k.removeprefix(case + "."): v for k, v in _cases_of(name).items() if k.startswith(case + ".")}
+
+
+def names_in(arrays, prefix):
+    return [k.removeprefix(prefix) for k in arrays if k.startswith(prefix)]
+
+
+def case_rows(case):
+    return len(next(iter(case.inputs.values())))
+
+
+def comparable_rows(name, case):
+    """All rows, but where attention is full not those without a single token: there we give 0, and they an average."""
+    family, _ = peers.family_and_task(name)
+    dense = family in ("bert", "roberta") or (family == "big_bird" and case_length(case) <= 36)
+    rows = np.arange(case_rows(case))
+    if dense and "attention_mask" in case.inputs:
+        return rows[case.inputs["attention_mask"].any(axis=1)]
+    return rows
+
+
+def case_length(case):
+    return next(iter(case.inputs.values())).shape[1]

@@ -1,0 +1,191 @@
+"""What holds of the encoders whatever the weights: padding, dropout, remat, dtypes, and the errors of a call."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from longspan import models
+from longspan.models.attention import random_blocks
+
+SIZES = dict(
+    vocab_size=19, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=10,
+    max_position_embeddings=61, initializer_range=0.4,
+)  # fmt: skip
+CONFIGS = {
+    "bert": models.BertConfig(**SIZES),
+    "roberta": models.RobertaConfig(**SIZES),
+    "longformer": models.LongformerConfig(**SIZES, window=3),
+    "big_bird": models.BigBirdConfig(**SIZES, block_size=2, num_random_blocks=1),
+}
+IDS = jnp.asarray(np.random.default_rng(0).integers(3, 19, (2, 29)))
+every_family = pytest.mark.parametrize("family", CONFIGS)
+
+
+def make(family, kind=models.Encoder, **changes):
+    return kind(dataclasses.replace(CONFIGS[family], **changes), rngs=nnx.Rngs(1))
+
+
+@nnx.jit
+def encode(model, ids, mask=None):
+    return model(ids, attention_mask=mask).last_hidden_state
+
+
+@every_family
+def test_padding_changes_no_token(family):
+    model = make(family)
+    # BigBird's last block is seen by all, so only padding within it leaves the pattern as it was.
+    short = IDS[:, :27] if family == "big_bird" else IDS[:, :20]
+    T = short.shape[1]
+    mask = jnp.arange(29)[None] < T
+    padded = jnp.where(mask, IDS, CONFIGS[family].pad_token_id)
+    extent = 28 if family == "big_bird" else 29
+    got = encode(model, padded[:, :extent], jnp.broadcast_to(mask, IDS.shape)[:, :extent])
+    np.testing.assert_allclose(got[:, :T], encode(model, short), atol=1e-5)
+
+
+@every_family
+def test_masks_may_be_bools_ints_or_floats(family):
+    model, mask = make(family), IDS % 5 != 0
+    want = encode(model, IDS, mask)
+    for dtype in (jnp.int32, jnp.float32):
+        np.testing.assert_array_equal(encode(model, IDS, mask.astype(dtype)), want)
+
+
+@every_family
+def test_word_embeddings_may_take_the_place_of_ids(family):
+    model = make(family)
+    embeds = model.embeddings.word(IDS)
+    got, want = nnx.jit(lambda m, e: m(inputs_embeds=e).last_hidden_state)(model, embeds), encode(model, IDS)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@every_family
+def test_dropout_draws_from_the_calls_rngs(family):
+    model = make(family, models.TokenClassifier)
+    logits = nnx.jit(lambda m, rngs: m(IDS, deterministic=False, rngs=rngs).logits)
+    a, b, c = (logits(model, nnx.Rngs(dropout=seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(a, b)
+    assert not np.allclose(a, c, atol=1e-3)
+    none = make(family, models.TokenClassifier, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    np.testing.assert_allclose(none(IDS, deterministic=False).logits, model(IDS).logits, atol=1e-5)
+    with pytest.raises(ValueError, match=re.escape("Pass `rngs=nnx.Rngs(dropout=seed)`")):
+        model(IDS, deterministic=False)
+
+
+@every_family
+def test_remat_changes_no_gradient(family):
+    model = make(family)
+
+    def gradient(remat):
+        loss = lambda m: jnp.sum(jnp.sin(m(IDS, remat=remat).last_hidden_state))  # noqa: E731
+        return nnx.jit(nnx.grad(loss))(model)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4), gradient(True), gradient(False))
+
+
+def test_new_masks_and_globals_do_not_retrace():
+    model, traces = make("longformer"), []
+
+    @nnx.jit
+    def run(model, mask, globals_):
+        traces.append(1)
+        return model(IDS, attention_mask=mask, global_attention_mask=globals_).last_hidden_state
+
+    outputs = [run(model, IDS % n != 0, n == IDS % 7) for n in (2, 3)]
+    assert len(traces) == 1
+    assert not np.allclose(*outputs)
+
+
+def test_calls_outside_of_jit_compile_once():
+    model = make("longformer")
+    model(IDS)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax._src.compiler, "backend_compile_and_load", None)  # would fail if it were called
+        model(IDS + 0)
+
+
+def test_a_longformers_layers_may_differ_in_their_windows():
+    model = make("longformer", num_hidden_layers=4, window=(2, 2, 0, 28))
+    same = make("longformer", num_hidden_layers=4, window=28)
+    nnx.update(same, nnx.state(model, nnx.Param))
+    # The first layers' windows matter, and the last layer sees all.
+    change = lambda m: encode(m, IDS) - encode(m, IDS.at[:, 0].set(3))  # noqa: E731
+    assert not np.allclose(change(model)[:, -1], change(same)[:, -1], atol=1e-3)
+    assert np.abs(change(model)[:, -1]).max() > 1e-3
+
+
+def test_bigbird_switches_attention_per_call_and_forgets_it():
+    model = make("big_bird")
+    sparse = encode(model, IDS)
+    full = model(IDS, attention_type="original_full").last_hidden_state
+    assert not np.allclose(sparse, full, atol=1e-2)
+    # A short input is dense, and the next long one is sparse again.
+    model(IDS[:, :14])
+    np.testing.assert_allclose(model(IDS, attention_type="block_sparse").last_hidden_state, sparse, atol=1e-5)
+    dense = make("big_bird", attention_type="original_full")
+    nnx.update(dense, nnx.state(model, nnx.Param))
+    np.testing.assert_allclose(dense(IDS).last_hidden_state, full, atol=1e-5)
+
+
+def test_bigbirds_random_blocks_differ_by_layer_or_are_the_first_one():
+    config = CONFIGS["big_bird"]
+    blocks = random_blocks(config, 30)
+    assert blocks.shape == (2, 3, 13, 1)
+    assert (blocks[0] != blocks[1]).any()
+    assert not random_blocks(dataclasses.replace(config, random_blocks="hf_eval"), 30).any()
+
+
+def test_a_longformer_classifier_looks_at_everything_by_default():
+    model = make("longformer", models.SequenceClassifier, num_hidden_layers=1, num_labels=4)
+    far = IDS.at[:, -1].set(3)
+    assert not np.allclose(model(IDS).logits, model(far).logits)
+    none = jnp.zeros_like(IDS)
+    local = [model(ids, global_attention_mask=none).logits for ids in (IDS, far)]
+    np.testing.assert_array_equal(*local)
+
+
+def test_a_longformers_questions_are_global_by_default():
+    model = make("longformer", models.QuestionAnswering, sep_token_id=18)
+    ids = jnp.where(IDS == 18, 17, IDS).at[0, 4].set(18).at[1, 9].set(18)
+    question = jnp.arange(29)[None] < jnp.array([[4], [9]])
+    np.testing.assert_array_equal(model(ids).start_logits, model(ids, global_attention_mask=question).start_logits)
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_half_precision_stays_close_and_finite(family, dtype):
+    config = CONFIGS[family]
+    model = models.Encoder(config, rngs=nnx.Rngs(1))
+    half = models.Encoder(config, dtype=dtype, rngs=nnx.Rngs(1))
+    mask = (IDS % 5 != 0).at[1].set(False)
+    got = encode(half, IDS, mask)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got[0], np.float32), encode(model, IDS, mask)[0], atol=0.3)
+    gradient = nnx.jit(nnx.grad(lambda m: jnp.sum(m(IDS, mask).last_hidden_state.astype(jnp.float32))))(half)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_calls_say_what_to_do():
+    model = make("bert")
+    with pytest.raises(ValueError, match="one of the two; got neither"):
+        model()
+    with pytest.raises(ValueError, match="one of the two; got both"):
+        model(IDS, inputs_embeds=jnp.ones((2, 29, 12)))
+    with pytest.raises(ValueError, match=re.escape("`input_ids` must have shape [B, T] with no axis of length 0")):
+        model(IDS[0])
+    with pytest.raises(ValueError, match=r"has 62 tokens, but this model has positions for 61.*hf\.extend"):
+        model(jnp.ones((1, 62), int))
+    with pytest.raises(ValueError, match="`global_attention_mask` means nothing to a bert model"):
+        model(IDS, global_attention_mask=IDS)
+    with pytest.raises(ValueError, match="`attention_type` means nothing to a longformer model"):
+        make("longformer")(IDS, attention_type="original_full")
+    with pytest.raises(ValueError, match="attention_type='dense' is not one of 'block_sparse', 'original_full'"):
+        make("big_bird")(IDS, attention_type="dense")
+    with pytest.raises(ValueError, match="one for each of the 2 layers"):
+        models.LongformerConfig(**SIZES, window=(1, 2, 3))

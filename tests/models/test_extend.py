@@ -1,0 +1,75 @@
+"""`hf.extend`: short texts keep their encodings, long ones have positions, heads come along."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from longspan import hf, models
+
+SIZES = dict(
+    vocab_size=19, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=10,
+    max_position_embeddings=37, initializer_range=0.4,
+)  # fmt: skip
+TASKS = [models.Encoder, models.MaskedLM, models.SequenceClassifier, models.TokenClassifier, models.QuestionAnswering]
+FAMILIES = {"bert": models.BertConfig, "roberta": models.RobertaConfig}
+IDS = jnp.asarray(np.random.default_rng(0).integers(3, 19, (2, 23)))
+
+
+def make(family, task=models.Encoder, **changes):
+    return task(FAMILIES[family](**SIZES, **changes), rngs=nnx.Rngs(2))
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_short_texts_keep_their_outputs(family, task):
+    short = make(family, task)
+    long = hf.extend(short, max_positions=100, window=23)
+    mask = jnp.arange(23)[None] < jnp.array([[23], [15]])
+    ids = jnp.where(mask, IDS, short.config.pad_token_id)
+    none = jnp.zeros_like(ids)
+    before, after = short(ids, mask), long(ids, mask, global_attention_mask=none)
+    for field in ("logits", "start_logits", "end_logits", "pooler_output"):
+        if getattr(after, field) is not None:
+            np.testing.assert_allclose(getattr(after, field)[:, :15], getattr(before, field)[:, :15], atol=1e-5)
+    np.testing.assert_allclose(
+        np.where(mask[..., None], after.last_hidden_state, 0), np.where(mask[..., None], before.last_hidden_state, 0),
+        atol=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_one_window_global_tokens_change_nothing_at_first(family):
+    short = make(family)
+    long = hf.extend(short, max_positions=100, window=23)
+    got = long(IDS, global_attention_mask=(IDS % 4 == 0).astype(jnp.int32)).last_hidden_state
+    np.testing.assert_allclose(got, short(IDS).last_hidden_state, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_repeat_with_the_old_table(family):
+    short = make(family)
+    long = hf.extend(short, max_positions=100, window=5)
+    old, new = (m.embeddings.position.embedding[...][m.config.first_position :] for m in (short, long))
+    assert len(new) == 100
+    for i in (0, 1, len(old) - 1, len(old), 99):
+        np.testing.assert_array_equal(new[i], old[i % len(old)])
+    assert long(jnp.tile(IDS, (1, 4))).last_hidden_state.shape == (2, 92, 12)
+
+
+def test_the_models_share_no_parameters():
+    short = make("bert")
+    long = hf.extend(short, max_positions=50, window=5)
+    before = short(IDS).last_hidden_state
+    nnx.update(long, nnx.state(hf.extend(make("bert", hidden_dropout_prob=0.2), max_positions=50, window=5)))
+    long.embeddings.word.embedding[...] = jnp.zeros((19, 12))
+    np.testing.assert_array_equal(short(IDS).last_hidden_state, before)
+
+
+def test_what_cannot_be_extended_is_refused():
+    with pytest.raises(ValueError, match="makes a Longformer of a bert or roberta model, got a longformer"):
+        hf.extend(hf.extend(make("bert"), max_positions=50, window=5))
+    with pytest.raises(ValueError, match="max_positions=36 is fewer than the 37 the model has already"):
+        hf.extend(make("bert"), max_positions=36)
+    with pytest.raises(ValueError, match=r"has 'relu'. Extend its encoder: `extend\(model.encoder\)`"):
+        hf.extend(make("bert", models.MaskedLM, hidden_act="relu"), max_positions=50)
