@@ -8,7 +8,9 @@ struct BackwardTile {
   const Problem* p;
   Masker<R, PANEL> masker;
   R *q_rows, *do_rows, *q, *dout, *dq;  // rows [kLanes][width]; panels [panel][H][PANEL]
-  R *k, *v, *w, *ds, *slope;            // k, v [keys][width]; weights, their gradients, soft_cap's slope [keys][kLanes]
+  KeyCache<R> cache;
+  const R *k, *v;                       // the tile's keys and values [keys][width]
+  R *w, *ds, *slope;                    // weights, their gradients, soft_cap's slope [keys][kLanes]
   R *lse, *delta;
   int64_t width, keys;
   DropoutLanes drop;
@@ -26,8 +28,7 @@ struct BackwardTile {
     q = arena.take<R>(kLanes * problem.H);
     dout = arena.take<R>(kLanes * problem.H);
     dq = arena.take<R>(kLanes * problem.H);
-    k = arena.take<R>(keys * width);
-    v = arena.take<R>(keys * width);
+    cache.take(arena, problem, width, keys, Tiling(problem).per_head > 1);
     w = arena.take<R>(keys * kLanes);
     ds = arena.take<R>(keys * kLanes);
     slope = problem.soft_cap != 0 ? arena.take<R>(keys * kLanes) : nullptr;
@@ -163,9 +164,7 @@ struct BackwardTile {
 
   void read_keys(const QueryTile& tile, int64_t s0) {
     const TileMask<PANEL>& m = masker.mask;
-    const int64_t head = tile.n / (p->N / p->K);
-    copy_keys(k, width, *p, p->k, tile.b, head, s0, m.lo, m.hi, m.seen);
-    copy_keys(v, width, *p, p->v, tile.b, head, s0, m.lo, m.hi, m.seen);
+    cache.get(k, v, tile.b, tile.n / (p->N / p->K), s0, masker.kv.count, m.kind == kIsPartial, m.seen);
   }
 
   // One tile: dq, and dk, dv of its keys into rows of `padded` elements. The tile after it ends at `next_end`.
@@ -174,9 +173,11 @@ struct BackwardTile {
     const TileMask<PANEL>& m = masker.mask;
     if (garbage) hide_garbage(tile, g->dout);
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
+    const int64_t next = s0 + masker.kv.count;
+    const bool ahead = next < next_end && !cache.has(next, int(next_end - next));
     for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
-      if (s0 + keys < next_end) prefetch_keys(*p, tile.b, tile.n / (p->N / p->K), s0 + keys, next_end, panel, panels);
+      if (ahead) prefetch_keys(*p, tile.b, tile.n / (p->N / p->K), next, next_end, panel, panels);
       if (m.kind != kIsFull) clear_outside(panel);
       if (count <= 0) continue;
       scores(panel);
@@ -311,6 +312,7 @@ struct BackwardJob {
     BackwardTile<R> work;
     Arena arena = {static_cast<char*>(scratch)};
     work.take(arena, *p);
+    work.cache.clear();
     work.g = g;
     const int64_t base = chunks.hulls[2 * i], rows = chunks.hulls[2 * i + 1] - base;
     R* dk = static_cast<R*>(g->scratch_dk) + scratch_row(i) * padded;
@@ -326,9 +328,11 @@ struct BackwardJob {
         work.begin(tile, g->lse, g->dout, g->delta);
         Walk walk(*p, tile);
         for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
-          for (; lo < hi; lo += work.keys)
-            if (work.masker.read(lo, int(lesser(work.keys, hi - lo)), kv_tile, visit))
-              work.visit_keys(tile, lo, lesser(hi, lo + 2 * work.keys), dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
+          for (int count; lo < hi; lo += count) {
+            count = int(lesser(work.keys - lo % work.keys, hi - lo));
+            if (work.masker.read(lo, count, kv_tile, visit))
+              work.visit_keys(tile, lo, lesser(hi, lo + count + work.keys), dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
+          }
         work.finish(tile, g->dq);
       }
   }

@@ -30,6 +30,7 @@ struct BiasGradientJob {
         for (int64_t j = from; j < to; ++j) {
           QueryTile tile;
           if (!tiling.at(*p, b, n / tiling.heads, j, tile)) continue;
+          work.cache.clear();  // another head
           tile.n = n;  // one head at a time: its neighbours in a tile may own another part of the bias
           tile.heads = 1;
           add_tile(work, tile, out);
@@ -41,8 +42,9 @@ struct BiasGradientJob {
     work.begin(tile, g->lse, g->dout, g->delta);
     Walk walk(*p, tile);
     for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
-      for (; lo < hi; lo += work.keys) {
-        if (!work.masker.read(lo, int(lesser(work.keys, hi - lo)), kv_tile, visit)) continue;
+      for (int count; lo < hi; lo += count) {
+        count = int(lesser(work.keys - lo % work.keys, hi - lo));
+        if (!work.masker.read(lo, count, kv_tile, visit)) continue;
         work.read_keys(tile, lo);
         const TileMask<PANEL>& m = work.masker.mask;
         for (int panel = 0; panel * PANEL < tile.lanes(); ++panel)

@@ -6,8 +6,9 @@ struct ForwardTile {
   static constexpr int L = Simd<R>::lanes, PANEL = NV * L;
   const Problem* p;
   Masker<R, PANEL> masker;
-  R *rows, *q, *out, *k, *v, *s;  // rows [kLanes][width]; q, out [panel][H][PANEL]; k, v [kKeys][width]; s [kKeys][PANEL]
-  R *top, *sum;                   // running maximum and sum of a lane
+  KeyCache<R> cache;
+  R *rows, *q, *out, *s;  // rows [kLanes][width]; q, out [panel][H][PANEL]; s [kKeys][PANEL]
+  R *top, *sum;           // running maximum and sum of a lane
   int64_t width, keys;
   DropoutLanes drop;
 
@@ -16,11 +17,10 @@ struct ForwardTile {
     width = (problem.H + L - 1) / L * L;
     keys = keys_per_tile(problem);
     masker.take(arena, problem);
+    cache.take(arena, problem, width, keys, Tiling(problem).per_head > 1);
     rows = arena.take<R>(kLanes * width);
     q = arena.take<R>(kLanes * problem.H);
     out = arena.take<R>(kLanes * problem.H);
-    k = arena.take<R>(keys * width);
-    v = arena.take<R>(keys * width);
     s = arena.take<R>(keys * PANEL);
     top = arena.take<R>(kLanes);
     sum = arena.take<R>(kLanes);
@@ -32,9 +32,10 @@ struct ForwardTile {
     Walk walk(*p, tile);
     for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);) {
       hi = lesser(hi, to);
-      for (lo = greater(lo, from); lo < hi; lo += keys) {
-        const int count = int(lesser(keys, hi - lo));
-        if (masker.read(lo, count, kv_tile, visit)) visit_keys(tile, lo, lesser(hi, lo + 2 * keys));
+      lo = greater(lo, from);
+      for (int count; lo < hi; lo += count) {
+        count = int(lesser(keys - lo % keys, hi - lo));
+        if (masker.read(lo, count, kv_tile, visit)) visit_keys(tile, lo, lesser(hi, lo + count + keys));
       }
     }
   }
@@ -57,12 +58,14 @@ struct ForwardTile {
   void visit_keys(const QueryTile& tile, int64_t s0, int64_t next_end) {
     const TileMask<PANEL>& m = masker.mask;
     const int64_t head = tile.n / (p->N / p->K);
-    copy_keys(k, width, *p, p->k, tile.b, head, s0, m.lo, m.hi, m.seen);
-    copy_keys(v, width, *p, p->v, tile.b, head, s0, m.lo, m.hi, m.seen);
+    const R *k, *v;
+    cache.get(k, v, tile.b, head, s0, masker.kv.count, m.kind == kIsPartial, m.seen);
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
+    const int64_t next = s0 + masker.kv.count;
+    const bool ahead = next < next_end && !cache.has(next, int(next_end - next));
     for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
-      if (s0 + keys < next_end) prefetch_keys(*p, tile.b, head, s0 + keys, next_end, panel, panels);
+      if (ahead) prefetch_keys(*p, tile.b, head, next, next_end, panel, panels);
       if (count <= 0) continue;
       alignas(64) R alpha[PANEL];
       gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL);
@@ -158,7 +161,7 @@ struct ForwardJob {
   ForwardJob(const Problem& problem, const Forward& forward) : p(&problem), f(&forward), tiling(problem) {
     const int64_t tiles = p->B * tiling.groups * tiling.per_head;
     splits = tiles < 16 ? greater<int64_t>(1, lesser<int64_t>(16, p->S / 1024)) : 1;
-    run_length = tiles >= 512 ? 4 : 1;
+    run_length = greater<int64_t>(1, lesser<int64_t>(8, tiles / 128));
     partial = nullptr;
     lanes = tiling.heads * tiling.rows_per_tile;
   }
@@ -173,6 +176,7 @@ struct ForwardJob {
     ForwardTile<R, NV> work;
     Arena arena = {static_cast<char*>(scratch)};
     work.take(arena, *p);
+    work.cache.clear();
     const int64_t split = i % splits, run = i / splits % runs(), g = i / splits / runs() % tiling.groups;
     const int64_t b = i / splits / runs() / tiling.groups;
     for (int64_t j = run * run_length; j < lesser(tiling.per_head, (run + 1) * run_length); ++j) {

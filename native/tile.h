@@ -118,25 +118,82 @@ static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t wi
       }
 }
 
-// Copies key or value rows [lo, hi) of a tile; a row that no query of the tile sees may hold garbage and becomes zero.
+// Copies key or value rows of a tile, or zeros for those that are not `seen` (null: all are). False: some are not finite.
 template <class R>
-static void copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
-                      int lo, int hi, const uint8_t* seen) {
+static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
+                      int count, const uint8_t* seen) {
   constexpr Type same = sizeof(R) == 4 ? F32 : F64;
-  for (int s = lo; s < hi; ++s) {
+  constexpr int L = Simd<R>::lanes;
+  Vec<R> zero = {};
+  for (int s = 0; s < count; ++s) {
     R* row = out + s * width;
     const int64_t at = ((b * p.S + s0 + s) * p.K + head) * p.H;
-    if (seen[s] && p.type == same && p.H % Simd<R>::lanes == 0)
-      for (int64_t h = 0; h < p.H; h += Simd<R>::lanes) store(row + h, loose(static_cast<const R*>(data) + at + h));
-    else if (seen[s])
+    if (seen && !seen[s]) {
+      __builtin_memset(row, 0, sizeof(R) * size_t(width));
+    } else if (p.type == same && p.H % L == 0) {
+      for (int64_t h = 0; h < width; h += L) {
+        const Vec<R> x = loose(static_cast<const R*>(data) + at + h);
+        zero += x * R(0);
+        store(row + h, x);
+      }
+    } else {
       read_row(row, data, p.type, at, p.H);
-    else
-      __builtin_memset(row, 0, sizeof(R) * size_t(p.H));
+      for (int64_t h = p.H; h < width; ++h) row[h] = 0;
+      for (int64_t h = 0; h < width; h += L) zero += load(row + h) * R(0);
+    }
   }
+  bool finite = true;
+  for (int i = 0; i < L; ++i) finite &= zero[i] == 0;
+  return finite;
 }
 
-// Asks for key and value rows of a later tile, one part of them at a time. Rows of one head lie far apart (often at a
-// power of two), where no hardware prefetcher follows.
+// Key tiles of one kv head, copied once for the several tiles of queries that a task handles. The copy is worth it:
+// rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache.
+template <class R>
+struct KeyCache {
+  const Problem* p;
+  int64_t width, keys, slots;
+  R *k, *v;          // [slots + 1][keys][width]; the last one is for tiles with hidden rows
+  int64_t first[16];  // the first kv slot in each, or -1
+  int count[16];
+  bool finite[16];
+
+  void take(Arena& arena, const Problem& problem, int64_t padded, int64_t tile, bool reused) {
+    p = &problem;
+    width = padded;
+    keys = tile;
+    slots = reused ? 16 : 1;
+    k = arena.take<R>((slots + 1) * keys * width);
+    v = arena.take<R>((slots + 1) * keys * width);
+  }
+  void clear() {
+    for (int i = 0; i < 16; ++i) first[i] = -1;
+  }
+  bool has(int64_t s0, int n) const {
+    const int64_t i = s0 / keys % slots;
+    return first[i] == s0 && count[i] >= n;
+  }
+  // Points to the rows [s0, s0 + n). Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
+  // garbage has no effect, because its weight is zero.
+  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, int64_t s0, int n, bool partial, const uint8_t* seen) {
+    int64_t i = s0 / keys % slots;
+    if (!has(s0, n)) {
+      const bool k_finite = copy_keys(k + i * keys * width, width, *p, p->k, b, head, s0, n, nullptr);
+      const bool v_finite = copy_keys(v + i * keys * width, width, *p, p->v, b, head, s0, n, nullptr);
+      first[i] = s0, count[i] = n, finite[i] = k_finite && v_finite;
+    }
+    if (partial && !finite[i]) {
+      i = slots;
+      copy_keys(k + i * keys * width, width, *p, p->k, b, head, s0, n, seen);
+      copy_keys(v + i * keys * width, width, *p, p->v, b, head, s0, n, seen);
+    }
+    k_rows = k + i * keys * width;
+    v_rows = v + i * keys * width;
+  }
+};
+
+// Asks for key and value rows of a later tile, one part of them at a time: no hardware prefetcher follows rows that lie
+// far apart.
 static inline void prefetch_keys(const Problem& p, int64_t b, int64_t head, int64_t s0, int64_t end, int part, int parts) {
   const int64_t size = p.type == F64 ? 8 : p.type == F32 ? 4 : 2, bytes = p.H * size, count = end - s0;
   const int64_t first = s0 + count * part / parts, last = s0 + count * (part + 1) / parts;

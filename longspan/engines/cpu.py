@@ -16,12 +16,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspan._types import Key, LogSumExp, Output, Query
+from longspan._types import Key, LogSumExp, Output, Query, statistics_dtype
 from longspan.dropout import Dropout
 from longspan.engines import _native
-from longspan.engines._manual import varying_axes, vary
+from longspan.engines._manual import vary, varying_axes
 from longspan.engines._program import encode, knows
-from longspan.engines._request import Request
+from longspan.engines._request import Request, without_pairs
 from longspan.layout import BlockLayout
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -60,11 +60,9 @@ def run(
 ) -> tuple[Output, LogSumExp]:
     """Attention over the tiles of a layout, by the native kernel."""
     B, T, N, H = q.shape
-    stats = jnp.promote_types(q.dtype, jnp.float32)
-    sinks = None if sinks is None else sinks.astype(stats)
     if 0 in (B, T, N, k.shape[1], H):
-        level = jnp.full((N,), -jnp.inf, stats) if sinks is None else sinks
-        return jnp.zeros_like(q), jnp.broadcast_to(level.reshape(1, 1, N), (B, T, N))
+        return without_pairs(q, sinks)
+    sinks = None if sinks is None else sinks.astype(statistics_dtype(q.dtype))
     plan, operands = _prepare(layout, (B, N), bias, sinks, scale, soft_cap, dropout)
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     axes = varying_axes(q, k, v, bias, sinks, operands)
@@ -103,11 +101,11 @@ ROLES = ("bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids
 
 
 def _prepare(layout: BlockLayout, rows_heads, bias, sinks, scale, soft_cap, dropout) -> tuple[Plan, tuple]:
-    """The plan of a call, and its operands that carry no gradient: starts, stops, and those that roles or words name."""
+    """The plan of a call, and its operands without gradients: starts, stops, and what roles or words name."""
     B, N = rows_heads
     layout = _broadcast_layout(layout)
     first = (bias is not None) + (sinks is not None)
-    roles = dict.fromkeys(ROLES, -1)
+    roles: dict[str, int] = dict.fromkeys(ROLES, -1)
     if bias is not None:
         roles["bias"] = 0
     if sinks is not None:
@@ -144,7 +142,7 @@ def _prepare(layout: BlockLayout, rows_heads, bias, sinks, scale, soft_cap, drop
 
 
 def _broadcast_layout(layout: BlockLayout) -> BlockLayout:
-    """The layout with all its tables told apart alike; bit tiles follow them, so by batch row where positions differ."""
+    """The layout with all its tables of one size; bit tiles follow them, so by batch row where positions differ."""
     tables = [a for a in (layout.starts, layout.common) if a is not None]
     b, n = (max(a.shape[axis] for a in tables) for axis in (0, 1))
     if not knows(layout.mask):
@@ -165,11 +163,11 @@ def _attend(plan: Plan, floats, operands):
 
 
 def _attend_fwd(plan: Plan, floats, operands):
-    q, k, v, *extras = floats
+    dtype, extras = floats[0].dtype, floats[3:]
     # The gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.
-    kind = "wide_forward" if _given(extras) and q.dtype.itemsize == 2 else "forward"
-    out, lse = _only_once(kind, plan, floats, operands)
-    return (out.astype(q.dtype), lse), (floats, operands, out, lse)
+    kind = "wide_forward" if _given(extras) and dtype.itemsize == 2 else "forward"
+    out, lse = tuple(_only_once(kind, plan, floats, operands))
+    return (out.astype(dtype), lse), (floats, operands, out, lse)
 
 
 def _attend_bwd(plan: Plan, residuals, cotangents):
@@ -276,7 +274,7 @@ def _local(kind: str, plan: Plan, *operands):
     """The native call itself, on the shapes it gets."""
     q, k = operands[:2]
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
-    stats = jnp.promote_types(q.dtype, jnp.float32)
+    stats = statistics_dtype(q.dtype)
     result = partial(_result, jax.typeof(q))
 
     target, attributes = f"longspan_{kind}", plan.attributes()
