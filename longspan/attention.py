@@ -25,14 +25,14 @@ from longspan._checks import (
 )
 from longspan._types import Key, LogSumExp, Output, Positions, Query
 from longspan.dropout import make_dropout
-from longspan.engines import reference, xla
+from longspan.engines import cpu, reference, xla
 from longspan.engines._request import Request
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Custom, Dense, Full, Mask
 
 # In the order in which "auto" tries them.
-ENGINES: dict[str, ModuleType] = {"xla": xla, "reference": reference}
+ENGINES: dict[str, ModuleType] = {"cpu": cpu, "xla": xla, "reference": reference}
 
 
 @no_type_check
@@ -300,7 +300,7 @@ def _notes(request: Request, positions) -> tuple[str, ...]:
         notes.append("Custom without bounds: no tile of it can be skipped or known to be full")
     if any(_is_abstract(leaf) for leaf in jax.tree.leaves((request.mask, request.layout, positions))):
         notes.append("the mask's arrays are not known here: what is skipped depends on them")
-    if positions != (None, None):
+    if any(p is not None for p in positions):
         notes.append("with given positions, tiles are found by bisection only where positions grow with the slots")
     return tuple(notes)
 

@@ -26,6 +26,7 @@ from longspan.layout import BlockLayout
 # less at the edges of a mask. The others are the shapes that their matrix units like, not measured.
 TILES = {"cpu": (256, 256, 3), "gpu": (128, 128, 4), "tpu": (256, 256, 4)}
 
+ZERO = np.int32(0)  # indices share one dtype, also under x64
 NEVER = -1e30  # below every score; finite, because (-inf) - (-inf) is NaN in both passes
 
 
@@ -245,7 +246,7 @@ def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, at: "Run", al
 
 def _add_gradients(plan: Plan, x: Tensors, at: "Run", new: Gradients, carry):
     dq, dk, dv, dbias = carry
-    place = (at.b, _kv_head(plan, at.h), at.start, 0)
+    place = (at.b, _kv_head(plan, at.h), at.start, ZERO)
     dk, dv = (_add_at(big, part[None, None], place) for big, part in ((dk, new.dk), (dv, new.dv)))
     if dbias is not None:
         dbias = _add_at(dbias, new.dbias, _bias_window(plan, x, at)[0])
@@ -340,7 +341,7 @@ def _scores(plan: Plan, x: Tensors, q_tile, k, at: Run, allowed):
 
 def _key_tiles(plan: Plan, x: Tensors, at: Run, allowed):
     """The keys and values of a visit; those that no query of the tile sees may hold anything, and become 0."""
-    place = (at.b, _kv_head(plan, at.h), at.start, 0)
+    place = (at.b, _kv_head(plan, at.h), at.start, ZERO)
     k, v = (jax.lax.dynamic_slice(a, place, (1, 1, at.width, plan.H))[0, 0] for a in (x.k, x.v))
     dtype = statistics_dtype(k.dtype)
     seen = None if allowed is None else allowed.any(0).reshape(-1, 1)
@@ -400,7 +401,7 @@ def _tile_of(plan: Plan, layout: BlockLayout, a, row):
     """A row's tile [group·tile, X] of an array by row."""
     b, h, i = row
     sizes = (1, 1, plan.group, layout.q_tile, a.shape[-1])
-    return jax.lax.dynamic_slice(a, (b, h, 0, i * layout.q_tile, 0), sizes).reshape(-1, a.shape[-1])
+    return jax.lax.dynamic_slice(a, (b, h, ZERO, i * layout.q_tile, ZERO), sizes).reshape(-1, a.shape[-1])
 
 
 def _heads(plan: Plan, h):
@@ -427,7 +428,7 @@ def _table(table, b, h):
 def _bias_window(plan: Plan, x: Tensors, at: Run):
     """Where a visit's part of the bias starts, and its size."""
     full = ((at.b, 1), (at.h * plan.group, plan.group), (at.i * x.layout.q_tile, x.layout.q_tile), (at.start, at.width))
-    window = [(0, 1) if n == 1 else place for n, place in zip(x.bias.shape, full, strict=True)]
+    window = [(ZERO, 1) if n == 1 else place for n, place in zip(x.bias.shape, full, strict=True)]
     return tuple(start for start, _ in window), tuple(size for _, size in window)
 
 

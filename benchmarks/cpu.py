@@ -1,0 +1,94 @@
+"""The figures of the `cpu` engine."""
+
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import longspan as ls
+from benchmarks import cases, peers
+from benchmarks.measure import alternate, gemm, of_peak, ours, ratio, seconds, useful_flops
+from longspan.testing import Shape, make_qkv
+
+BIG_BIRD = Shape(1, 4096, 4096, 8, 8, 64)
+DECODE = Shape(1, 1, 32768, 32, 8, 128)
+
+
+def speed() -> list[list[str]]:
+    """Against the GEMM peak and the peers that are installed."""
+    rows = [["case", "ms", "of GEMM peak", "against"]]
+    torch, hf = peers.installed("torch"), peers.installed("torch", "transformers")
+    for case, others in (
+        (cases.WINDOW_16K, ["flex", "longformer"]),
+        (cases.WINDOW_16K_BOTH, ["longformer"]),
+        (cases.CAUSAL_4K, ["sdpa"]),
+        (cases.PACKED_32K, []),
+    ):
+        run, _ = ours(case, "cpu")
+        contestants = {"gemm": gemm(), "ours": run}
+        if torch and "sdpa" in others:
+            contestants["torch SDPA"] = peers.torch_sdpa(case.shape)
+        if torch and "flex" in others:
+            contestants["FlexAttention"] = peers.flex(case.shape, 256)
+        if hf and "longformer" in others:
+            contestants["HF Longformer"], contestants["projections"] = peers.hf_longformer(
+                case.shape, 256, backward=case.backward
+            )
+        times = alternate(contestants)
+        rows.append(
+            [case.name, f"{1e3 * np.median(times['ours']):.1f}", f"{of_peak(times, 'ours', useful_flops(case)):.3f}", _against(times)]
+        )
+    return [*rows, _big_bird(hf), _decode()]
+
+
+def _against(times: dict[str, list[float]]) -> str:
+    """How many times faster than each peer; projections are not attention and are taken off."""
+    if "projections" in times:
+        for name in ("HF Longformer", "HF BigBird"):
+            if name in times:
+                times[name] = [a - b for a, b in zip(times[name], times["projections"], strict=True)]
+    others = [name for name in times if name not in ("gemm", "ours", "projections")]
+    return ", ".join(f"{ratio(times, name, 'ours'):.2f}x {name}" for name in others)
+
+
+def _big_bird(hf: bool) -> list[str]:
+    q, k, v = make_qkv(BIG_BIRD, jnp.float32)
+    table = ls.bigbird_random_blocks(BIG_BIRD.T, block_size=64, num_random_blocks=3, num_heads=BIG_BIRD.N, seed=0)
+    run = jax.jit(lambda q, k, v, t: ls.bigbird_attention(q, k, v, block_size=64, rand_attn=t, engine="cpu"))
+    table = jnp.asarray(table)
+    contestants = {"gemm": gemm(), "ours": lambda: run(q, k, v, table)}
+    if hf:
+        contestants["HF BigBird"], contestants["projections"] = peers.hf_big_bird(BIG_BIRD, 64, 3)
+    times = alternate(contestants)
+    blocks = BIG_BIRD.T // 64
+    flops = 4 * BIG_BIRD.H * BIG_BIRD.N * 64 * 64 * (2 * blocks + 2 * 7 + (blocks - 4) * 8)
+    name = "BigBird, block 64, r=3, 4k"
+    return [name, f"{1e3 * np.median(times['ours']):.1f}", f"{of_peak(times, 'ours', flops):.3f}", _against(times)]
+
+
+def _decode() -> list[str]:
+    """One query over a long cache: bytes of k and v a second, against copying memory."""
+    q, k, v = make_qkv(DECODE, jnp.float32)
+    run = jax.jit(lambda q, k, v: ls.attention(q, k, v, engine="cpu"))
+    source = np.ones(64 * 2**20, np.float32)
+    target = np.ones_like(source)
+    times = alternate({"copy": lambda: np.copyto(target, source), "ours": lambda: run(q, k, v)}, rounds=15)
+    read, copied = k.nbytes + v.nbytes, 2 * source.nbytes
+    share = np.median([(read / t) / (copied / c) for t, c in zip(times["ours"], times["copy"], strict=True)])
+    return ["decode, 32/8 heads of 128, 32k", f"{1e3 * np.median(times['ours']):.2f}", "", f"{share:.2f} of memory bandwidth"]
+
+
+def long() -> list[list[str]]:
+    """A million tokens, both passes: time a token against 64k, and the process's peak memory."""
+    rows = [["case", "ms", "time a token over 64k's", "peak resident MB"]]
+    first = None
+    for length in (65536, 1_000_000):
+        case = cases.Case(f"window ±256, {length:,}, 1 head, both passes", cases.square(length, 1), cases.window, True)
+        run, _ = ours(case, "cpu")
+        run()
+        took = min(seconds(run) for _ in range(3)) / length
+        first = first or took
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        rows.append([case.name, f"{1e3 * took * length:.0f}", f"{took / first:.3f}", f"{peak:.0f}"])
+    return rows
