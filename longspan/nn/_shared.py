@@ -1,0 +1,175 @@
+"""What both kinds of Flax modules share: sizes of heads, how parameters are split, and `attention_fn`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, no_type_check
+
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+
+from longspan.attention import attention
+from longspan.maskinfo import MaskInfo
+from longspan.masks import Band, Causal, Chunk, Custom, Dense, Full, Mask, Window
+
+
+class Heads(NamedTuple):
+    """How many heads of queries and of keys, and their size."""
+
+    num: int
+    num_kv: int
+    size: int
+
+    def of(self, name: str) -> tuple[int, int]:
+        """The features (heads, size) of one projection: query, key or value, and their global twins."""
+        return (self.num if name.startswith("query") else self.num_kv), self.size
+
+
+def resolve_heads(
+    num_heads: int, num_kv_heads: int | None, head_dim: int | None, qkv_features: int | None, in_features: int
+) -> Heads:
+    """The heads of a module; their size is given, or all features of queries or of the input shared out."""
+    num_kv = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv < 1 or num_heads % num_kv:
+        raise ValueError(
+            f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {num_kv}. Change one of them."
+        )
+    if head_dim is not None and qkv_features not in (None, num_heads * head_dim):
+        raise ValueError(
+            f"`qkv_features` must be num_heads · head_dim = {num_heads * head_dim}, got {qkv_features}. Give only one "
+            "of `head_dim` and `qkv_features`."
+        )
+    features = in_features if qkv_features is None else qkv_features
+    if head_dim is None and features % num_heads:
+        name = "the input's features" if qkv_features is None else "`qkv_features`"
+        raise ValueError(
+            f"{name} must be a multiple of num_heads={num_heads}, got {features}. Give `head_dim`, or change them."
+        )
+    return Heads(num_heads, num_kv, features // num_heads if head_dim is None else head_dim)
+
+
+class Split(NamedTuple):
+    """The mesh axes that a projection's kernel and bias are split over, one an array axis."""
+
+    kernel: tuple[str | None, ...]
+    bias: tuple[str | None, ...]
+
+
+def split_of(name: str, mesh_axis: str | None, heads: Heads) -> Split | None:
+    """Heads are split over a mesh axis, and the output projection sums over it; None without a mesh axis."""
+    if mesh_axis is None:
+        return None
+    if name == "out":
+        return Split((mesh_axis, None, None), (None,))
+    # A single head cannot be split: every device keeps it.
+    axis = mesh_axis if heads.of(name)[0] > 1 else None
+    return Split((None, axis, None), (axis, None))
+
+
+@no_type_check
+def attention_fn(mask: Mask | MaskInfo | None = None, *, engine: str = "auto", **options: Any) -> Callable:
+    """An `attention_fn` for Flax's own attention modules that attends under a Longspan mask.
+
+    One line in an existing model: `MultiHeadDotProductAttention(..., attention_fn=attention_fn(Causal()))` in linen,
+    `MultiHeadAttention(..., attention_fn=attention_fn(Causal()))` in NNX. Masks that Flax passes (arrays, `is_causal`)
+    hold too. A query that sees no key gives 0, not Flax's mean of all values. Dropout draws every weight on its own,
+    as Flax does with `broadcast_dropout=False`.
+
+    Args:
+        mask: a `Mask` or a `MaskInfo`; by default only Flax's masks hold.
+        engine: as in `attention`.
+        options: further arguments of `attention`: `scale`, `soft_cap`, `sinks`.
+
+    Example:
+        >>> import flax.linen as nn
+        >>> layer = nn.MultiHeadDotProductAttention(2, attention_fn=attention_fn(ls.Causal() & ls.Window(3, 0)))
+        >>> x = jnp.ones((1, 8, 4))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (1, 8, 4)
+    """
+    if mask is not None and not isinstance(mask, Mask | MaskInfo):
+        raise TypeError(
+            f"`mask` must be a Mask or a MaskInfo, got {type(mask).__name__}. Give an array to the Flax module's call "
+            "instead."
+        )
+    given = mask
+
+    def attend(
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        broadcast_dropout=True,
+        dropout_rng=None,
+        dropout_rate=0.0,
+        deterministic=False,
+        dtype=None,
+        precision=None,
+        module=None,
+        is_causal=False,
+    ):
+        """Flax's arguments, answered by Longspan."""
+        _check_flax(given, query, key, precision, module)
+        query, key, value = promote_dtype(query, key, value, dtype=dtype)
+        batch = query.shape[:-3]
+        drop = 0.0 if deterministic else float(dropout_rate)
+        out = attention(
+            *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
+            bias=None if bias is None else _one_batch(bias, batch),
+            dropout_rate=drop,
+            dropout_key=dropout_rng if drop else None,
+            engine=engine,
+            **_combined(given, None if mask is None else _one_batch(mask, batch), is_causal),
+            **options,
+        )
+        return out.reshape(*batch, *out.shape[1:])
+
+    return attend
+
+
+def _check_flax(mask, query, key, precision, module) -> None:
+    if module is not None:
+        raise NotImplementedError(
+            "`sow_weights` wants the attention weights, which Longspan never holds as an array. Leave it out."
+        )
+    if precision is not None:
+        raise NotImplementedError(f"precision={precision!r}: Longspan's engines choose it themselves. Leave it None.")
+    if query.shape[-3] == 1 < key.shape[-3] and any(isinstance(m, POSITIONAL) for m in _parts(mask)):
+        raise NotImplementedError(
+            f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where {mask!r} would take the query "
+            "for position 0. Use `attention` with `q_positions` for decoding."
+        )
+
+
+POSITIONAL = (Band, Causal, Chunk, Custom, Window)
+
+
+def _parts(mask):
+    """A mask and all masks inside it; nothing of a MaskInfo, which knows its positions."""
+    if isinstance(mask, Mask):
+        yield mask
+        for part in (*getattr(mask, "masks", ()), *([mask.mask] if hasattr(mask, "mask") else [])):
+            yield from _parts(part)
+
+
+def _combined(mask, array, is_causal: bool) -> dict[str, Any]:
+    """The `mask` (and positions) of a call, of Longspan's mask, Flax's array and its `is_causal`."""
+    positions = {}
+    if isinstance(mask, MaskInfo):
+        positions = {name: p for name in ("q_positions", "kv_positions") if (p := getattr(mask, name)) is not None}
+        mask = mask.mask
+    for more in (None if array is None else Dense(array.astype(bool)), Causal() if is_causal else None):
+        if more is not None:
+            mask = more if mask is None else mask & more
+    return dict(mask=Full() if mask is None else mask, **positions)
+
+
+def _one_batch(array, batch: tuple[int, ...]):
+    """Flax's [batch..., heads, T, S] as [B, heads, T, S]; axes that are missing or 1 stay 1."""
+    array = jnp.asarray(array)
+    if array.ndim < 3:
+        return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    lead = array.shape[:-3]
+    if all(n == 1 for n in lead):
+        return array.reshape(1, *array.shape[-3:])
+    return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(int(np.prod(batch)), *array.shape[-3:])

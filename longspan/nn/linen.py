@@ -1,0 +1,250 @@
+"""Self-attention as Flax linen modules: plain (any mask), Longformer's and BigBird's.
+
+Parameters: `query`, `key`, `value` with kernels [D, heads, head_dim], and `out` [num_heads, head_dim, D]; Longformer
+also has `query_global`, `key_global` and `value_global`. `longspan.nn.nnx` has the same.
+
+Arguments that all three have, by name:
+    num_heads: heads of queries.
+    num_kv_heads: heads of keys and values, a divisor of `num_heads`; by default as many.
+    head_dim: size of a head; by default `qkv_features` / `num_heads`.
+    qkv_features: features of all query heads; by default those of the input.
+    out_features: features of the output; by default those of the input.
+    dropout_rate: share of attention weights to drop, with Flax's rng stream "dropout".
+    deterministic: whether to drop nothing; here or in the call. Needed only if `dropout_rate` > 0.
+    use_bias: whether projections add a bias.
+    dtype: what is computed in; by default that of inputs and parameters.
+    param_dtype: dtype of the parameters.
+    kernel_init: how kernels start, given their 2-D shape (features in, features out).
+    bias_init: how biases start.
+    mesh_axis: the mesh axis that heads are split over (tensor parallelism): parameters then carry partitioning
+        metadata. By default none.
+    engine: as in `attention`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from jaxtyping import Array, Float, Int, Num
+
+from longspan.attention import attention
+from longspan.layout import BlockLayout
+from longspan.maskinfo import MaskInfo
+from longspan.masks import Mask
+from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, split_of
+from longspan.patterns import bigbird_random_blocks
+from longspan.recipes import bigbird_attention, longformer_attention
+
+__all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
+
+
+class _Attention(nn.Module, kw_only=True):
+    """The projections around one call of a Longspan function."""
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_features: int | None = None
+    out_features: int | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Any = nn.initializers.lecun_normal()
+    bias_init: Any = nn.initializers.zeros_init()
+    mesh_axis: str | None = None
+    engine: str = "auto"
+
+    @nn.nowrap
+    def _project(self, x, *names: str) -> list:
+        heads = self._heads(x)
+        return [self._projection(name, heads, heads.of(name), 1)(x) for name in names]
+
+    @nn.nowrap
+    def _join(self, x, out):
+        features = x.shape[-1] if self.out_features is None else self.out_features
+        return self._projection("out", self._heads(x), (features,), 2)(out)
+
+    @nn.nowrap
+    def _heads(self, x) -> Heads:
+        return resolve_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_features, x.shape[-1])
+
+    @nn.nowrap
+    def _projection(self, name: str, heads: Heads, features: tuple[int, ...], axes: int) -> "_Projection":
+        return _Projection(
+            features=features,
+            axes=axes,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            split=split_of(name, self.mesh_axis, heads),
+            name=name,
+        )
+
+    @nn.nowrap
+    def _options(self, deterministic: bool | None) -> dict[str, Any]:
+        if self.dropout_rate > 0 and not nn.merge_param("deterministic", self.deterministic, deterministic):
+            return dict(engine=self.engine, dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
+        return dict(engine=self.engine)
+
+
+class SelfAttention(_Attention, kw_only=True):
+    """Self-attention under any mask, with grouped key/value heads and dropout.
+
+    Example:
+        >>> layer, x = SelfAttention(num_heads=4, num_kv_heads=2), jnp.ones((1, 8, 16))
+        >>> params = layer.init(jax.random.key(0), x)
+        >>> layer.apply(params, x, mask=ls.Causal() & ls.Window(3, 0)).shape
+        (1, 8, 16)
+    """
+
+    @no_type_check
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
+        deterministic: bool | None = None,
+    ) -> Float[Array, "B T D_out"]:
+        """Attends from every token of `x` to those that `mask` (as in `attention`) allows."""
+        q, k, v = self._project(x, "query", "key", "value")
+        return self._join(x, attention(q, k, v, mask=mask, **self._options(deterministic)))
+
+
+class LongformerSelfAttention(_Attention, kw_only=True):
+    """Longformer's self-attention: windows, and global tokens with projections of their own.
+
+    Example:
+        >>> layer, x = LongformerSelfAttention(num_heads=2, window=3), jnp.ones((1, 8, 16))
+        >>> params = layer.init(jax.random.key(0), x)
+        >>> layer.apply(params, x, token_kinds=jnp.array([[1, 0, 0, 0, 0, 0, 0, -1]])).shape
+        (1, 8, 16)
+
+    Attributes:
+        window: keys on each side of a query; half of Hugging Face's `attention_window`.
+        dilation: distance between the keys of a window, an int or one a head.
+        causal: also ask k <= q of every pair.
+    """
+
+    window: int
+    dilation: int | Sequence[int] = 1
+    causal: bool = False
+
+    @no_type_check
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        token_kinds: Num[Array, "B_or_1 T"] | None = None,
+        deterministic: bool | None = None,
+    ) -> Float[Array, "B T D_out"]:
+        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local."""
+        local = self._project(x, "query", "key", "value")
+        # Without kinds nobody is global; the parameters exist nevertheless.
+        used = token_kinds is not None or self.is_initializing()
+        other = self._project(x, "query_global", "key_global", "value_global") if used else (None, None, None)
+        out = longformer_attention(
+            *local,
+            *other,
+            window=self.window,
+            token_kinds=token_kinds,
+            dilation=self.dilation,
+            causal=self.causal,
+            **self._options(deterministic),
+        )
+        return self._join(x, out)
+
+
+class BigBirdSelfAttention(_Attention, kw_only=True):
+    """BigBird's self-attention: window, global and random blocks, drawn as in the original implementations.
+
+    Example:
+        >>> layer = BigBirdSelfAttention(num_heads=2, block_size=2, num_random_blocks=1)
+        >>> x = jnp.ones((1, 16, 8))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (1, 16, 8)
+
+    Attributes:
+        block_size: tokens in a block; lengths must be multiples of it, of at least 5 blocks.
+        num_random_blocks: random blocks that each block sees.
+        seed: of the random blocks; in a model, the number of the layer.
+        max_seq_len: as in `bigbird_random_blocks`.
+        legacy_lengths: as in `bigbird_random_blocks`.
+    """
+
+    block_size: int = 64
+    num_random_blocks: int = 3
+    seed: int = 0
+    max_seq_len: int = 4096
+    legacy_lengths: tuple[int, ...] = (1024, 3072, 4096)
+
+    @no_type_check
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        token_mask: Num[Array, "B_or_1 T"] | None = None,
+        rand_attn: Int[Array, "N_or_1 rows r"] | None = None,
+        deterministic: bool | None = None,
+    ) -> Float[Array, "B T D_out"]:
+        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`."""
+        q, k, v = self._project(x, "query", "key", "value")
+        if rand_attn is None:
+            rand_attn = bigbird_random_blocks(
+                x.shape[1],
+                block_size=self.block_size,
+                num_random_blocks=self.num_random_blocks,
+                num_heads=self.num_heads,
+                seed=self.seed,
+                max_seq_len=self.max_seq_len,
+                legacy_lengths=self.legacy_lengths,
+            )
+        masks = dict(q_mask=token_mask, kv_mask=token_mask)
+        out = bigbird_attention(
+            q, k, v, block_size=self.block_size, rand_attn=rand_attn, **masks, **self._options(deterministic)
+        )
+        return self._join(x, out)
+
+
+class _Projection(nn.Module, kw_only=True):
+    """A linear map of the last `axes` axes to `features`.
+
+    Not `nn.DenseGeneral`: on a mesh, its partitioned kernels are constrained while they are still 2-D, which fails.
+    """
+
+    features: tuple[int, ...]
+    axes: int
+    use_bias: bool
+    dtype: Any
+    param_dtype: Any
+    kernel_init: Any
+    bias_init: Any
+    split: Split | None
+
+    @nn.compact
+    def __call__(self, x):
+        shape = (*x.shape[x.ndim - self.axes :], *self.features)
+        kernel_init, bias_init = self._flat_init, self.bias_init
+        if self.split is not None:
+            kernel_init = nn.with_partitioning(kernel_init, self.split.kernel)
+            bias_init = nn.with_partitioning(bias_init, self.split.bias)
+        kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
+        bias = self.param("bias", bias_init, self.features, self.param_dtype) if self.use_bias else None
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        y = jnp.tensordot(x, kernel, axes=self.axes)
+        return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+    @nn.nowrap
+    def _flat_init(self, key, shape, dtype):
+        # As Flax does: initialisers that look at fan-in and fan-out see a matrix.
+        flat = (math.prod(shape[: self.axes]), math.prod(shape[self.axes :]))
+        return jnp.reshape(self.kernel_init(key, flat, dtype), shape)

@@ -1,0 +1,223 @@
+"""Self-attention as Flax NNX modules: plain (any mask), Longformer's and BigBird's.
+
+Names, arguments and parameters are those of `longspan.nn.linen`, where they are explained. As everywhere in NNX, the
+constructor also takes `in_features` and `rngs`, and a call may bring `rngs` of its own for dropout.
+"""
+
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.module import first_from
+from jaxtyping import Array, Float, Int, Num
+
+from longspan.attention import attention
+from longspan.layout import BlockLayout
+from longspan.maskinfo import MaskInfo
+from longspan.masks import Mask
+from longspan.nn._shared import attention_fn, resolve_heads, split_of
+from longspan.patterns import bigbird_random_blocks
+from longspan.recipes import bigbird_attention, longformer_attention
+
+__all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
+
+KERNEL_INIT, BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+
+
+class _Attention(nnx.Module):
+    """The projections around one call of a Longspan function."""
+
+    projections: tuple[str, ...] = ("query", "key", "value")
+
+    @no_type_check
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        in_features: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = KERNEL_INIT,
+        bias_init: Any = BIAS_INIT,
+        mesh_axis: str | None = None,
+        engine: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        heads = resolve_heads(num_heads, num_kv_heads, head_dim, qkv_features, in_features)
+        self.num_heads, self.dropout_rate, self.deterministic, self.engine = (
+            num_heads,
+            dropout_rate,
+            deterministic,
+            engine,
+        )
+
+        def projection(name: str, inputs, features, **axis) -> nnx.LinearGeneral:
+            split = split_of(name, mesh_axis, heads)
+            return nnx.LinearGeneral(
+                inputs,
+                features,
+                **axis,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                kernel_metadata={} if split is None else _metadata(split.kernel),
+                bias_metadata={} if split is None else _metadata(split.bias),
+                rngs=rngs,
+            )
+
+        for name in self.projections:
+            setattr(self, name, projection(name, in_features, heads.of(name)))
+        features = in_features if out_features is None else out_features
+        self.out = projection("out", (heads.num, heads.size), features, axis=(-2, -1))
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
+
+    def _project(self, x, *names: str) -> list:
+        return [getattr(self, name)(x) for name in names]
+
+    def _options(self, deterministic: bool | None, rngs) -> dict[str, Any]:
+        if self.dropout_rate == 0:
+            return dict(engine=self.engine)
+        name = type(self).__name__
+        wanted = f"No `deterministic` argument was provided to {name} as either a __call__ argument or class attribute."
+        if first_from(deterministic, self.deterministic, error_msg=wanted):
+            return dict(engine=self.engine)
+        wanted = f"No `rngs` argument was provided to {name} as either a __call__ argument or class attribute."
+        rngs = first_from(rngs, self.rngs, error_msg=wanted)
+        key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+        return dict(engine=self.engine, dropout_rate=self.dropout_rate, dropout_key=key)
+
+
+class SelfAttention(_Attention):
+    """Self-attention under any mask, with grouped key/value heads and dropout.
+
+    Example:
+        >>> layer = SelfAttention(num_heads=4, num_kv_heads=2, in_features=16, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 8, 16)), mask=ls.Causal() & ls.Window(3, 0)).shape
+        (1, 8, 16)
+    """
+
+    @no_type_check
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Float[Array, "B T D_out"]:
+        """Attends from every token of `x` to those that `mask` (as in `attention`) allows."""
+        q, k, v = self._project(x, "query", "key", "value")
+        return self.out(attention(q, k, v, mask=mask, **self._options(deterministic, rngs)))
+
+
+class LongformerSelfAttention(_Attention):
+    """Longformer's self-attention: windows, and global tokens with projections of their own.
+
+    Example:
+        >>> layer = LongformerSelfAttention(num_heads=2, window=3, in_features=16, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 8, 16)), token_kinds=jnp.array([[1, 0, 0, 0, 0, 0, 0, -1]])).shape
+        (1, 8, 16)
+    """
+
+    projections = ("query", "key", "value", "query_global", "key_global", "value_global")
+
+    @no_type_check
+    def __init__(self, *, window: int, dilation: int | Sequence[int] = 1, causal: bool = False, **common: Any):
+        super().__init__(**common)
+        self.window, self.causal = window, causal
+        self.dilation = dilation if isinstance(dilation, int) else tuple(dilation)
+
+    @no_type_check
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        token_kinds: Num[Array, "B_or_1 T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Float[Array, "B T D_out"]:
+        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local."""
+        # Without kinds nobody is global.
+        names = self.projections if token_kinds is not None else self.projections[:3]
+        qkv = self._project(x, *names)
+        out = longformer_attention(
+            *qkv,
+            *[None] * (6 - len(qkv)),
+            window=self.window,
+            token_kinds=token_kinds,
+            dilation=self.dilation,
+            causal=self.causal,
+            **self._options(deterministic, rngs),
+        )
+        return self.out(out)
+
+
+class BigBirdSelfAttention(_Attention):
+    """BigBird's self-attention: window, global and random blocks, drawn as in the original implementations.
+
+    Example:
+        >>> blocks = dict(block_size=2, num_random_blocks=1)
+        >>> layer = BigBirdSelfAttention(num_heads=2, **blocks, in_features=8, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 16, 8))).shape
+        (1, 16, 8)
+    """
+
+    @no_type_check
+    def __init__(
+        self,
+        *,
+        block_size: int = 64,
+        num_random_blocks: int = 3,
+        seed: int = 0,
+        max_seq_len: int = 4096,
+        legacy_lengths: Sequence[int] = (1024, 3072, 4096),
+        **common: Any,
+    ):
+        super().__init__(**common)
+        self.block_size, self.num_random_blocks, self.seed = block_size, num_random_blocks, seed
+        self.max_seq_len, self.legacy_lengths = max_seq_len, tuple(legacy_lengths)
+
+    @no_type_check
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        token_mask: Num[Array, "B_or_1 T"] | None = None,
+        rand_attn: Int[Array, "N_or_1 rows r"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Float[Array, "B T D_out"]:
+        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`."""
+        q, k, v = self._project(x, "query", "key", "value")
+        if rand_attn is None:
+            rand_attn = bigbird_random_blocks(
+                x.shape[1],
+                block_size=self.block_size,
+                num_random_blocks=self.num_random_blocks,
+                num_heads=self.num_heads,
+                seed=self.seed,
+                max_seq_len=self.max_seq_len,
+                legacy_lengths=self.legacy_lengths,
+            )
+        masks = dict(q_mask=token_mask, kv_mask=token_mask)
+        out = bigbird_attention(
+            q, k, v, block_size=self.block_size, rand_attn=rand_attn, **masks, **self._options(deterministic, rngs)
+        )
+        return self.out(out)
+
+
+def _metadata(axes: tuple[str | None, ...]) -> dict[str, Any]:
+    # Flax splits such a parameter at once, and refuses to make it where there is no mesh: there it is only noted.
+    no_mesh = dict(eager_sharding=False) if jax.sharding.get_abstract_mesh().empty else {}
+    return dict(out_sharding=axes, **no_mesh)

@@ -1,0 +1,148 @@
+"""`attention_fn` plugs Longspan into Flax's own attention modules."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import longspan as ls
+from longspan.nn import linen
+from longspan.nn import nnx as in_nnx
+
+B, T, D, N = 2, 9, 12, 3
+X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
+MASK = ls.Causal() & ls.Window(3, 0)
+DENSE = MASK.dense(T, T)
+
+
+def of_linen(**options):
+    """An apply function of Flax's linen module with fixed parameters, taking an `attention_fn` or not."""
+    params = nn.MultiHeadDotProductAttention(N).init(jax.random.key(1), X)
+
+    def run(fn=None, x=X, **call):
+        own = {} if fn is None else dict(attention_fn=fn)
+        return nn.MultiHeadDotProductAttention(N, **own, **options).apply(params, x, **call)
+
+    return run
+
+
+def of_nnx(**options):
+    def run(fn=None, x=X, **call):
+        own = {} if fn is None else dict(attention_fn=fn)
+        sizes = dict(num_heads=N, in_features=D, decode=False)
+        return nnx.MultiHeadAttention(**sizes, **own, **options, rngs=nnx.Rngs(0))(x, **call)
+
+    return run
+
+
+KINDS = pytest.mark.parametrize("of", [of_linen, of_nnx], ids=["linen", "nnx"])
+
+
+def test_both_modules_offer_the_same_function():
+    assert linen.attention_fn is in_nnx.attention_fn
+
+
+@KINDS
+def test_a_longspan_mask_equals_flax_with_the_dense_mask(of):
+    run = of()
+    np.testing.assert_allclose(run(linen.attention_fn(MASK)), run(mask=DENSE), rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
+def test_flax_s_own_mask_holds_too(of, dtype):
+    run, keep = of(), nn.make_attention_mask(jnp.arange(T)[None] < jnp.array([[9], [5]]), jnp.ones((B, T), bool))
+    keep = keep.swapaxes(-2, -1).astype(dtype)  # keys, not queries
+    wanted = run(mask=keep.astype(bool) & DENSE)
+    seen = np.asarray((keep.astype(bool) & DENSE).any(-1)[:, 0])
+    got = run(linen.attention_fn(MASK), mask=keep)
+    np.testing.assert_allclose(got[seen], wanted[seen], rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+def test_without_a_mask_it_is_flax_s_attention(of):
+    run = of()
+    np.testing.assert_allclose(run(linen.attention_fn()), run(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(linen.attention_fn(), mask=DENSE), run(mask=DENSE), rtol=1e-5, atol=1e-6)
+
+
+def test_is_causal_of_nnx_holds():
+    run = of_nnx()
+    got = run(linen.attention_fn(ls.Window(3, 5)), is_causal=True)
+    np.testing.assert_allclose(got, run(mask=DENSE), rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+def test_a_maskinfo_brings_its_segments_and_positions(of):
+    ids = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
+    info = ls.MaskInfo.from_segments(jnp.broadcast_to(ids, (B, T))).apply_causal()
+    run, dense = of(), (ls.Segments(ids) & ls.Causal()).dense(T, T)
+    np.testing.assert_allclose(run(linen.attention_fn(info)), run(mask=dense), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(linen.attention_fn(info), mask=DENSE), run(mask=dense & DENSE), rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+def test_several_batch_axes_and_none_work(of):
+    run, fn = of(), linen.attention_fn(MASK)
+    wanted = run(fn)
+    np.testing.assert_allclose(run(fn, x=X[:, None])[:, 0], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(fn, x=X[0]), wanted[0], rtol=1e-5, atol=1e-6)
+    keep = jnp.broadcast_to(DENSE, (B, 1, T, T))
+    np.testing.assert_allclose(
+        run(linen.attention_fn(), x=X[:, None], mask=keep[:, None])[:, 0], wanted, rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(run(linen.attention_fn(), x=X[0], mask=keep[0]), wanted[0], rtol=1e-5, atol=1e-6)
+
+
+def test_grouped_heads_of_nnx_work():
+    run, fn = of_nnx(num_kv_heads=1), linen.attention_fn(MASK)
+    np.testing.assert_allclose(run(fn), run(mask=DENSE), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_follows_the_module():
+    keyed = dict(rngs={"dropout": jax.random.key(0)})
+    run, fn = of_linen(dropout_rate=0.5), linen.attention_fn(MASK)
+    dropped = run(fn, deterministic=False, **keyed)
+    np.testing.assert_array_equal(dropped, run(fn, deterministic=False, **keyed))
+    np.testing.assert_array_equal(run(fn, deterministic=True), of_linen()(fn))
+    assert np.abs(dropped - run(fn, deterministic=True)).max() > 0.01
+    run = of_nnx(dropout_rate=0.5)
+    assert np.abs(run(fn, deterministic=False) - run(fn, deterministic=True)).max() > 0.01
+
+
+@KINDS
+def test_dtype_of_the_module_is_kept(of):
+    assert of(dtype=jnp.bfloat16)(linen.attention_fn(MASK)).dtype == jnp.bfloat16
+
+
+@KINDS
+def test_gradients_equal_flax_s(of):
+    run = of()
+    mine, theirs = (
+        jax.grad(lambda x, c=c: (run(x=x, **c) ** 2).sum())(X)
+        for c in (dict(fn=linen.attention_fn(MASK)), dict(mask=DENSE))
+    )
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+def test_what_longspan_cannot_do_is_refused(of):
+    with pytest.raises(NotImplementedError, match="`sow_weights` wants the attention weights"):
+        of()(linen.attention_fn(MASK), sow_weights=True)
+    with pytest.raises(NotImplementedError, match="precision='highest': Longspan's engines choose it"):
+        of(precision="highest")(linen.attention_fn(MASK))
+    with pytest.raises(TypeError, match="`mask` must be a Mask or a MaskInfo, got"):
+        linen.attention_fn(DENSE)
+
+
+def test_flax_s_decoding_is_refused_where_positions_would_be_wrong():
+    layer = nn.MultiHeadDotProductAttention(N, decode=True, attention_fn=linen.attention_fn(ls.Causal()))
+    plain = nn.MultiHeadDotProductAttention(N, decode=True, attention_fn=linen.attention_fn())
+    flax_s = nn.MultiHeadDotProductAttention(N, decode=True)
+    variables = flax_s.init(jax.random.key(0), X)
+    with pytest.raises(NotImplementedError, match="look like Flax's `decode=True`, where Causal\\(\\) would take"):
+        layer.apply(variables, X[:, :1], mutable=["cache"])
+    got, wanted = (m.apply(variables, X[:, :1], mutable=["cache"])[0] for m in (plain, flax_s))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
