@@ -65,10 +65,23 @@ struct ForwardTile {
     const bool ahead = next < next_end && !cache.has(next, int(next_end - next));
     for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
-      if (ahead) prefetch_keys(*p, tile.b, head, next, next_end, panel, panels);
+      // A tile with many panels asks for the next keys panel by panel; one with a single panel (decoding) is bound by
+      // memory and asks between the steps of its products.
+      const bool often = ahead && panels == 1 && count > 0;
+      const int steps = often ? (count + kMicroRows - 1) / kMicroRows + int(p->H + kMicroRows - 1) / kMicroRows : panels;
+      int step = often ? 0 : panel;
+      const auto ask = [&] {
+        if (ahead) prefetch_keys(*p, tile.b, head, next, next_end, step++, steps);
+      };
+      if (!often) ask();
       if (count <= 0) continue;
       alignas(64) R alpha[PANEL];
-      gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL);
+      const int stride = often ? kMicroRows : kKeys;
+      for (int i = 0; i < count; i += stride) {
+        gemm<R, NV, false, kStore>(lesser(stride, count - i), p->H, k + (first + i) * width, width,
+                                   q + panel * p->H * PANEL, PANEL, s + i * PANEL, PANEL);
+        if (often) ask();
+      }
       if (p->soft_cap != 0) soften(count);
       if (p->has_bias) add_bias(panel, first, count);
       if (m.exact[panel])
@@ -76,7 +89,11 @@ struct ForwardTile {
       else
         softmax<true>(panel, first, count, alpha);
       if (p->dropout.on) drop_some(panel, first, count);
-      gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL, alpha);
+      for (int64_t h = 0, width_of = often ? kMicroRows : p->H; h < p->H; h += width_of) {
+        gemm<R, NV, true, kScaleAdd>(lesser(width_of, p->H - h), count, v + first * width + h, width, s, PANEL,
+                                     out + (panel * p->H + h) * PANEL, PANEL, alpha);
+        if (often) ask();
+      }
     }
   }
 
