@@ -1,8 +1,9 @@
 """Attention as BigBird and Longformer compute it, exactly, out of `attention` and layouts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from longspan._checks import (
     check_zero_one,
 )
 from longspan._types import Array, Key, Number, Output, Query
-from longspan.attention import attention
+from longspan.attention import ENGINES, attention, choose
+from longspan.engines._request import Request
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Full, Global, Mask, Segments
 from longspan.patterns import kinds_of, padding_ids, window_mask
@@ -135,22 +137,127 @@ def longformer_attention(
     B, T, N, _ = q.shape
     check_same_lengths(T, k.shape[1])
     check_window(window)
-    near = window_mask(window, check_dilation(dilation, N), causal)
+    dilation = check_dilation(dilation, N)
+    near = window_mask(window, dilation, causal)
     options = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
     if token_kinds is None:
         return attention(q, k, v, mask=near, **options)
     check_token_kinds(token_kinds, B, T)
     check_global_projections((q, k, v), (q_global, k_global, v_global))
-    is_global, is_token = kinds_of(jnp.asarray(token_kinds))
-    keys, before = padding_ids(is_token), Causal() if causal else Full()
+    tokens = _sort_tokens(jnp.broadcast_to(jnp.asarray(token_kinds), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
-    local_rows = Segments(padding_ids(is_token & ~is_global), keys)
-    local = (near | Global(kv_flags=is_global, rows=False)) & before & local_rows
-    out = attention(q, k, v, mask=local, **options)
-    global_rows = Global(q_flags=is_global, columns=False) & before & Segments(padding_ids(is_global & is_token), keys)
-    out_global = attention(q_global, k_global, v_global, mask=global_rows, **options)
-    return jnp.where(is_global[:, :, None, None], out_global, out)
+    request = Request(q, k, near, None, None, None, dropout_rate, jax.default_backend())
+    tiles = ENGINES[choose(engine, request)[0]].tiles(request)
+    layout = _local_layout(tokens, window, dilation, causal, near, tiles)
+    out = attention(q, *(tokens.sorted(x) for x in (k, v)), mask=layout, **options)
+    rows = _global_rows(tokens, causal)
+    out_global = attention(tokens.sorted(q_global), k_global, v_global, mask=rows, q_positions=tokens.order, **options)
+    return jnp.where(tokens.is_global[:, :, None, None], tokens.unsorted(out_global), out)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens sorted by kind, global ones first and padding last, so that work follows their number.
+
+    Unsorted, one global token a tile would make every query tile visit every key tile, and the other way round.
+    """
+
+    is_global: Any  # bool [B, T]
+    is_token: Any  # bool [B, T]: not padding
+    order: Any  # int [B, T]: the position of each sorted slot
+    place: Any  # int [B, T]: the sorted slot of each position
+    locals_before: Any  # int [B, T + 1]: local tokens before each position
+    in_order: Any  # bool: sorted already, as in a classifier (a global token first, padding last)
+
+    @property
+    def slot(self):
+        return jnp.arange(self.order.shape[1], dtype=np.int32).reshape(1, -1)
+
+    @property
+    def globals(self):
+        """How many tokens of each row are global, [B, 1]."""
+        return self.is_global.sum(1, keepdims=True, dtype=np.int32)
+
+    def sorted(self, x):
+        return self._take(x, self.order)
+
+    def unsorted(self, x):
+        return self._take(x, self.place)
+
+    def _take(self, x, index):
+        # What is in order already is not copied about.
+        taken = lambda x, index: jnp.take_along_axis(x, index[:, :, None, None], axis=1)  # noqa: E731
+        return jax.lax.cond(self.in_order, lambda x, index: x, taken, x, index)
+
+
+@jax.jit
+def _sort_tokens(kinds) -> _Tokens:
+    is_global, is_token = kinds_of(kinds)
+    is_local = is_token & ~is_global
+    rank = jnp.where(is_global, 0, jnp.where(is_token, 1, 2))
+    order = jnp.argsort(rank, axis=1, stable=True).astype(np.int32)
+    locals_before = jnp.pad(jnp.cumsum(is_local, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
+    return _Tokens(
+        is_global,
+        is_token,
+        order,
+        place=jnp.argsort(order, axis=1).astype(np.int32),
+        locals_before=locals_before,
+        in_order=(rank[:, 1:] >= rank[:, :-1]).all(),
+    )
+
+
+def _global_rows(tokens: _Tokens, causal: bool) -> Mask:
+    """What sorted queries see: the global ones every token, the others nothing."""
+    rows = Segments(padding_ids(tokens.slot < tokens.globals), padding_ids(tokens.is_token))
+    return rows & Causal() if causal else rows
+
+
+def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, tiles: tuple[int, int]) -> BlockLayout:
+    """What local queries see of the sorted keys: the global ones, and their window among the local ones."""
+    B, T = tokens.order.shape
+    q_tile, kv_tile = tiles
+    counts, globals = tokens.locals_before, tokens.globals.reshape(-1, 1, 1, 1)
+    first = jnp.arange(0, T, q_tile, dtype=np.int32).reshape(1, 1, -1, 1)
+    last = jnp.minimum(first + q_tile, T)
+    reach = jnp.minimum(jnp.asarray(window, np.int32), T).reshape(-1, 1, 1, 1)
+    reach = reach * np.asarray(dilation, np.int32).reshape(1, -1, 1, 1)
+
+    def before(position):
+        """Local tokens before a position, [B, N or 1, query tiles, 1]."""
+        return counts[jnp.arange(B).reshape(-1, 1, 1, 1), jnp.clip(position, 0, T)]
+
+    low, high = before(first - reach), before(last if causal else last + reach)
+    has_local = before(last) > before(first)
+    columns = jnp.where(has_local, -(-globals // kv_tile), 0)
+    start = jnp.maximum((globals + low) // kv_tile, columns)
+    stop = jnp.where(has_local & (low < high), -(-(globals + high) // kv_tile), 0)
+    shape = np.broadcast_shapes(columns.shape, start.shape)
+    starts, stops = (
+        jnp.concatenate([jnp.broadcast_to(a, shape) for a in pair], axis=3).astype(np.int32)
+        for pair in ((jnp.zeros_like(columns), start), (columns, jnp.maximum(start, stop)))
+    )
+    seen = near | Global(kv_flags=tokens.slot < tokens.globals, rows=False)
+    rows = Segments(
+        padding_ids(tokens.is_token & ~tokens.is_global),
+        padding_ids(tokens.slot < tokens.is_token.sum(1, keepdims=True)),
+    )
+    return BlockLayout(
+        (seen & Causal() if causal else seen) & rows,
+        starts,
+        stops,
+        common=None,
+        common_count=None,
+        q_positions=None,
+        kv_positions=tokens.order,
+        forward=None,
+        q_len=T,
+        kv_len=T,
+        q_tile=q_tile,
+        kv_tile=kv_tile,
+    )
 
 
 def _padding(q_mask, kv_mask, length: int) -> Mask:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
+from longspan import recipes
 from longspan.attention import ENGINES
 from tests.patterns import plain
 
@@ -233,3 +234,51 @@ def test_dropout_acts_on_local_and_global_queries_and_keeps_the_mean(engine):
     assert (np.abs(mean - run()) < 6 * error + 1e-3).all()
     assert (error > 0).any(axis=(2, 3)).all()
     np.testing.assert_array_equal(run(dropout_rate=0.0, dropout_key=keys[0]), run())
+
+
+def visits_of(positions, length=4096, window=64):
+    """How many pairs of 128x128 tiles both calls visit if the tokens at some positions are global."""
+    kinds = np.zeros((1, length), np.int32)
+    kinds[:, positions] = 1
+    tokens = recipes._sort_tokens(jnp.asarray(kinds))
+    near = ls.Window(window, window)
+    local = recipes._local_layout(tokens, window, 1, False, near, (128, 128)).visits()
+    rows = recipes._global_rows(tokens, False).layout(length, length, q_positions=tokens.order).visits()
+    return local, rows
+
+
+def test_the_work_follows_the_number_of_globals_not_their_places():
+    tiles = 4096 // 128
+    window = 3 * tiles - 2
+    none = visits_of([])
+    assert none == (window, 0)
+    assert visits_of([0])[1] == tiles
+    first, scattered = visits_of(np.arange(40)), visits_of(np.arange(40) * 100 + 7)
+    assert first[1] == scattered[1] == tiles
+    for local, _ in (first, scattered):
+        assert none[0] <= local <= none[0] + 3 * tiles
+    many = visits_of(np.arange(0, 4096, 8))  # 512 global tokens, 4 tiles of them
+    assert many[1] == 4 * tiles
+    assert none[0] <= many[0] <= none[0] + 6 * tiles
+
+
+def test_sorting_tokens_does_not_change_what_dropout_drops():
+    x, kinds = arrays(T=9), some_kinds(T=9, padding=0.1, globals=0.4)
+    options = dict(dropout_rate=0.3, dropout_key=jax.random.key(1))
+    mask = ls.longformer(2, token_kinds=kinds)
+    got = ls.longformer_attention(*x[:3], *x[:3], window=2, token_kinds=kinds, **options)
+    assert_close(got, ls.attention(*x[:3], mask=mask, **options))
+
+
+def test_no_tokens_at_all_work(engine):
+    x = arrays(T=0)
+    out = ls.longformer_attention(*x, window=2, token_kinds=np.zeros((B, 0), np.int32), engine=engine)
+    assert out.shape == (B, 0, N, H)
+
+
+def test_rows_may_be_mapped_over(engine):
+    x, kinds = arrays(), some_kinds()
+    run = lambda kinds, *x: ls.longformer_attention(  # noqa: E731
+        *(a[None] for a in x), window=3, token_kinds=kinds[None], engine=engine
+    )[0]
+    assert_close(jax.vmap(run)(jnp.asarray(kinds), *x), plain.longformer(*x, 3, kinds))
