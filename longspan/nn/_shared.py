@@ -113,7 +113,7 @@ def attention_fn(mask: Mask | MaskInfo | None = None, *, engine: str = "auto", *
         query, key, value = promote_dtype(query, key, value, dtype=dtype)
         batch = query.shape[:-3]
         drop = 0.0 if deterministic else float(dropout_rate)
-        out = attention(
+        out: Any = attention(
             *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
             bias=None if bias is None else _one_batch(bias, batch),
             dropout_rate=drop,
@@ -148,7 +148,7 @@ def _parts(mask):
     """A mask and all masks inside it; nothing of a MaskInfo, which knows its positions."""
     if isinstance(mask, Mask):
         yield mask
-        for part in (*getattr(mask, "masks", ()), *([mask.mask] if hasattr(mask, "mask") else [])):
+        for part in (*getattr(mask, "masks", ()), getattr(mask, "mask", None)):
             yield from _parts(part)
 
 
