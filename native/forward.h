@@ -60,41 +60,30 @@ struct ForwardTile {
     const int64_t head = tile.n / (p->N / p->K);
     const R *k, *v;
     cache.get(k, v, tile.b, head, s0, masker.kv.count, m.kind == kIsPartial, m.seen);
-    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
     const int64_t next = s0 + masker.kv.count;
     const bool ahead = next < next_end && !cache.has(next, int(next_end - next));
+    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
     for (int panel = 0; panel < panels; ++panel) {
-      const int first = m.first[panel], count = m.last[panel] - first;
-      // A tile with many panels asks for the next keys panel by panel; one with a single panel (decoding) is bound by
-      // memory and asks between the steps of its products.
-      const bool often = ahead && panels == 1 && count > 0;
-      const int steps = often ? (count + kMicroRows - 1) / kMicroRows + int(p->H + kMicroRows - 1) / kMicroRows : panels;
-      int step = often ? 0 : panel;
-      const auto ask = [&] {
-        if (ahead) prefetch_keys(*p, tile.b, head, next, next_end, step++, steps);
-      };
-      if (!often) ask();
-      if (count <= 0) continue;
-      alignas(64) R alpha[PANEL];
-      const int stride = often ? kMicroRows : kKeys;
-      for (int i = 0; i < count; i += stride) {
-        gemm<R, NV, false, kStore>(lesser(stride, count - i), p->H, k + (first + i) * width, width,
-                                   q + panel * p->H * PANEL, PANEL, s + i * PANEL, PANEL);
-        if (often) ask();
-      }
-      if (p->soft_cap != 0) soften(count);
-      if (p->has_bias) add_bias(panel, first, count);
-      if (m.exact[panel])
-        softmax<false>(panel, first, count, alpha);
-      else
-        softmax<true>(panel, first, count, alpha);
-      if (p->dropout.on) drop_some(panel, first, count);
-      for (int64_t h = 0, width_of = often ? kMicroRows : p->H; h < p->H; h += width_of) {
-        gemm<R, NV, true, kScaleAdd>(lesser(width_of, p->H - h), count, v + first * width + h, width, s, PANEL,
-                                     out + (panel * p->H + h) * PANEL, PANEL, alpha);
-        if (often) ask();
-      }
+      if (ahead) prefetch_keys(*p, tile.b, head, next, next_end, panel, panels);
+      attend(panel, k, width, v);
     }
+  }
+
+  // One panel's queries and the keys of the tile that it sees.
+  void attend(int panel, const R* k, int64_t k_width, const R* v) {
+    const TileMask<PANEL>& m = masker.mask;
+    const int first = m.first[panel], count = m.last[panel] - first;
+    if (count <= 0) return;
+    alignas(64) R alpha[PANEL];
+    gemm<R, NV, false, kStore>(count, p->H, k + first * k_width, k_width, q + panel * p->H * PANEL, PANEL, s, PANEL);
+    if (p->soft_cap != 0) soften(count);
+    if (p->has_bias) add_bias(panel, first, count);
+    if (m.exact[panel])
+      softmax<false>(panel, first, count, alpha);
+    else
+      softmax<true>(panel, first, count, alpha);
+    if (p->dropout.on) drop_some(panel, first, count);
+    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL, alpha);
   }
 
   void soften(int count) {
@@ -166,32 +155,142 @@ struct ForwardTile {
 // Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
 static inline int64_t keys_per_tile(const Problem& p) { return p.H <= 128 ? kKeys : kKeys / 2; }
 
+// Decoding: few queries, all keys, bound by memory. All kv heads of a run of rows are read together, in the order in
+// which they lie in memory; head by head every row would be another page and the time would go into page walks.
+template <class R, int NV>
+struct Stream {
+  ForwardTile<R, NV> work;
+  const Problem* p;
+  const Tiling* tiling;
+  int64_t rows;          // of a run
+  R *q, *out, *top, *sum;  // of every group of heads
+  R *k, *v;              // [K][rows][width]
+
+  void take(Arena& arena, const Problem& problem, const Tiling& t) {
+    constexpr int PANEL = ForwardTile<R, NV>::PANEL;
+    p = &problem;
+    tiling = &t;
+    work.take(arena, problem);
+    const int64_t row = problem.K * work.width * int64_t(sizeof(R)) * 2;
+    rows = greater<int64_t>(1, lesser<int64_t>(work.keys, (160 << 10) / row) / kMicroRows) * kMicroRows;
+    q = arena.take<R>(t.groups * problem.H * PANEL);
+    out = arena.take<R>(t.groups * problem.H * PANEL);
+    top = arena.take<R>(t.groups * kLanes);
+    sum = arena.take<R>(t.groups * kLanes);
+    k = arena.take<R>(problem.K * rows * work.width);
+    v = arena.take<R>(problem.K * rows * work.width);
+  }
+
+  void select(int64_t group) {
+    constexpr int PANEL = ForwardTile<R, NV>::PANEL;
+    work.q = q + group * p->H * PANEL;
+    work.out = out + group * p->H * PANEL;
+    work.top = top + group * kLanes;
+    work.sum = sum + group * kLanes;
+  }
+
+  void run(int64_t b, int64_t from, int64_t to, bool with_sink) {
+    QueryTile tile;
+    for (int64_t g = 0; g < tiling->groups; ++g) {
+      tiling->at(*p, b, g, 0, tile);
+      select(g);
+      work.begin(tile, with_sink);
+    }
+    tiling->at(*p, b, 0, 0, tile);
+    Walk walk(*p, tile);
+    for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);) {
+      hi = lesser(hi, to);
+      lo = greater(lo, from);
+      for (int count; lo < hi; lo += count) {
+        count = int(lesser(rows - lo % rows, hi - lo));
+        visit_keys(b, lo, count, hi, kv_tile, visit);
+      }
+    }
+  }
+
+  void visit_keys(int64_t b, int64_t s0, int count, int64_t end, int64_t kv_tile, int64_t visit) {
+    QueryTile tile;
+    tiling->at(*p, b, 0, 0, tile);
+    work.masker.begin(tile);
+    if (!p->has_bias && !work.masker.read(s0, count, kv_tile, visit)) return;
+    // Keys are used once, in order, so they may stay where they are; unless some row must be hidden or converted.
+    const bool in_place = !p->has_bias && work.masker.mask.kind == kIsFull && p->type == (sizeof(R) == 4 ? F32 : F64);
+    const bool finite = read_all(b, s0, count, in_place);
+    for (int64_t g = 0; g < tiling->groups; ++g) {
+      ask(b, s0 + count, lesser(end, s0 + count + rows), g);
+      tiling->at(*p, b, g, 0, tile);
+      select(g);
+      if (p->dropout.on) work.drop.begin(*p, tile, work.masker.q);
+      if (p->has_bias) {
+        work.masker.begin(tile);
+        if (!work.masker.read(s0, count, kv_tile, visit)) continue;
+      }
+      const int64_t head = g * p->K / tiling->groups;
+      const R *keys = k + head * rows * work.width, *values = v + head * rows * work.width;
+      if (!finite && work.masker.mask.kind == kIsPartial) {
+        work.cache.clear();
+        work.cache.get(keys, values, b, head, s0, count, true, work.masker.mask.seen);
+      }
+      if (in_place)
+        work.attend(0, static_cast<const R*>(p->k) + ((b * p->S + s0) * p->K + head) * p->H, p->K * p->H, values);
+      else
+        work.attend(0, keys, work.width, values);
+    }
+  }
+
+  bool read_all(int64_t b, int64_t s0, int count, bool in_place) {
+    bool finite = true;
+    for (int s = 0; s < count; ++s) {
+      for (int64_t head = 0; head < p->K && !in_place; ++head)
+        finite &= copy_keys(k + (head * rows + s) * work.width, work.width, *p, p->k, b, head, s0 + s, 1, nullptr);
+      for (int64_t head = 0; head < p->K; ++head)
+        finite &= copy_keys(v + (head * rows + s) * work.width, work.width, *p, p->v, b, head, s0 + s, 1, nullptr);
+    }
+    return finite;
+  }
+
+  // Asks for the share of group `g` of the rows [s0, end), so that memory works while the products are computed.
+  void ask(int64_t b, int64_t s0, int64_t end, int64_t g) {
+    const int64_t size = p->type == F64 ? 8 : p->type == F32 ? 4 : 2, bytes = p->K * p->H * size;
+    const int64_t lines = greater<int64_t>(0, end - s0) * bytes / 64;
+    const int64_t at = (b * p->S + s0) * bytes;
+    for (int64_t i = lines * g / tiling->groups; i < lines * (g + 1) / tiling->groups; ++i) {
+      __builtin_prefetch(static_cast<const char*>(p->k) + at + i * 64, 0, 2);
+      __builtin_prefetch(static_cast<const char*>(p->v) + at + i * 64, 0, 2);
+    }
+  }
+};
+
 template <class R, int NV>
 struct ForwardJob {
   const Problem* p;
   const Forward* f;
   Tiling tiling;
   int64_t splits, run_length;  // pieces of S; tiles along T that one task takes
+  bool streams;                // decoding: see Stream
   R* partial;                  // splits > 1: [tile][split][H + 2][lanes]
   int64_t lanes;               // of a partial result
 
   ForwardJob(const Problem& problem, const Forward& forward) : p(&problem), f(&forward), tiling(problem) {
     const int64_t tiles = p->B * tiling.groups * tiling.per_head;
+    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits && tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
     splits = tiles < 16 ? greater<int64_t>(1, lesser<int64_t>(16, p->S / 1024)) : 1;
+    if (streams) splits = greater<int64_t>(1, lesser<int64_t>(p->S / 1024, 32 / p->B));
     run_length = greater<int64_t>(1, lesser<int64_t>(8, tiles / 128));
     partial = nullptr;
     lanes = tiling.heads * tiling.rows_per_tile;
   }
   int64_t runs() const { return (tiling.per_head + run_length - 1) / run_length; }
-  int64_t tasks() const { return p->B * tiling.groups * runs() * splits; }
+  int64_t tasks() const { return p->B * splits * (streams ? 1 : tiling.groups * runs()); }
   R* part(int64_t tile, int64_t split) const { return partial + (tile * splits + split) * (p->H + 2) * lanes; }
 
   static void task(void* self, int64_t i, void* scratch) { static_cast<ForwardJob*>(self)->compute(i, scratch); }
   static void merge_task(void* self, int64_t i, void* scratch) { static_cast<ForwardJob*>(self)->merge(i, scratch); }
 
   void compute(int64_t i, void* scratch) {
-    ForwardTile<R, NV> work;
     Arena arena = {static_cast<char*>(scratch)};
+    if (streams) return compute_stream(i, arena);
+    ForwardTile<R, NV> work;
     work.take(arena, *p);
     work.cache.clear();
     const int64_t split = i % splits, run = i / splits % runs(), g = i / splits / runs() % tiling.groups;
@@ -204,6 +303,22 @@ struct ForwardJob {
         work.finish(tile, *f);
       else
         save(work, tile, part((b * tiling.groups + g) * tiling.per_head + j, split));
+    }
+  }
+
+  void compute_stream(int64_t i, Arena& arena) {
+    Stream<R, NV> stream;
+    stream.take(arena, *p, tiling);
+    const int64_t split = i % splits, b = i / splits;
+    stream.run(b, p->S * split / splits, p->S * (split + 1) / splits, split == 0);
+    for (int64_t g = 0; g < tiling.groups; ++g) {
+      QueryTile tile;
+      tiling.at(*p, b, g, 0, tile);
+      stream.select(g);
+      if (splits == 1)
+        stream.work.finish(tile, *f);
+      else
+        save(stream.work, tile, part(b * tiling.groups + g, split));
     }
   }
 
@@ -246,8 +361,11 @@ struct ForwardJob {
 
   bool run(Runner& runner) {
     Arena arena = {nullptr};
-    ForwardTile<R, NV> measure;
-    measure.take(arena, *p);
+    Stream<R, NV> measure;
+    if (streams)
+      measure.take(arena, *p, tiling);
+    else
+      measure.work.take(arena, *p);
     if (splits > 1) {
       partial = static_cast<R*>(malloc(sizeof(R) * size_t(p->B * tiling.groups * tiling.per_head * splits * (p->H + 2) * lanes)));
       if (!partial) return false;

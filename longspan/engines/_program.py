@@ -207,7 +207,7 @@ def _bits(out: Program, mask: Mask):
         tiles = _visited(layout, b, n, i, most)
         at = dict(batch=b.reshape(1, 1, 1, 1), head=n.reshape(1, 1, 1, 1))
         q_slots = q.at(**at).slots(i * layout.q_tile, layout.q_tile)
-        index = tiles[:, None] * layout.kv_tile + jnp.arange(layout.kv_tile, dtype=np.int32)
+        index = tiles[:, None] * layout.kv_tile + jnp.arange(layout.kv_tile, dtype=np.int32)[None]
         kv_slots = kv.at(**at).slots(0, 1)
         kv_slots = type(kv_slots)(kv_slots.side, index.reshape(1, 1, 1, -1))
         truth = jnp.broadcast_to(mask.allowed(q_slots, kv_slots), (1, 1, layout.q_tile, index.size))
@@ -222,7 +222,7 @@ def _visited(layout: BlockLayout, b, n, i, most: int):
     """The tiles that one row visits, in the kernel's order; what follows the last one is not read."""
     starts, stops = layout.starts[b, n, i], layout.stops[b, n, i]
     widths = jnp.maximum(stops - starts, 0)
-    ends = jnp.cumsum(widths)
+    ends = jnp.cumsum(widths, dtype=np.int32)
     entry = jnp.arange(most, dtype=np.int32)
     which = jnp.searchsorted(ends, entry, side="right")
     which = jnp.clip(which, 0, max(starts.size - 1, 0))
@@ -230,10 +230,10 @@ def _visited(layout: BlockLayout, b, n, i, most: int):
     if layout.common is None:
         return tiles
     listed, count = layout.common[b, n], layout.common_count[b, n]
-    inside = jnp.any((starts[:, None] <= listed) & (listed < stops[:, None]), axis=0)
-    free = ~inside & (jnp.arange(listed.size) < count)
+    inside = jnp.any((starts[:, None] <= listed[None]) & (listed[None] < stops[:, None]), axis=0)
+    free = ~inside & (jnp.arange(listed.size, dtype=np.int32) < count)
     listed = listed[jnp.argsort(~free, stable=True)]
-    total = ends[-1] if starts.size else 0
+    total = ends[-1] if starts.size else np.int32(0)
     return jnp.where(entry < total, tiles, listed[jnp.clip(entry - total, 0, listed.size - 1)]).astype(np.int32)
 
 

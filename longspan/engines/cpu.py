@@ -198,7 +198,7 @@ def _gradients(plan: Plan, floats, operands, out, lse, cotangents):
         dbias = dbias.astype(bias.dtype)
     if sinks is not None:
         # A row that sees nothing, neither key nor sink, has lse = -inf.
-        weight = jnp.where(jnp.isfinite(lse), jnp.exp(sinks - lse), 0)
+        weight = jnp.where(jnp.isfinite(lse), jnp.exp(sinks.reshape(1, 1, -1) - lse), 0)
         dsinks = -jnp.sum(weight * delta, axis=(0, 1))
     return dq, dk, dv, dbias, dsinks
 
