@@ -37,7 +37,7 @@ def make_documents(key, batch: int, length: int, paragraph: int):
     return ids.at[:, 0].set(FIRST).at[:, -1].set(LAST), 2 * which[0] + which[1]
 
 
-def make_model(checkpoint: str | None, length: int, window: int, seed: int) -> models.SequenceClassifier:
+def make_model(checkpoint: str | None, length: int, window: int, seed: int) -> models.Encoder | models.Model:
     rngs = nnx.Rngs(seed)
     if checkpoint is not None:
         model = hf.load(checkpoint, task="sequence_classification", num_labels=4, rngs=rngs)

@@ -75,7 +75,7 @@ def _values(model, config: LongformerConfig) -> dict:
     values = dict(flat)
     for path, value in flat.items():
         if path[-3:-1] in {("attention", name) for name in ("query", "key", "value")}:
-            values[(*path[:-2], path[-2] + "_global", path[-1])] = value
+            values[(*path[:-2], f"{path[-2]}_global", path[-1])] = value
     table = (*body, "embeddings", "position", "embedding")
     values[table] = _tile(flat[table], model.config.first_position, config)
     if isinstance(model, SequenceClassifier) and model.config.model_type == "bert":

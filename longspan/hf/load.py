@@ -7,6 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def load(
     return model
 
 
-def _fill(model: nnx.Module, tensors: "_Tensors", where: Path, dtype, *, new_head: bool) -> None:
+def _fill(model: Any, tensors: "_Tensors", where: Path, dtype, *, new_head: bool) -> None:
     report, wanted = _Report(where), list(parameters(model))
     headless = all(tensors.find(p.name, p.in_head) is None for p in wanted if p.in_head)
     sources: dict[tuple, list[tuple[str, bool]]] = {}
@@ -120,7 +121,7 @@ class _Report:
     misshapen: list[str] = field(default_factory=list)
     ignored: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in _IGNORED})
 
-    def sort_out_unread(self, names: set[str], model: nnx.Module) -> None:
+    def sort_out_unread(self, names: set[str], model: Any) -> None:
         own = head_prefixes(model)
         tied = ("cls.predictions.decoder.", "lm_head.decoder.", "cls.predictions.bias", "lm_head.bias")
         for name in sorted(names):
@@ -170,7 +171,7 @@ _IGNORED = {
 class _Tensors:
     """The tensors of all safetensors files of a checkpoint, read one at a time."""
 
-    where: dict[str, object]  # name -> the open file that holds it
+    where: dict[str, Any]  # name -> the open file that holds it
     old_names: dict[str, str]  # name -> the name in the file
 
     @classmethod
@@ -213,7 +214,7 @@ class _Tensors:
         return jnp.dtype(jnp.float32 if found is None else self.read(found).dtype)
 
 
-def _fitting_model(kind, config: BertConfig, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> nnx.Module:
+def _fitting_model(kind, config: BertConfig, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> Any:
     """A model without values, with a pooler if the file has one that Hugging Face's model of this kind keeps."""
     pooled = kind is Encoder or (isinstance(config, BigBirdConfig) and kind is not TASKS["ForQuestionAnswering"])
     stored = any(tensors.find(n, in_head=False) for n in ("pooler.dense.weight", "pooler.weight"))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -67,7 +67,7 @@ class Parameter(NamedTuple):
     transposed: bool  # torch keeps a linear layer's weight as [outputs, inputs]
 
 
-def parameters(model: nnx.Module) -> Iterator[Parameter]:
+def parameters(model: Any) -> Iterator[Parameter]:
     """All tensors that a file of this model has, layer by layer."""
     family, task = model.config.model_type, type(model)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -84,12 +84,12 @@ def parameters(model: nnx.Module) -> Iterator[Parameter]:
             yield Parameter(name, path, layer, shape[::-1] if transposed else shape, in_head, transposed)
 
 
-def prefix(model: nnx.Module) -> str:
+def prefix(model: Any) -> str:
     """What the encoder's names begin with in a file of this model."""
     return "" if type(model) is Encoder else PREFIX[model.config.model_type]
 
 
-def head_prefixes(model: nnx.Module) -> tuple[str, ...]:
+def head_prefixes(model: Any) -> tuple[str, ...]:
     """What the names of this model's own head begin with."""
     return tuple({p.name.partition(".")[0] + "." for p in parameters(model) if p.in_head})
 

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,7 +51,7 @@ def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
     (where / INDEX).unlink(missing_ok=True)
 
 
-def tensors_of(model: nnx.Module) -> dict[str, np.ndarray]:
+def tensors_of(model: Any) -> dict[str, np.ndarray]:
     """A model's parameters under Hugging Face's names, laid out as torch does."""
     state = {path: jax.device_get(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     tensors = {}

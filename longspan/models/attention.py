@@ -2,14 +2,14 @@
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from longspan._types import Array
 from longspan.attention import attention
 from longspan.masks import Full, Global, Segments, Window
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig
@@ -26,8 +26,9 @@ FEW = 8
 class Tokens:
     """What the layers of one call know about the tokens."""
 
-    valid: Bool[Array, "B T"] | None = None  # None: no padding
-    is_global: Bool[Array, "B T"] | None = None  # None: Longformer without global tokens
+    # Not shapes for the checker: JAX rebuilds the object with placeholders.
+    valid: Any = None  # bool [B, T]; None: no padding
+    is_global: Any = None  # bool [B, T]; None: a Longformer without global tokens
     full: bool = field(default=False, metadata=dict(static=True))  # BigBird: this call attends to everything
 
 
@@ -36,15 +37,17 @@ class Tokens:
 class Site:
     """What tells a layer's attention from the next one's."""
 
-    random_blocks: Int[Array, "*L N rows r"] | None = None
+    random_blocks: Any = None  # int [N, rows, r]
     window: int | None = field(default=None, metadata=dict(static=True))
 
 
 class FullAttention(nnx.Module):
     """Every token sees every token that is not padding."""
 
+    config: Any  # of the family: subclasses read more of it than a BERT has
+
     def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         size, use_bias = config.hidden_size, getattr(config, "use_bias", True)
         self.config = config
         self.query = linear(config, size, size, use_bias=use_bias, **kinds)
@@ -55,7 +58,7 @@ class FullAttention(nnx.Module):
         q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
         return self.attend(x, q, k, v, tokens, site, self.dropout(dropout_key)).reshape(x.shape)
 
-    def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict):
+    def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict) -> Any:
         mask = None if tokens.valid is None else Global(kv_flags=tokens.valid, rows=False)
         return attention(q, k, v, mask=mask, **dropout)
 
@@ -71,7 +74,7 @@ class LongformerAttention(FullAttention):
     """A window around every token, and global tokens that see and are seen by all, with their own projections."""
 
     def __init__(self, config: LongformerConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, **kinds)
         self.query_global = linear(config, config.hidden_size, config.hidden_size, **kinds)
         self.key_global = linear(config, config.hidden_size, config.hidden_size, **kinds)
@@ -123,7 +126,8 @@ class LongformerAttention(FullAttention):
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         read = jnp.einsum("bgnt,btd->bgnd", weights, x)
         rows = jnp.einsum("bgnd,dnh->bgnh", read, value).reshape(B, G, D)
-        rows = rows + self.value_global.bias[...].astype(x.dtype)[None, None]
+        bias: Any = self.value_global.bias
+        rows = rows + bias[...].astype(x.dtype)[None, None]
         target = jnp.where(there, place, T)
         return jnp.zeros_like(x).at[jnp.arange(B)[:, None], target].set(rows, mode="drop")
 

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
-from longspan._types import Array
 from longspan.models.config import BertConfig
 
 

@@ -4,14 +4,15 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from longspan._checks import check_choice
-from longspan._types import Array
+from longspan._types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.attention import ATTENTION, Site, Tokens, random_blocks
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
@@ -42,19 +43,19 @@ class Encoder(nnx.Module):
         self, config: BertConfig, *, pooler: bool = True, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
         self.config, self.dtype = config, jnp.dtype(dtype)
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embeddings = Embeddings(config, **kinds)
         self.layers = _stack(config, dtype, param_dtype, rngs)
         self.pooler = linear(config, config.hidden_size, config.hidden_size, **kinds) if pooler else nnx.data(None)
 
     def __call__(
         self,
-        input_ids: Int[Array, "B T"] | None = None,
-        attention_mask: Shaped[Array, "B T"] | None = None,
-        token_type_ids: Int[Array, "B T"] | None = None,
-        global_attention_mask: Shaped[Array, "B T"] | None = None,
-        position_ids: Int[Array, "B_or_1 T"] | None = None,
-        inputs_embeds: Float[Array, "B T D"] | None = None,
+        input_ids: Int[AnyArray, "B T"] | None = None,
+        attention_mask: Shaped[AnyArray, "B T"] | None = None,
+        token_type_ids: Int[AnyArray, "B T"] | None = None,
+        global_attention_mask: Shaped[AnyArray, "B T"] | None = None,
+        position_ids: Int[AnyArray, "B_or_1 T"] | None = None,
+        inputs_embeds: Float[AnyArray, "B T D"] | None = None,
         deterministic: bool = True,
         *,
         attention_type: str | None = None,
@@ -107,7 +108,7 @@ class Embeddings(nnx.Module):
     """Word + position + token type, normalised."""
 
     def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
         self.word = embed(config, config.vocab_size, **kinds)
         self.position = embed(config, config.max_position_embeddings, **kinds)
@@ -137,7 +138,7 @@ class Layer(nnx.Module):
     """Self-attention and a feed-forward network, each added to its input and normalised afterwards."""
 
     def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
         self.attention = ATTENTION[config.model_type](config, **kinds)
         self.out = linear(config, config.hidden_size, config.hidden_size, **kinds)
@@ -155,7 +156,7 @@ class FeedForward(nnx.Module):
     """norm(down(act(up(x))) + residual)."""
 
     def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
         self.up = linear(config, config.hidden_size, config.intermediate_size, **kinds)
         self.down = linear(config, config.intermediate_size, config.hidden_size, **kinds)

@@ -1,13 +1,14 @@
 """Encoders with a head: masked LM, sequence and token classification, question answering."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int, Shaped
 
-from longspan._types import Array
+from longspan._types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
 from longspan.models.dense import LayerNorm, dropout, linear
@@ -24,18 +25,20 @@ class Model(nnx.Module):
         True
     """
 
+    config: Any  # of the family: BigBird's and Longformer's have more than BERT's
+
     def __init__(self, config: BertConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.encoder = Encoder(config, pooler=pooler, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
         self,
-        input_ids: Int[Array, "B T"] | None = None,
-        attention_mask: Shaped[Array, "B T"] | None = None,
-        token_type_ids: Int[Array, "B T"] | None = None,
-        global_attention_mask: Shaped[Array, "B T"] | None = None,
-        position_ids: Int[Array, "B_or_1 T"] | None = None,
-        inputs_embeds: Float[Array, "B T D"] | None = None,
+        input_ids: Int[AnyArray, "B T"] | None = None,
+        attention_mask: Shaped[AnyArray, "B T"] | None = None,
+        token_type_ids: Int[AnyArray, "B T"] | None = None,
+        global_attention_mask: Shaped[AnyArray, "B T"] | None = None,
+        position_ids: Int[AnyArray, "B_or_1 T"] | None = None,
+        inputs_embeds: Float[AnyArray, "B T D"] | None = None,
         deterministic: bool = True,
         *,
         attention_type: str | None = None,
@@ -44,7 +47,7 @@ class Model(nnx.Module):
     ) -> Output:
         """See `Encoder`. The output has the encoder's fields and the head's."""
         check_inputs(self.config, input_ids, inputs_embeds, position_ids)
-        given = input_ids if inputs_embeds is None else inputs_embeds
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
         if global_attention_mask is None and isinstance(self.config, LongformerConfig):
             global_attention_mask = self.default_globals(input_ids, given.shape[:2])
         if token_type_ids is None:
@@ -90,7 +93,7 @@ class MaskedLM(Model):
     def __init__(
         self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
         self.dense = linear(config, config.hidden_size, config.hidden_size, **kinds)
         self.norm = LayerNorm(config, **kinds)
@@ -128,7 +131,7 @@ class SequenceClassifier(Model):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         # BERT's head reads the pooler's output; the others bring a layer of their own.
         reads_pooler = config.model_type == "bert"
         super().__init__(config, pooler=reads_pooler or bool(pooler), **kinds)
@@ -161,7 +164,7 @@ class TokenClassifier(Model):
     def __init__(
         self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
         self.classifier = linear(config, config.hidden_size, config.num_labels, **kinds)
 
@@ -187,7 +190,7 @@ class QuestionAnswering(Model):
     def __init__(
         self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
         self.feed_forward = FeedForward(config, **kinds) if isinstance(config, BigBirdConfig) else nnx.data(None)
         self.outputs = linear(config, config.hidden_size, 2, **kinds)

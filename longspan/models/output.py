@@ -1,11 +1,9 @@
 """What a model returns."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-from jaxtyping import Float
-
-from longspan._types import Array
 
 
 @jax.tree_util.register_dataclass
@@ -22,8 +20,9 @@ class Output:
         ((1, 5, 2), (1, 5, 6), None)
     """
 
-    last_hidden_state: Float[Array, "B T D"]
-    pooler_output: Float[Array, "B D"] | None = None
-    logits: Float[Array, "..."] | None = None
-    start_logits: Float[Array, "B T"] | None = None
-    end_logits: Float[Array, "B T"] | None = None
+    # Not shapes for the checker: JAX rebuilds the object with placeholders.
+    last_hidden_state: Any  # [B, T, hidden_size]
+    pooler_output: Any = None  # [B, hidden_size]
+    logits: Any = None  # [B, num_labels], [B, T, num_labels] or [B, T, vocab_size]
+    start_logits: Any = None  # [B, T]
+    end_logits: Any = None  # [B, T]
