@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from benchmarks import cases, cpu, measure, planning, xla
+from benchmarks import cpu, measure, planning, xla
 
 GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "planning": planning.main,

@@ -39,9 +39,15 @@ WINDOW_16K = Case("window ±256, 16k", square(16384), window)
 WINDOW_16K_BOTH = Case("window ±256, 16k, both passes", square(16384), window, backward=True)
 CAUSAL_2K = Case("causal, 2k", square(2048), ls.Causal)
 CAUSAL_4K = Case("causal, 4k", square(4096), ls.Causal)
-PACKED_32K = Case("packed causal documents of 1k, 32k", square(32768), lambda: ls.Causal() & ls.Segments(documents(32768, 1024)))
+PACKED_32K = Case(
+    "packed causal documents of 1k, 32k", square(32768), lambda: ls.Causal() & ls.Segments(documents(32768, 1024))
+)
 GROWTH = [Case(f"window ±256, {n}k, both passes", square(n * 1024, 2), window, backward=True) for n in (16, 64, 256)]
 SHORTER = [
-    Case(f"packed causal documents of {mean}, 16k", square(16384), lambda mean=mean: ls.Causal() & ls.Segments(documents(16384, mean)))
+    Case(
+        f"packed causal documents of {mean}, 16k",
+        square(16384),
+        lambda mean=mean: ls.Causal() & ls.Segments(documents(16384, mean)),
+    )
     for mean in (8192, 2048, 512)
 ]

@@ -37,7 +37,12 @@ def speed() -> list[list[str]]:
             )
         times = alternate(contestants)
         rows.append(
-            [case.name, f"{1e3 * np.median(times['ours']):.1f}", f"{of_peak(times, 'ours', useful_flops(case)):.3f}", _against(times)]
+            [
+                case.name,
+                f"{1e3 * np.median(times['ours']):.1f}",
+                f"{of_peak(times, 'ours', useful_flops(case)):.3f}",
+                _against(times),
+            ]
         )
     return [*rows, _big_bird(hf), _decode()]
 
@@ -76,7 +81,12 @@ def _decode() -> list[str]:
     times = alternate({"copy": lambda: np.copyto(target, source), "ours": lambda: run(q, k, v)}, rounds=15)
     read, copied = k.nbytes + v.nbytes, 2 * source.nbytes
     share = np.median([(read / t) / (copied / c) for t, c in zip(times["ours"], times["copy"], strict=True)])
-    return ["decode, 32/8 heads of 128, 32k", f"{1e3 * np.median(times['ours']):.2f}", "", f"{share:.2f} of memory bandwidth"]
+    return [
+        "decode, 32/8 heads of 128, 32k",
+        f"{1e3 * np.median(times['ours']):.2f}",
+        "",
+        f"{share:.2f} of memory bandwidth",
+    ]
 
 
 def long() -> list[list[str]]:

@@ -23,7 +23,13 @@ def machine() -> dict[str, str | int]:
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as info:
             model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), model)
-    return dict(cpu=model, cores=os.cpu_count() or 1, jax=jax.__version__, longspan=ls.__version__, python=platform.python_version())
+    return dict(
+        cpu=model,
+        cores=os.cpu_count() or 1,
+        jax=jax.__version__,
+        longspan=ls.__version__,
+        python=platform.python_version(),
+    )
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -91,7 +91,11 @@ def hf_big_bird(shape: Shape, block: int, r: int):
 
     size = shape.N * shape.H
     config = BigBirdConfig(
-        hidden_size=size, num_attention_heads=shape.N, block_size=block, num_random_blocks=r, max_position_embeddings=shape.T
+        hidden_size=size,
+        num_attention_heads=shape.N,
+        block_size=block,
+        num_random_blocks=r,
+        max_position_embeddings=shape.T,
     )
     module = BigBirdBlockSparseAttention(config, seed=0).train()
     hidden = torch.randn(shape.B, shape.T, size)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 
 def check_number(mask: Any, name: str) -> None:
@@ -51,7 +52,8 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
 
 def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = False) -> None:
     """An array of a mask: of ints or bools, with the axes named."""
-    value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
+    value: Any = getattr(mask, name)
+    label = f"{type(mask).__name__}.{name}"
     if value is None and optional:
         return
     if not _is_array(value):
@@ -77,8 +79,8 @@ def check_indices(mask: Any, name: str) -> None:
     value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{label} must be a tuple of Python ints, got a JAX array. Global tokens that are data go into `q_flags` and "
-            "`kv_flags`."
+            f"{label} must be a tuple of Python ints, got a JAX array. "
+            "Global tokens that are data go into `q_flags` and `kv_flags`."
         )
     try:
         indices = tuple(operator.index(i) for i in (value if np.iterable(value) else (value,)))
@@ -254,7 +256,7 @@ def check_soft_cap(soft_cap: Any) -> None:
 def check_scale(scale: Any) -> None:
     if scale is None or (isinstance(scale, int | float) and not isinstance(scale, bool)):
         return
-    if not hasattr(scale, "shape") or scale.shape != () or scale.dtype.name not in FLOATS:
+    if not _is_array(scale) or scale.shape != () or scale.dtype.name not in FLOATS:
         raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
 
 
@@ -353,7 +355,7 @@ def check_token_mask(name: str, mask: Any, batch: int, length: int) -> None:
 
 def check_zero_one(name: str, mask: Any) -> None:
     """A mask of floats is 0 or 1, not added to scores, as far as that can be known here."""
-    if mask.dtype.name not in FLOATS or isinstance(mask, jax.core.Tracer | jax.ShapeDtypeStruct):
+    if mask.dtype.name not in FLOATS or isinstance(mask, Tracer | jax.ShapeDtypeStruct):
         return
     values = np.asarray(mask).astype(np.float32)
     if not ((values == 0) | (values == 1)).all():
@@ -380,7 +382,7 @@ def check_window(window: Any) -> None:
 def check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int, ...]:
     """Longformer's dilation: an int >= 1, or one a head; a tuple or an int."""
     wanted = "an int >= 1, or a sequence of them, one a head"
-    if isinstance(dilation, jax.core.Tracer):
+    if isinstance(dilation, Tracer):
         raise TypeError(f"`dilation` must be {wanted}, got a traced array. It is static: pass Python ints.")
     try:
         values = tuple(operator.index(d) for d in (dilation if np.ndim(dilation) else (dilation,)))

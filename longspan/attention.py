@@ -9,6 +9,7 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from longspan._checks import (
@@ -29,7 +30,7 @@ from longspan.engines import cpu, reference, xla
 from longspan.engines._request import Request
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
-from longspan.masks import Custom, Dense, Full, Mask
+from longspan.masks import Custom, Dense, Full, Mask, Not
 
 # In the order in which "auto" tries them.
 ENGINES: dict[str, ModuleType] = {"cpu": cpu, "xla": xla, "reference": reference}
@@ -124,9 +125,7 @@ def _run(q, k, v, mask, layout, positions, bias, sinks, dropout_key, *, engine, 
             xp=jnp,
         )
     dropout = None if dropout_key is None else make_dropout(dropout_key, dropout_rate, B, N)
-    return ENGINES[engine].run(
-        q, k, v, layout, bias=bias, sinks=sinks, scale=scale, soft_cap=soft_cap, dropout=dropout
-    )
+    return ENGINES[engine].run(q, k, v, layout, bias=bias, sinks=sinks, scale=scale, soft_cap=soft_cap, dropout=dropout)
 
 
 @no_type_check
@@ -308,12 +307,13 @@ def _notes(request: Request, positions) -> tuple[str, ...]:
 def _parts(mask: Mask):
     """A mask and all masks inside it."""
     yield mask
-    for part in (*getattr(mask, "masks", ()), *([mask.mask] if hasattr(mask, "mask") else [])):
+    inside = (mask.mask,) if isinstance(mask, Not) else getattr(mask, "masks", ())
+    for part in inside:
         yield from _parts(part)
 
 
 def _is_abstract(x) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)
+    return isinstance(x, jax.ShapeDtypeStruct | Tracer)
 
 
 def _sizes(dims, q, sinks, bias, mask: Mask) -> dict[str, int]:
@@ -325,11 +325,11 @@ def _sizes(dims, q, sinks, bias, mask: Mask) -> dict[str, int]:
 
 
 def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, int | None]:
-    B, T, S, N, H = (dims[axis] for axis in "BTSNH")
+    B, N, H = (dims[axis] for axis in "BNH")
     if counts is None or layout is None:
         names = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")
         return dict.fromkeys(names)
-    q, kv = layout.sides(xp=np)
+    q, _ = layout.sides(xp=np)
     planes = np.array(list(layout.planes()))[-1] + 1
     apart = max(q.batch.size, planes[0]) * max(q.head.size, planes[1])
     copies = B * N // max(int(apart), 1)
@@ -358,5 +358,3 @@ def _short(amount: int | None, unit: str, step: int) -> str:
     while value >= step and len(letters) > 1:
         value, letters = value / step, letters[1:]
     return f"{value:.4g} {letters[0]}{unit}"
-
-

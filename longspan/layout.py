@@ -80,10 +80,9 @@ class BlockLayout:
             return self.forward
         xp = _namespace(self)
         q, kv = self.sides(xp=xp)
-        spans = self.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
-        spans = Spans(
-            *(a.swapaxes(2, 3) for a in spans[:2]), None if spans.common is None else spans.common.swapaxes(2, 3)
-        )
+        low, high, common = self.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
+        common = None if common is None else common.swapaxes(2, 3)
+        spans = Spans(low.swapaxes(2, 3), high.swapaxes(2, 3), common)
         rows = _rows(xp, spans, self.kv_tiles, self.q_tile, self.q_tiles)
         return replace(self, forward=self, **rows._asdict())
 
@@ -186,7 +185,7 @@ def plan(
     rows = _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
     return BlockLayout(
         mask,
-        *rows,
+        **rows._asdict(),
         q_positions=q.positions,
         kv_positions=kv.positions,
         forward=None,
@@ -202,7 +201,9 @@ def count(layout: BlockLayout) -> Counts:
     q, kv = layout.sides(xp=np)
     planes = list(layout.planes())
     totals = np.zeros(4, np.int64)
-    for batch, head in np.ndindex(*(max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(planes[-1], 1), strict=True))):
+    for batch, head in np.ndindex(
+        *(max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(planes[-1], 1), strict=True))
+    ):
         one = [np.full((1, 1, 1, 1), i, np.int32) for i in (batch, head)]
         sides = [s.at(batch=one[0], head=one[1]) for s in (q, kv)]
         for rows, tiles in layout.entries(batch, head):
@@ -284,5 +285,3 @@ def _running_max(xp: Namespace, array):
 def _namespace(tree: Any) -> Namespace:
     """NumPy if every array in the tree is NumPy's, else JAX."""
     return np if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)) else jnp
-
-

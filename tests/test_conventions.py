@@ -109,9 +109,7 @@ def test_dropout_keeps_the_mean_and_lse_and_never_drops_the_sink(engine):
     runs = []
     for seed in range(200):
         key = jax.random.key(seed)
-        dropped, same = ls.attention(
-            **arguments, dropout_rate=0.4, dropout_key=key, engine=engine, return_lse=True
-        )
+        dropped, same = ls.attention(**arguments, dropout_rate=0.4, dropout_key=key, engine=engine, return_lse=True)
         np.testing.assert_array_equal(same, lse)
         runs.append(dropped)
     spread = np.std(runs, axis=0) / np.sqrt(len(runs))
@@ -163,6 +161,4 @@ def test_a_layout_planned_once_gives_what_the_mask_gives(engine):
     mask = ls.Window(2, 1) | ls.Global((0,))
     wanted = supported(engine, q=Q, k=K, v=V, mask=mask)
     for layout in (mask.layout(5, 7, q_tile=2, kv_tile=3), jax.jit(lambda: mask.layout(5, 7, q_tile=3, kv_tile=1))()):
-        np.testing.assert_allclose(
-            ls.attention(Q, K, V, mask=layout, engine=engine), wanted, rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(ls.attention(Q, K, V, mask=layout, engine=engine), wanted, rtol=1e-5, atol=1e-6)

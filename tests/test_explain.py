@@ -31,7 +31,9 @@ def test_counts_are_those_of_the_dense_mask(mask):
     whole = np.broadcast_to(dense, (3, 2, 389, 389))
     assert report.useful_flops == 4 * 16 * np.count_nonzero(whole)
     edges = range(0, 389, 128)
-    tiles = [dense[b, n, i : i + 128, j : j + 128] for b, n in np.ndindex(*dense.shape[:2]) for i in edges for j in edges]
+    tiles = [
+        dense[b, n, i : i + 128, j : j + 128] for b, n in np.ndindex(*dense.shape[:2]) for i in edges for j in edges
+    ]
     assert report.tiles_total == len(tiles)
     assert report.tiles_empty == sum(not t.any() for t in tiles)
     assert report.tiles_full == sum(bool(t.all()) for t in tiles)

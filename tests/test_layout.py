@@ -82,7 +82,9 @@ def test_planning_is_traceable_and_new_ids_do_not_retrace():
 
     for seed in range(3):
         ids = np.sort(np.random.default_rng(seed).integers(0, 3, (1, 8)))
-        np.testing.assert_array_equal(starts(ids), (ls.Causal() & ls.Segments(ids)).layout(8, 8, q_tile=2, kv_tile=2).stops)
+        np.testing.assert_array_equal(
+            starts(ids), (ls.Causal() & ls.Segments(ids)).layout(8, 8, q_tile=2, kv_tile=2).stops
+        )
     assert len(traces) == 1
 
 

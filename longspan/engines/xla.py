@@ -17,7 +17,7 @@ from jax.custom_batching import sequential_vmap
 
 from longspan._types import Key, LogSumExp, Output, Query, statistics_dtype
 from longspan.dropout import Dropout, keep
-from longspan.engines._manual import varying_axes, vary
+from longspan.engines._manual import vary, varying_axes
 from longspan.engines._request import Request, without_pairs
 from longspan.layout import BlockLayout
 
@@ -110,12 +110,13 @@ def _attend(plan: Plan, floats, rest):
 
 
 def _attend_fwd(plan: Plan, floats, rest):
-    out, lse = _attend(plan, floats, rest)  # not `_forward`: an outer derivative must meet the rule below
-    return (out, lse), (floats, rest, out, lse)
+    result = _attend(plan, floats, rest)  # not `_forward`: an outer derivative must meet the rule below
+    return result, (floats, rest, result)
 
 
 def _attend_bwd(plan: Plan, residuals, cotangents):
-    return _no_second_derivative(plan, *residuals, cotangents), None
+    floats, rest, (out, lse) = residuals
+    return _no_second_derivative(plan, floats, rest, out, lse, cotangents), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -456,7 +456,7 @@ def _extents(mask: Mask, name: str, array, axes: str):
 
 
 def _occurrences(xp: Namespace, ids, others, valid):
-    """For each id [B, T], the first and the last slot of an equal, valid id among `others` [B, S]; else (FOREVER, -1)."""
+    """For each id [B, T], the first and last slot of an equal, valid id among `others` [B, S]; else (FOREVER, -1)."""
     rows = max(ids.shape[0], others.shape[0])
     ids = xp.broadcast_to(ids.astype(np.int32), (rows, ids.shape[1]))
     others = xp.broadcast_to(others.astype(np.int32), (rows, others.shape[1]))

@@ -397,7 +397,7 @@ def _rows(positions) -> int:
 
 def _flat(kind, *masks: Mask) -> tuple[Mask, ...]:
     """Nested ands (ors) as one tuple, so that grouping does not show."""
-    return tuple(part for m in masks for part in (m.masks if type(m) is kind else (m,)))
+    return tuple(part for m in masks for part in (getattr(m, "masks", ()) if type(m) is kind else (m,)))
 
 
 def _wrapped(mask: Mask, *kinds) -> str:

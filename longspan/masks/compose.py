@@ -50,11 +50,10 @@ class PerHead(Mask):
 
     def _select(self, side, of: Callable[[Mask], Any]):
         """Each head's own value, along the head axis."""
-        xp, value = side.xp, None
-        for mask, heads in self._groups():
-            mine = _is_one_of(side.head, heads)
-            other = of(mask)
-            value = other if value is None else xp.where(mine, other, value)
+        xp, ((first, _), *others) = side.xp, self._groups()
+        value = of(first)
+        for mask, heads in others:
+            value = xp.where(_is_one_of(side.head, heads), of(mask), value)
         return xp.broadcast_to(value, np.broadcast_shapes(value.shape, side.head.shape))
 
     def _spans(self, side, axis: int, of: Callable[[Mask], Spans]) -> Spans:

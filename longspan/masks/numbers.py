@@ -301,5 +301,3 @@ class Prefix(Mask):
 def _capped(distance):
     """A distance that stays small enough to be added to a position."""
     return max(-FAR, min(FAR, distance)) if isinstance(distance, int) else distance
-
-

@@ -7,7 +7,7 @@ JAX arrays (inside a program), and may stand for all rows and heads or for one o
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,7 @@ def run(xp: Namespace, array, start, size: int):
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
 
 
-def search_rows(xp: Namespace, sorted_rows, values, side: str):
+def search_rows(xp: Namespace, sorted_rows, values, side: Literal["left", "right"]):
     """`searchsorted` of rank-4 values, row by row of a batch."""
     rows = max(sorted_rows.shape[0], values.shape[0])
     sorted_rows = xp.broadcast_to(sorted_rows, (rows, sorted_rows.shape[1]))
