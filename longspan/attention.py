@@ -269,7 +269,11 @@ def _bind(q, k, v, mask, bias, soft_cap, scale, sinks, dropout_rate, dropout_key
         raise ValueError("A BlockLayout is planned for its positions. Pass positions to `mask.layout(...)` instead.")
     check_extents(mask, q_len=T, kv_len=S, batch=B, heads=N)
     request = Request(q, k, mask, layout, bias, sinks, float(dropout_rate), jax.default_backend())
-    return _Call(request, (positions[0], positions[1]), bias_shape)
+    return _Call(request, (_as_int32(positions[0]), _as_int32(positions[1])), bias_shape)
+
+
+def _as_int32(positions):
+    return positions if positions is None or _is_abstract(positions) else positions.astype(np.int32)
 
 
 def _resolve(mask, shape) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
