@@ -187,9 +187,11 @@ class _Tokens:
         return self._take(x, self.place)
 
     def _take(self, x, index):
+        def take(x, index):
+            return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+
         # What is in order already is not copied about.
-        taken = lambda x, index: jnp.take_along_axis(x, index[:, :, None, None], axis=1)  # noqa: E731
-        return jax.lax.cond(self.in_order, lambda x, index: x, taken, x, index)
+        return jax.lax.cond(self.in_order, lambda x, index: x, take, x, index)
 
 
 @jax.jit
@@ -222,8 +224,10 @@ def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, t
     counts, globals = tokens.locals_before, tokens.globals.reshape(-1, 1, 1, 1)
     first = jnp.arange(0, T, q_tile, dtype=np.int32).reshape(1, 1, -1, 1)
     last = jnp.minimum(first + q_tile, T)
-    reach = jnp.minimum(jnp.asarray(window, np.int32), T).reshape(-1, 1, 1, 1)
-    reach = reach * np.asarray(dilation, np.int32).reshape(1, -1, 1, 1)
+    step = np.minimum(dilation, max(T, 1)).astype(np.int32).reshape(1, -1, 1, 1)
+    window = min(window, T) if isinstance(window, int) else window
+    # As far as the window reaches, or a little past everything: never so far that it overflows.
+    reach = jnp.minimum(jnp.asarray(window, np.int32).reshape(-1, 1, 1, 1), T // step + 1) * step
 
     def before(position):
         """Local tokens before a position, [B, N or 1, query tiles, 1]."""
@@ -240,10 +244,8 @@ def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, t
         for pair in ((jnp.zeros_like(columns), start), (columns, jnp.maximum(start, stop)))
     )
     seen = near | Global(kv_flags=tokens.slot < tokens.globals, rows=False)
-    rows = Segments(
-        padding_ids(tokens.is_token & ~tokens.is_global),
-        padding_ids(tokens.slot < tokens.is_token.sum(1, keepdims=True)),
-    )
+    tokens_first = tokens.slot < tokens.is_token.sum(1, keepdims=True, dtype=np.int32)
+    rows = Segments(padding_ids(tokens.is_token & ~tokens.is_global), padding_ids(tokens_first))
     return BlockLayout(
         (seen & Causal() if causal else seen) & rows,
         starts,

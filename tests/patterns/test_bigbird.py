@@ -283,3 +283,11 @@ def test_traced_numbers_that_are_no_block_are_left_out(engine):
     third = slice(6, 8)  # block 3 is left with no random block
     assert_close(jnp.delete(with_strays, third, axis=1), np.delete(one, third, axis=1))
     assert_close(with_strays[:, third], none[:, third])
+
+
+def test_float64_is_exact_to_float64(engine):
+    with jax.enable_x64(True):
+        (q, k, v), blocks = arrays(2, 15, 2, 1, 3, jnp.float64), some_blocks(2, 5, 1)
+        got = ls.bigbird_attention(q, k, v, block_size=3, rand_attn=jnp.asarray(blocks), engine=engine)
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(got, plain.bigbird(q, k, v, 3, blocks), rtol=1e-12, atol=1e-12)

@@ -278,7 +278,24 @@ def test_no_tokens_at_all_work(engine):
 
 def test_rows_may_be_mapped_over(engine):
     x, kinds = arrays(), some_kinds()
-    run = lambda kinds, *x: ls.longformer_attention(  # noqa: E731
-        *(a[None] for a in x), window=3, token_kinds=kinds[None], engine=engine
-    )[0]
+
+    def run(kinds, *x):
+        x = (a[None] for a in x)
+        return ls.longformer_attention(*x, window=3, token_kinds=kinds[None], engine=engine)[0]
+
     assert_close(jax.vmap(run)(jnp.asarray(kinds), *x), plain.longformer(*x, 3, kinds))
+
+
+def test_float64_is_exact_to_float64(engine):
+    with jax.enable_x64(True):
+        x, kinds = arrays(dtype=jnp.float64), jnp.asarray(some_kinds())
+        got = ls.longformer_attention(*x, window=3, token_kinds=kinds, engine=engine)
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(got, plain.longformer(*x, 3, kinds), rtol=1e-12, atol=1e-12)
+
+
+def test_huge_windows_and_dilations_do_not_overflow(engine):
+    x, kinds = arrays(), some_kinds()
+    for window, dilation in [(2**40, 1), (2**30, 2**30), (2, 2**30)]:
+        got = ls.longformer_attention(*x, window=window, dilation=dilation, token_kinds=kinds, engine=engine)
+        assert_close(got, plain.longformer(*x, min(window, T), kinds, dilation))
