@@ -12,7 +12,15 @@ from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUE
 from longspan.maskinfo.checks import check_ids, check_offsets, check_rank, check_size, check_total
 from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks
 from longspan.maskinfo.naming import PADDING, from_offsets
-from longspan.masks import And, Dense, Full, KvLengths, Mask, Segments
+from longspan.masks import And, Band, Causal, Chunk, Dense, Full, KvLengths, Mask, Segments, TokenTypes, Window
+
+KINDS: dict[type, str] = {
+    Causal: "causal",
+    Window: "sliding_window",
+    Band: "sliding_window",
+    Chunk: "chunked",
+    TokenTypes: "token_type_ids",
+}
 
 
 class Constructors(Bound):
@@ -208,6 +216,7 @@ class Constructors(Bound):
         rule, q_ids, kv_ids = _lift_documents(mask, kv_len)
         static = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
         static["_has_documents"] = rule is not mask
+        static["_applied"] = _kinds(mask)
         ids = [
             jnp.broadcast_to(jnp.asarray(ids).astype(np.int32), (batch, length))
             for ids, length in ((q_ids, q_len), (kv_ids, kv_len))
@@ -291,6 +300,12 @@ def _dense(mask) -> tuple[Mask, Any, Any]:
     """A dense mask as a rule, and ids of the tokens that take part in it."""
     mask = mask[:, None] if mask.ndim == 3 else mask
     return Dense(mask), _padding_ids(mask.any(axis=(1, 3))), _padding_ids(mask.any(axis=(1, 2)))
+
+
+def _kinds(mask: Mask) -> tuple[str, ...]:
+    """The rules that a mask asks for with `&`, as `baked_in_masks` names them."""
+    parts = mask.masks if isinstance(mask, And) else (mask,)
+    return tuple(dict.fromkeys(KINDS[type(part)] for part in parts if type(part) in KINDS))
 
 
 def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:

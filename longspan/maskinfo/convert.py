@@ -204,6 +204,7 @@ def as_bool(mask: Any) -> Bool[Array, "..."]:
     return mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype)
 
 
+@jax.jit
 def _ids_of_rows(mask: Bool[Array, "rows columns"]) -> Int[Array, "rows"]:
     """Numbers equal rows alike. 32 columns at a time, so that memory stays near an eighth of the mask."""
     rows, columns = mask.shape

@@ -4,6 +4,7 @@ An id >= 0 names a token's document (or chunk, or type), a negative one is paddi
 it needs memory linear in the number of tokens, and static shapes, so it works under jit.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ def first_equal(keys: tuple[Any, ...]) -> Int[Array, "n"]:
     return jnp.zeros(n, np.int32).at[order].set(order[run])
 
 
+@jax.jit
 @jax.vmap
 def name_chunks(q_ids, kv_ids, q_chunks, kv_chunks):
     """Ids of the chunks: chunk + 1 in a row of one document, else one a (document, chunk), counted from 1."""
@@ -55,6 +57,7 @@ def name_chunks(q_ids, kv_ids, q_chunks, kv_chunks):
     return _split(jnp.where(ids >= 0, named, PADDING), q_ids.size)
 
 
+@jax.jit
 @jax.vmap
 def name_types(q_ids, kv_ids, q_types, kv_types):
     """Ids of token types: the type in a row of one document, else one a (document, type), counted from 1."""
@@ -74,6 +77,7 @@ def lengths(ids: Int[Array, "B L"]) -> Int[Array, "B"]:
     return jnp.sum(ids >= 0, axis=1, dtype=np.int32)
 
 
+@partial(jax.jit, static_argnums=1)
 def positions(ids: Int[Array, "B L"], padding: int) -> Int[Array, "B L"]:
     """Positions that restart wherever the id changes."""
     if not ids.shape[1]:
@@ -91,6 +95,7 @@ def from_offsets(offsets: Int[Array, "n"], length: int) -> Int[Array, "1 length"
     return jnp.where(slots < offsets[-1], ids, PADDING).reshape(1, -1)
 
 
+@partial(jax.jit, static_argnums=2)
 def sequences(q_ids: Int[Array, "B T"], kv_ids: Int[Array, "B S"], most: int) -> Sequences:
     """The sequences of all rows in order, both sides numbered alike, as offsets of `most` sequences.
 
@@ -110,11 +115,13 @@ def _row_sequences(q_ids, kv_ids):
     kv_first, kv_count = _find(kv_ids, kv_ids)
     in_q, _ = _find(kv_ids, q_ids)
     _, q_in_kv = _find(q_ids, kv_ids)
-    # In order of the queries. What only the keys have follows what comes before it among the keys.
+    # By id if ids ascend. Otherwise as the queries have them, and what only the keys have follows what comes before it
+    # among the keys.
+    ascend = _grows(q_ids) & _grows(kv_ids)
     only_kv = (kv_ids >= 0) & (in_q < 0)
     after = jax.lax.cummax(in_q) if kv_ids.size else in_q
     leads = jnp.concatenate([(q_ids >= 0) & (q_first == q_slots), only_kv & (kv_first == kv_slots)])
-    major = jnp.concatenate([q_slots, after])
+    major = jnp.where(ascend, jnp.concatenate([q_ids, kv_ids]), jnp.concatenate([q_slots, after]))
     minor = jnp.concatenate([q_slots * 0, kv_slots + 1])
     order = jnp.lexsort((minor, major, ~leads)).astype(np.int32)
     q_lengths = jnp.concatenate([q_count, kv_slots * 0])[order]

@@ -1,0 +1,51 @@
+"""A million tokens within tens of MB: built, cut for decoding, named, planned and sharded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import longspan as ls
+from longspan import MaskInfo
+
+T = 1_000_000
+MB = 1 << 20
+
+
+def build(mask):
+    return MaskInfo.from_attention_mask(mask).apply_causal().apply_sliding_window((511, 0))
+
+
+def megabytes(f, *args):
+    """What a compiled program holds besides its arguments: results and scratch memory."""
+    memory = jax.jit(f).lower(*args).compile().memory_analysis()
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / MB
+
+
+def test_a_million_tokens_are_built_cut_and_sharded_within_tens_of_megabytes():
+    info = build(np.arange(T).reshape(1, T) < 999_000)
+    assert info.shape == (1, T, T)
+    assert sum(x.nbytes for x in jax.tree.leaves(info)) <= 8 * T
+    step = info.apply_sliding_window((511, 0), mode="decode", index=jnp.int32(998_000))
+    assert step.shape == (1, 1, 512)
+    assert step.attention_mask.all()
+    assert not info.apply_sliding_window((511, 0), mode="decode", index=999_500).attention_mask.any()
+    last = info.apply_kv_lengths(np.array([999_000]), q_len=2, sliding_window=1024)
+    assert (last.shape, last.q_positions.tolist()) == ((1, 2, 1024), [[998_998, 998_999]])
+    assert info.q_lens.tolist() == [999_000]
+    assert info.cu_seqlens_q[:3].tolist() == [0, 999_000, 999_000]
+    specs = info.get_shardings(True, mesh=jax.make_mesh((8,), ("sp",)))
+    assert specs.q_segment_ids == jax.P(None, "sp")
+    assert ls.MaskInfo.from_mask(info.mask, 1, T) == info
+
+
+def test_compiled_programs_stay_small_too():
+    mask = jax.ShapeDtypeStruct((1, T), bool)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    assert megabytes(build, mask) < 20
+    assert (
+        megabytes(lambda m, i: build(m).apply_sliding_window(4, mode="decode", index=i).attention_mask, mask, index)
+        < 20
+    )
+    assert megabytes(lambda m: build(m).layout().starts, mask) < 60
+    assert megabytes(lambda m: build(m).get_or_compute_positions(), mask) < 60
+    assert megabytes(lambda m: build(m).apply_chunked(4096), mask) < 150
