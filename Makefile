@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PARITY := .venv-parity
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup demo test slow lint format bench parity lock clean distclean
+.PHONY: help setup native native-test demo test slow lint format bench parity lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo "make test       the default test suite (ARGS=... goes to pytest)"
 	@echo "make slow       the long suite: property tests with 2000 examples"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
+	@echo "make native     compile the cpu engine's kernel again after a change in native/"
+	@echo "make native-test  the kernel against a naive loop, under the address, undefined and thread sanitizers"
 	@echo "make lint       ruff and pyright"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
@@ -38,6 +40,18 @@ $(READY): requirements.lock pyproject.toml
 	@echo "Installing longspan itself, editable"
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
+
+# The library goes where an editable installation looks for it: longspan/engines/_longspan.so
+native: $(READY)
+	cmake -S . -B build/native -DSKBUILD_STATE=editable -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	cmake --build build/native
+
+native-test: $(READY)
+	set -e; for s in address,undefined thread; do \
+	  cmake -S . -B build/sanitize-$$s -DLONGSPAN_TESTS=ON -DLONGSPAN_SANITIZE=$$s -DPython_EXECUTABLE=$(abspath $(BIN))/python; \
+	  cmake --build build/sanitize-$$s --target native_tests; \
+	  build/sanitize-$$s/native_tests 0 100; \
+	done
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py

@@ -371,7 +371,7 @@ std::string check_bias_gradient(const Problem& p, const Call& call, const Array&
   if (dbias.type != stats(p) || !is_shape(dbias, {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("dbias", "float32 (float64 for float64) in bias's shape", dbias);
   for (int i = 0; i < 4; ++i) g.dims[i] = bias.dims[i];
-  if (scratch.type != stats(p) || scratch.rank != 5 || (bias.dims[2] == 1 && scratch.dims[0] < 1) ||
+  if (scratch.type != stats(p) || scratch.rank != 5 || (bias.dims[2] == 1 && p.T > 1 && scratch.dims[0] < 1) ||
       !is_shape(scratch, {scratch.dims[0], bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("scratch", "float32 (float64 for float64) [chunks, *bias's shape]", scratch);
   g.lse = lse.data, g.dout = dout.data, g.delta = delta.data;

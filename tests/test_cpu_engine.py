@@ -1,0 +1,152 @@
+"""What is special about the `cpu` engine: finding its library, instruction sets, partitioning, vmap, bad calls.
+
+That it computes the right thing is shown by the parity matrix, which runs on every engine.
+"""
+
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import longspan as ls
+from longspan.engines import _native, cpu
+from longspan.testing import Shape, assert_matches_reference, make_qkv
+
+LIBRARY_MISSING = _native.missing()
+needs_library = pytest.mark.skipif(LIBRARY_MISSING is not None, reason=str(LIBRARY_MISSING))
+COMMUNICATION = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute")
+
+rng = np.random.default_rng(0)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no compiler here")
+def test_where_there_is_a_compiler_there_is_the_native_library():
+    assert LIBRARY_MISSING is None, LIBRARY_MISSING
+
+
+def test_switched_off_by_the_environment_it_says_so(monkeypatch):
+    monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+    q, k, v = make_qkv(Shape(B=1, T=3, S=5, N=2, K=1, H=4), jnp.float32)
+    assert "LONGSPAN_NATIVE=0" in ls.explain(q, k, v).refused["cpu"]
+    with pytest.raises(NotImplementedError, match="unset it"):
+        ls.attention(q, k, v, engine="cpu")
+
+
+def test_a_missing_library_is_explained_with_the_cure(monkeypatch, tmp_path):
+    monkeypatch.setattr(_native, "LIBRARY", tmp_path / "none.so")
+    _native._load.cache_clear()
+    try:
+        assert re.search("was not built.*LONGSPAN_NATIVE=require pip install", _native.missing() or "")
+    finally:
+        _native._load.cache_clear()
+
+
+@needs_library
+def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setenv("LONGSPAN_CPU_ISA", "abacus")
+    assert "this machine and build have: " in (_native.missing() or "")
+
+
+@needs_library
+@pytest.mark.parametrize("isa", _native.instruction_sets() if LIBRARY_MISSING is None else ())
+def test_every_instruction_set_of_this_machine_matches_the_reference(monkeypatch, isa):
+    monkeypatch.setenv("LONGSPAN_CPU_ISA", isa)
+    q, k, v = make_qkv(Shape(B=2, T=75, S=139, N=6, K=3, H=21), jnp.float32)
+    features = dict(sinks=jnp.asarray(rng.normal(size=6), jnp.float32), soft_cap=3.0)
+    assert_matches_reference("cpu", q, k, v, ls.Causal(offset=50) & ls.Window(70, 60), **features)
+
+
+@needs_library
+def test_the_same_call_gives_the_same_bits():
+    q, k, v = make_qkv(Shape(B=2, T=300, S=300, N=4, K=2, H=32), jnp.float32)
+
+    def gradients(q, k, v):
+        return jax.grad(lambda *x: jnp.sum(ls.attention(*x, mask=ls.Window(90, 9), engine="cpu") ** 2), (0, 1, 2))(
+            q, k, v
+        )
+
+    first = gradients(q, k, v)
+    for _ in range(3):
+        for a, b in zip(first, gradients(q, k, v), strict=True):
+            assert np.array_equal(a, b)
+
+
+@needs_library
+@pytest.mark.parametrize("kv_heads", [1, 4], ids=["K1", "K4"])
+@pytest.mark.parametrize("rows, heads", [("x", None), (None, "x"), ("x", "y")], ids=["batch", "heads", "both"])
+def test_sharded_rows_and_heads_need_no_gathering(rows, heads, kv_heads):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    q, k, v = make_qkv(Shape(B=4, T=20, S=20, N=8, K=kv_heads, H=8), jnp.float32)
+    sinks = jnp.asarray(rng.normal(size=8), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=(1, 1, 20, 20)), jnp.float32)
+
+    def loss(q, k, v, sinks, bias, engine):
+        return jnp.sum(ls.attention(q, k, v, mask=ls.Causal(), sinks=sinks, bias=bias, engine=engine) ** 2)
+
+    wanted = jax.jit(jax.grad(loss, range(5)), static_argnums=5)(q, k, v, sinks, bias, "reference")
+    kv_axis = heads if kv_heads > 1 else None
+    specs = (P(rows, None, heads), P(rows, None, kv_axis), P(rows, None, kv_axis), P(heads), P())
+    arguments = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k, v, sinks, bias), specs, strict=True)
+    ]
+    program = jax.jit(jax.grad(loss, range(5)), static_argnums=5).lower(*arguments, "cpu").compile()
+    assert set(COMMUNICATION.findall(program.as_text())) <= {"all-reduce"}  # sums of shared gradients
+    for got, want in zip(program(*arguments), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    forward = jax.jit(lambda q, k, v: ls.attention(q, k, v, mask=ls.Causal(), engine="cpu")).lower(*arguments[:3])
+    assert not COMMUNICATION.findall(forward.compile().as_text())
+
+
+@needs_library
+def test_vmap_folds_into_the_batch_or_loops():
+    q, k, v = (x.reshape(3, 2, *x.shape[1:]) for x in make_qkv(Shape(B=6, T=9, S=9, N=4, K=2, H=8), jnp.float32))
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (3, 2, 9))), np.int32)
+    sinks = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+    for axes in ((0, 0, 0, 0, None), (0, None, None, 0, None), (0, 0, 0, None, 0)):
+        arguments = [x if axis == 0 else x[0] for x, axis in zip((q, k, v, ids, sinks), axes, strict=True)]
+
+        def call(q, k, v, ids, sinks, engine):
+            return ls.attention(q, k, v, mask=ls.Segments(ids), sinks=sinks, engine=engine)
+
+        got, want = (
+            jax.vmap(lambda *x, engine=engine: call(*x, engine), axes)(*arguments) for engine in ("cpu", "reference")
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_library
+def test_wrong_calls_are_errors_with_a_message():
+    q = jnp.ones((1, 4, 2, 8))
+    tables = [jnp.zeros((1, 1, 1, 1), jnp.int32), jnp.ones((1, 1, 1, 1), jnp.int32)]
+    good = cpu.Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * 9, ((),) * 2)
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, 4, 2), jnp.float32))
+
+    def call(*operands, results=results, **changes):
+        jax.block_until_ready(_native.call("longspan_forward", results, operands, **(good.attributes() | changes)))
+
+    call(q, q, q, *tables)
+    ints = _native.static_ints
+    for message, operands, changes in (
+        ("too few operands", (q, q), {}),
+        ("must have one type", (q, q.astype(jnp.bfloat16), q, *tables), {}),
+        ("k and v must be", (q, q, q[:, :3], *tables), {}),
+        ("not a multiple", (jnp.ones((1, 4, 3, 8)), q, q, *tables), {}),
+        ("1 to 256", (*[jnp.ones((1, 4, 2, 257))] * 3, *tables), {}),
+        ("starts and stops", (q, q, q, tables[0][0], tables[1]), {}),
+        ("at least 1", (q, q, q, *tables), dict(kv_tile=np.int64(0))),
+        ("unknown op 99", (q, q, q, *tables), dict(program=ints([99]))),
+        ("ends too early", (q, q, q, *tables), dict(program=ints([2, 3, 0]))),
+        ("needs two values", (q, q, q, *tables), dict(program=ints([0, 16]))),
+        ("leaves 2 values", (q, q, q, *tables), dict(program=ints([0, 0]))),
+        ("no operand 7", (q, q, q, *tables), dict(program=ints([13, 7]))),
+        ("a role names", (q, q, q, *tables), dict(roles=ints([5] * 9))),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call(*operands, **changes)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lse must be"):
+        call(q, q, q, *tables, results=(results[0], jax.ShapeDtypeStruct((1, 4), jnp.float32)))
