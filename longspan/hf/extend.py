@@ -35,7 +35,8 @@ def extend(model: Encoder | Model, max_positions: int = 4096, window: int = 256)
         raise ValueError(f"`extend` makes a Longformer of a bert or roberta model, got a {old.model_type}.")
     if max_positions < old.max_tokens:
         raise ValueError(f"max_positions={max_positions} is fewer than the {old.max_tokens} the model has already.")
-    if isinstance(model, MaskedLM) and old.hidden_act != "gelu":
+    if isinstance(model, MaskedLM) and old.model_type == "bert" and old.hidden_act not in ("gelu", "gelu_python"):
+        # A RoBERTa's has the exact GELU too, whatever its config says.
         raise ValueError(
             f"A Longformer's masked-LM head has the activation 'gelu', this model's has {old.hidden_act!r}. "
             "Extend its encoder: `extend(model.encoder)`."
