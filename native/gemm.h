@@ -12,7 +12,7 @@ static inline __attribute__((always_inline)) void micro(int64_t kd, const R* __r
                                                         int64_t ldc, const R* alpha) {
   constexpr int L = Simd<R>::lanes;
   Vec<R> acc[MR][NV];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < NV; ++j) {
@@ -24,14 +24,14 @@ static inline __attribute__((always_inline)) void micro(int64_t kd, const R* __r
     Vec<R> bv[NV];
 #pragma GCC unroll 4
     for (int j = 0; j < NV; ++j) bv[j] = load(b + k * ldb + j * L);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int i = 0; i < MR; ++i) {
       const R x = COLUMNS ? a[k * as + i] : a[i * as + k];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) acc[i][j] += x * bv[j];
     }
   }
-#pragma GCC unroll 16
+#pragma GCC unroll 24
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < NV; ++j) store(c + i * ldc + j * L, acc[i][j]);
@@ -53,6 +53,10 @@ static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, in
                                            int64_t ldc, const R* alpha = nullptr) {
   constexpr int MR = kMicroRows;
   int64_t i = 0;
+  // With one vector of lanes twice the rows fit, and are needed to hide the latency of the multiply-add.
+  if constexpr (NV == 1)
+    for (; i + 2 * MR <= m; i += 2 * MR)
+      micro<R, 2 * MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
   for (; i + MR <= m; i += MR)
     micro<R, MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
   if (i < m)
