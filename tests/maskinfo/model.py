@@ -1,15 +1,39 @@
 """A dense model of `MaskInfo` in NumPy and plain loops: the same rules, none of the cleverness."""
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LAST = np.iinfo(np.int32).max
 
 
+class Rule(NamedTuple):
+    """An expression: a table [B, 1, T, S], a condition on k - q and the two chunks, or two rules with & or |."""
+
+    kind: str
+    left: Any
+    right: Any = None
+
+    def truth(self, q_pos, kv_pos):
+        if self.kind == "table":
+            return self.left
+        if self.kind == "positions":
+            return self.left(q_pos[:, None, :, None], kv_pos[:, None, None, :])
+        sides = self.left.truth(q_pos, kv_pos), self.right.truth(q_pos, kv_pos)
+        return sides[0] & sides[1] if self.kind == "and" else sides[0] | sides[1]
+
+    def cut(self, q, kv):
+        if self.kind == "table":
+            return Rule("table", np.array([self.left[b][:, q[b]][:, :, kv[b]] for b in range(len(q))]))
+        if self.kind == "positions":
+            return self
+        return Rule(self.kind, self.left.cut(q, kv), self.right.cut(q, kv))
+
+
 @dataclass(frozen=True)
 class Model:
-    """Documents, ids, positions (None: slots), and the truth of all rules but the documents, [B, 1, T, S]."""
+    """Documents, ids, positions (None: slots), and all rules but the documents as a function of the positions."""
 
     q_docs: np.ndarray
     kv_docs: np.ndarray
@@ -17,12 +41,12 @@ class Model:
     kv_names: np.ndarray
     q_pos: np.ndarray | None
     kv_pos: np.ndarray | None
-    rule: np.ndarray
+    rule: Rule
 
     @classmethod
     def of(cls, q_ids, kv_ids, q_pos=None, kv_pos=None):
         shape = (q_ids.shape[0], 1, q_ids.shape[1], kv_ids.shape[1])
-        return cls(q_ids, kv_ids, q_ids, kv_ids, q_pos, kv_pos, np.ones(shape, bool))
+        return cls(q_ids, kv_ids, q_ids, kv_ids, q_pos, kv_pos, Rule("table", np.ones(shape, bool)))
 
     @property
     def shape(self):
@@ -31,7 +55,7 @@ class Model:
     @property
     def truth(self):
         q, kv = self.q_docs[:, None, :, None], self.kv_docs[:, None, None, :]
-        return self.rule & (q == kv) & (q >= 0)
+        return self.rule.truth(*self.positions()) & (q == kv) & (q >= 0)
 
     def positions(self):
         B, T, S = self.shape
@@ -44,31 +68,35 @@ class Model:
         q, kv = self.positions()
         return kv[:, None, None, :] - q[:, None, :, None]
 
+    def add(self, condition):
+        return replace(self, rule=Rule("and", self.rule, Rule("positions", condition)))
+
     def causal(self, offset):
-        return replace(self, rule=self.rule & (self.distance() <= rank4(offset)))
+        return self.add(lambda q, k: k <= q + rank4(offset))
 
     def window(self, left, right, offset):
-        d = self.distance() - rank4(offset)
-        return replace(self, rule=self.rule & (-rank4(left) <= d) & (d <= rank4(right)))
+        left, right, offset = rank4(left), rank4(right), rank4(offset)
+        return self.add(lambda q, k: (q + offset - left <= k) & (k <= q + offset + right))
 
     def chunked(self, size, offset):
         q, kv = (p // np.reshape(np.asarray(size), (-1, 1)) for p in self.positions())
-        same = (q[:, None, :, None] == kv[:, None, None, :]) & (self.distance() <= rank4(offset))
         names = [name_pairs(*row, shift=1) for row in zip(self.q_names, self.kv_names, q, kv, strict=True)]
         q_names, kv_names = (np.array(side) for side in zip(*names, strict=True))
-        return replace(self, rule=self.rule & same, q_names=q_names, kv_names=kv_names)
+        named = replace(self, q_names=q_names, kv_names=kv_names)
+        size, offset = rank4(size), rank4(offset)
+        return named.add(lambda q, k: (q // size == k // size) & (k <= q + offset))
 
     def types(self, q_types, kv_types, combine, zero, update):
         q, kv = q_types[:, None, :, None], kv_types[:, None, None, :]
-        equal = (q == kv) & ((q != 0) | (zero == "none"))
+        equal = Rule("table", (q == kv) & ((q != 0) | (zero == "none")))
         model, ids = self, (self.q_names, self.kv_names)
         if combine == "union":
-            model = replace(self, rule=self.rule | equal)
+            model = replace(self, rule=Rule("or", self.rule, equal))
         elif combine == "intersect":
-            model = replace(self, rule=self.rule & equal)
+            model = replace(self, rule=Rule("and", self.rule, equal))
         else:
             ids = np.minimum(self.q_docs, 0), np.minimum(self.kv_docs, 0)
-            model = replace(self, rule=equal | np.zeros_like(self.rule), q_docs=ids[0], kv_docs=ids[1])
+            model = replace(self, rule=equal, q_docs=ids[0], kv_docs=ids[1])
         if combine != "union" if update is None else update:
             shown = [t if zero == "none" else np.where(t == 0, -1, t) for t in (q_types, kv_types)]
             names = [name_pairs(*row, shift=0) for row in zip(*ids, *shown, strict=True)]
@@ -89,7 +117,7 @@ class Model:
             self.kv_names[rows, kv],
             self.q_pos if q_slots is None else q_pos[rows, q],
             self.kv_pos if kv_slots is None else kv_pos[rows, kv],
-            np.array([self.rule[b][:, q[b]][:, :, kv[b]] for b in range(B)]),
+            self.rule.cut(q, kv),
         )
 
     def decode(self, left, right, offset, index):

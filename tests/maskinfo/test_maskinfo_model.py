@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan import MaskInfo
-from tests.maskinfo.model import Model
+from tests.maskinfo.model import Model, Rule
 
 B = 2
 SHAPES = ((5, 7), (6, 6))  # few, and slices are all alike, because every new shape compiles
@@ -108,7 +108,7 @@ def replacement(draw, info, model):
         bits = draw(st.lists(st.booleans(), min_size=B * T * S, max_size=B * T * S))
         mask = np.array(bits).reshape(B, 1, T, S)
         q_ids, kv_ids = (np.where(mask.any(axis=a), 0, -1).astype(np.int32) for a in ((1, 3), (1, 2)))
-        new = Model(q_ids, kv_ids, q_ids, kv_ids, model.q_pos, model.kv_pos, mask)
+        new = Model(q_ids, kv_ids, q_ids, kv_ids, model.q_pos, model.kv_pos, Rule("table", mask))
         return info.replace(attention_mask=mask), new
     whole = Model.of(model.q_docs, model.kv_docs, model.q_pos, model.kv_pos)
     named = Model(**{**vars(whole), "q_names": model.q_names, "kv_names": model.kv_names})
