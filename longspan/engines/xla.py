@@ -27,7 +27,8 @@ from longspan.layout import BlockLayout
 TILES = {"cpu": (256, 256, 3), "gpu": (128, 128, 4), "tpu": (256, 256, 4)}
 
 ZERO = np.int32(0)  # indices share one dtype, also under x64
-NEVER = -1e30  # below every score; finite, because (-inf) - (-inf) is NaN in both passes
+NEVER = -1e30  # a masked score; finite, because (-inf) - (-inf) is NaN in both passes
+LOW = -1e20  # where the running maximum starts: below every score, and so far above NEVER that exp(NEVER - LOW) is 0
 
 
 def unsupported(request: Request) -> str | None:
@@ -151,7 +152,7 @@ def _forward(plan: Plan):
             place = _row_of(plan, x.layout, index)
             q_tile = _tile_of(plan, x.layout, x.q, place).astype(dtype) * np.asarray(plan.scale, dtype)
             column = (q_tile.shape[0], 1)
-            start = (jnp.full(column, NEVER, dtype), jnp.zeros(column, dtype), jnp.zeros_like(q_tile))
+            start = (jnp.full(column, _lowest(x, dtype), dtype), jnp.zeros(column, dtype), jnp.zeros_like(q_tile))
             visit = partial(_online_softmax, plan, x, q_tile)
             most, total, out = _visit_all(plan, x, place, visit, vary(start, axes))
             if sinks is not None:
@@ -174,10 +175,10 @@ def _online_softmax(plan: Plan, x: Tensors, q_tile, at: "Run", allowed, carry):
     most, total, out = carry
     k, v = _key_tiles(plan, x, at, allowed)
     scores, _ = _scores(plan, x, q_tile, k, at, allowed)
-    highest = jnp.maximum(most, scores.max(-1, keepdims=True))
-    powers = _where(allowed, jnp.exp(scores - highest), 0)
+    highest = jnp.maximum(most, _along_keys(jnp.max, scores))
+    powers = _powers(x, scores, highest, allowed)
     shrink = jnp.exp(most - highest)
-    total = total * shrink + powers.sum(-1, keepdims=True)
+    total = total * shrink + _along_keys(jnp.sum, powers)
     return highest, total, out * shrink + _drop(plan, x, at, powers) @ v
 
 
@@ -235,7 +236,7 @@ def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, at: "Run", al
     if allowed is not None:  # a query that sees no key may hold anything
         q_tile = jnp.where(allowed.any(-1, keepdims=True), q_tile, 0)
     scores, slope = _scores(plan, x, q_tile, k, at, allowed)
-    powers = _where(allowed, jnp.exp(scores - level), 0)
+    powers = _powers(x, scores, level, allowed)
     dv = _drop(plan, x, at, powers).T @ dout
     dscores = powers * (_drop(plan, x, at, dout @ v.T) - delta)
     dbias = None if x.bias is None else _sum_to_bias(plan, x, at, dscores)
@@ -337,7 +338,24 @@ def _scores(plan: Plan, x: Tensors, q_tile, k, at: Run, allowed):
     if x.bias is not None:
         bias = jnp.broadcast_to(_bias_tile(plan, x, at), (1, plan.group, x.layout.q_tile, at.width))
         scores = scores + jnp.where(bias == -jnp.inf, 0, bias).reshape(scores.shape).astype(scores.dtype)
-    return _where(allowed, scores, NEVER), slope
+    return _where(allowed, scores, NEVER if x.bias is None else _lowest(x, scores.dtype)), slope
+
+
+def _along_keys(reduce, a):
+    """Reduces [rows, keys] over the keys, in two steps: XLA's CPU code only vectorises across an axis that stays."""
+    lanes = next(n for n in (64, 16, 1) if a.shape[1] % n == 0)
+    return reduce(reduce(a.reshape(a.shape[0], -1, lanes), axis=1), axis=-1, keepdims=True)
+
+
+def _lowest(x: Tensors, dtype) -> float:
+    """Where the running maximum starts. A bias may be as low as floats go (people mask with it), scores may not."""
+    return LOW if x.bias is None else float(jnp.finfo(dtype).min)
+
+
+def _powers(x: Tensors, scores, level, allowed):
+    """exp(scores - level), 0 where not allowed; without a bias masked scores are low enough to vanish by themselves."""
+    powers = jnp.exp(scores - level)
+    return powers if x.bias is None else _where(allowed, powers, 0)
 
 
 def _key_tiles(plan: Plan, x: Tensors, at: Run, allowed):
