@@ -89,7 +89,7 @@ def train(
     length: int = 4096,
     window: int = 32,
     steps: int = 200,
-    batch: int = 8,
+    batch: int = 16,
     learning_rate: float = 5e-3,
     checkpoint: str | None = None,
     save: str | None = None,
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens in a document")
     parser.add_argument("--window", type=int, default=32, help="keys on each side of a token")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--checkpoint", help="a directory to start from")
     parser.add_argument("--save", help="a directory to write the trained model to")
