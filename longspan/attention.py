@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from longspan._checks import (
@@ -93,7 +95,7 @@ def attention(
     else:
         # A traced scale becomes part of the queries: engines take a static one.
         q, scale = q * scale.astype(q.dtype), 1.0
-    out, lse = _run(
+    out, lse = _on_auto_axes(
         *(jnp.asarray(x) for x in (q, k, v)),
         call.request.mask,
         call.request.layout,
@@ -107,6 +109,17 @@ def attention(
         dropout_rate=float(dropout_rate),
     )
     return (out, lse) if return_lse else out
+
+
+def _on_auto_axes(q, *operands, **static):
+    """Runs where XLA places intermediate values by itself, also if the caller's mesh has explicit axes."""
+    placed = jax.typeof(q).sharding
+    if AxisType.Explicit not in placed.mesh.axis_types:
+        return _run(q, *operands, **static)
+    spec = (*placed.spec, *[None] * (4 - len(placed.spec)))
+    results = tuple(NamedSharding(placed.mesh, P(*part)) for part in (spec, spec[:3]))
+    with jax.sharding.use_abstract_mesh(placed.mesh):
+        return jax.sharding.auto_axes(partial(_run, **static), out_sharding=results)(q, *operands)
 
 
 @partial(jax.jit, static_argnames=("engine", "scale", "soft_cap", "dropout_rate"))

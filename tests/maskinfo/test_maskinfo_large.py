@@ -49,3 +49,17 @@ def test_compiled_programs_stay_small_too():
     assert megabytes(lambda m: build(m).layout().starts, mask) < 60
     assert megabytes(lambda m: build(m).get_or_compute_positions(), mask) < 60
     assert megabytes(lambda m: build(m).apply_chunked(4096), mask) < 150
+
+
+def test_attention_over_a_million_tokens_follows_the_mask():
+    info = build(np.arange(T).reshape(1, T) < 999_000)
+    q, k, v = ls.testing.make_qkv(ls.testing.Shape(B=1, T=T, S=T, N=1, K=1, H=4), jnp.float32)
+    compiled = jax.jit(lambda q, k, v, info: ls.attention(q, k, v, mask=info)).lower(q, k, v, info).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 10 * q.nbytes
+    out = np.asarray(compiled(q, k, v, info))
+    for stop in (600, 500_001, 999_000):
+        start = max(stop - 700, 0)
+        cut = [x[:, start:stop] for x in (q, k, v)]
+        wanted = ls.attention(*cut, mask=ls.Causal() & ls.Window(511, 0), engine="reference")
+        np.testing.assert_allclose(out[:, stop - 50 : stop], wanted[:, -50:], rtol=1e-4, atol=1e-5)
+    assert not out[:, 999_000:].any()

@@ -97,9 +97,10 @@ def test_placed_arrays_give_the_same_mask(kind, along):
     assert placed == plain
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
 @pytest.mark.parametrize("along", [False, True], ids=["whole rows", "sequence parallel"])
-def test_placed_arrays_give_the_same_attention_and_gradients(along):
-    mesh = mesh_of((2, 2, 2), ("dp", "tp", "sp"))
+def test_placed_arrays_give_the_same_attention_and_gradients(along, kind):
+    mesh = mesh_of((2, 2, 2), ("dp", "tp", "sp"), kind)
     plain = MaskInfo.from_segments(ids(4, 8)).apply_causal()
     specs = plain.get_shardings(along, mesh=mesh)
     q, k, v = ls.testing.make_qkv(ls.testing.Shape(B=4, T=8, S=8, N=2, K=2, H=4), jnp.float32)
