@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
@@ -187,3 +187,20 @@ def test_nothing_of_the_size_of_the_square_is_ever_alive(engine, mask):
 def test_the_program_does_not_grow_with_the_length(engine, mask):
     short, long = (len(long_program(engine, T, mask).as_text()) for T in (1024, 65536))
     assert abs(long - short) < 0.05 * short
+
+
+def test_documents_of_a_sharded_batch_need_no_communication_on_the_cpu_engine():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    q = jax.device_put(jnp.ones((8, 300, 4, 16)), NamedSharding(mesh, P("data", None, "model")))
+    ids = jax.device_put(jnp.zeros((8, 300), jnp.int32), NamedSharding(mesh, P("data")))
+    lengths = jax.device_put(jnp.full((8,), 200), NamedSharding(mesh, P("data")))
+
+    def total(q, ids, lengths):
+        mask = ls.Causal() & ls.Segments(ids) & ls.KvLengths(lengths)
+        return ls.attention(q, q, q, mask=mask, engine="cpu")
+
+    try:
+        compiled = jax.jit(jax.grad(lambda *x: total(*x).sum())).lower(q, ids, lengths).compile()
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())

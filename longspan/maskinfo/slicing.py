@@ -1,7 +1,7 @@
 """Cuts a rule down to some slots: array leaves are gathered, rules about positions stay as they are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,6 +141,7 @@ class View(Mask):
 class _SeenThrough(Slots):
     """Slots of the side before the cut, at the positions of the side after it."""
 
+    _: KW_ONLY
     outer: Slots
 
     @property
@@ -151,4 +152,4 @@ class _SeenThrough(Slots):
 def _through(outer: Slots, kept: Kept, length: int) -> Slots:
     if kept is None:
         return outer
-    return _SeenThrough(replace(outer.side, length=length), outer.take(kept), outer)
+    return _SeenThrough(replace(outer.side, length=length), outer.take(kept), outer=outer)

@@ -388,6 +388,8 @@ class Dense(Mask):
     def allowed(self, q, kv):
         array = self._rank4(q.side.xp)
         _, _, q_len, kv_len = array.shape
+        if q.whole and kv.whole and q.side.whole:
+            return Full().allowed(q, kv) & array
         index = (q.index if q_len > 1 else q.index * 0, kv.index if kv_len > 1 else kv.index * 0)
         index = tuple(q.side.xp.clip(i, 0, max(n - 1, 0)) for i, n in zip(index, (q_len, kv_len), strict=True))
         if 0 in (q_len, kv_len):
@@ -401,6 +403,8 @@ class Dense(Mask):
             tile = self._one_tile(array, q, kv)
             return xp.any(tile, axis=(2, 3), keepdims=True), xp.all(tile, axis=(2, 3), keepdims=True)
         some, every = _tile_kinds(kv, *_tile_kinds(q, array, array, 2), 3)
+        if q.whole and kv.whole and q.side.whole:
+            return some, every
         rows, head = q.side.rows_of(array), q.side.head if array.shape[1] > 1 else xp.zeros_like(q.side.head)
         place = [t.index if n > 1 else t.index * 0 for t, n in zip((q, kv), array.shape[2:], strict=True)]
         return some[rows, head, *place], every[rows, head, *place]

@@ -28,25 +28,32 @@ class Side:
     batch: Any  # int [B,1,1,1], the batch rows looked at
     head: Any  # int [1,N,1,1], the query heads looked at
     xp: Namespace
+    whole: bool = True  # all batch rows and heads are looked at, in order
 
     def along(self, vector):
         """A vector, laid along this side's axis."""
         return vector.reshape((1, 1, -1, 1) if self.axis == QUERIES else (1, 1, 1, -1))
 
+    def by_row(self, array):
+        """An array [B or 1, X], laid along the batch and this side's axis. No gather: a sharded batch stays sharded."""
+        rows = array.shape[0]
+        return array.reshape((rows, 1, -1, 1) if self.axis == QUERIES else (rows, 1, 1, -1))
+
     def at(self, *, batch=None, head=None) -> "Side":
         """The same side, looked at for some batch rows and heads only."""
-        return replace(self, batch=self.batch if batch is None else batch, head=self.head if head is None else head)
+        batch, head = self.batch if batch is None else batch, self.head if head is None else head
+        return replace(self, batch=batch, head=head, whole=False)
 
     def slots(self, start: Any = 0, size: int | None = None) -> "Slots":
         """`size` slots from `start` on (all by default)."""
         size = self.length if size is None else size
         index = self.along(self.xp.arange(size, dtype=np.int32)) + start
-        return Slots(self, index)
+        return Slots(self, index, whole=isinstance(start, int) and start == 0 and size == self.length)
 
     def tiles(self, size: int) -> "Tiles":
         """All tiles of `size` slots."""
         count = -(-self.length // size)
-        return Tiles(self, size, self.along(self.xp.arange(count, dtype=np.int32)))
+        return Tiles(self, size, self.along(self.xp.arange(count, dtype=np.int32)), whole=True)
 
     def run(self, start: Any, size: int) -> "Tiles":
         """The one run of `size` slots from `start` on, as a tile."""
@@ -59,7 +66,9 @@ class Side:
         if value.ndim == 4:
             return value
         value = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
-        return value.reshape(1, 1, 1, 1) if value.size == 1 else value[self.batch]
+        if value.size == 1 or (self.whole and value.shape[0] == self.batch.size):
+            return value.reshape(-1, 1, 1, 1)
+        return value[self.batch]
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
@@ -86,6 +95,7 @@ class Slots:
 
     side: Side
     index: Any
+    whole: bool = False  # all slots of the side, in order
 
     @property
     def position(self):
@@ -97,6 +107,8 @@ class Slots:
     def take(self, array):
         """The entries of an array [B or 1, length] for these slots."""
         array = self.side.xp.asarray(array)
+        if self.whole and self.side.whole and array.shape[1] == self.side.length:
+            return self.side.by_row(array)
         return array[self.side.rows_of(array), self._inside(array.shape[1])]
 
     def number(self, value: Number):
@@ -115,6 +127,7 @@ class Tiles:
     size: int
     index: Any  # the tile numbers
     unit: int = 0  # the slots from one tile number to the next; 0: tiles stand side by side
+    whole: bool = False  # all tiles of the side, in order
 
     @property
     def start(self):
@@ -156,7 +169,7 @@ class Tiles:
         xp, (_, length) = self.side.xp, array.shape
         array = xp.asarray(array).astype(np.int32)
         rows = self.side.rows_of(array)
-        if self.index.size == 1:
+        if self.index.size == 1 and not self.whole:
             # One tile, inside an engine's loop: read the tile, not the whole row. Past a ragged end the window is
             # moved back, so the bound covers more slots than the tile: looser, still sound.
             size = min(self.size, length)
@@ -166,7 +179,7 @@ class Tiles:
         count = -(-length // self.size)
         padded = xp.pad(array, ((0, 0), (0, count * self.size - length)), constant_values=neutral)
         summary = reduce(padded.reshape(array.shape[0], count, self.size), axis=2)
-        return summary[rows, self.index]
+        return self.side.by_row(summary) if self.whole and self.side.whole else summary[rows, self.index]
 
 
 def two_sides(
