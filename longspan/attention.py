@@ -84,7 +84,7 @@ def attention(
 
     Example:
         >>> q = k = v = jnp.ones((1, 8, 2, 4))
-        >>> attention(q, k, v, mask=Causal() & Window(3, 0)).shape
+        >>> ls.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0)).shape
         (1, 8, 2, 4)
     """
     call = _bind(q, k, v, mask, bias, soft_cap, scale, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
@@ -163,7 +163,7 @@ def explain(
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
-        >>> report = explain(x, x, x, mask=Causal(), engine="reference")
+        >>> report = ls.explain(x, x, x, mask=ls.Causal(), engine="reference")
         >>> report.engine, report.tiles_empty, report.tiles_partial, report.tiles_full
         ('reference', 28, 8, 28)
     """
@@ -199,7 +199,7 @@ class Explanation:
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
-        >>> explain(x, x, x, mask=Causal(), engine="reference").useful_flops
+        >>> ls.explain(x, x, x, mask=ls.Causal(), engine="reference").useful_flops
         16842752
     """
 

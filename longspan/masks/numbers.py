@@ -103,11 +103,10 @@ class Band(_Banded):
     """Allows low <= k - q <= high, where `None` leaves a side open. `Causal` and `Window` are bands.
 
     Example:
-        >>> print(Band(-2, -1).show(4, 4))
-        ....
-        #...
-        ##..
+        >>> print(Band(1, 2).show(3, 4))
         .##.
+        ..##
+        ...#
     """
 
     low: Number | None
