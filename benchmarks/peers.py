@@ -99,10 +99,13 @@ def hf_big_bird(shape: Shape, block: int, r: int):
     )
     module = BigBirdBlockSparseAttention(config, seed=0).train()
     hidden = torch.randn(shape.B, shape.T, size)
-    masks = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(shape.B, shape.T), block)
+    blocked, band, rows, columns = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(shape.B, shape.T), block)
+    masks = dict(
+        band_mask=band, from_mask=rows, to_mask=columns, from_blocked_mask=blocked, to_blocked_mask=blocked
+    )
 
     def attend():
-        return module(hidden, *masks)[0]
+        return module(hidden, **masks)[0]
 
     def project():
         return module.query(hidden) + module.key(hidden) + module.value(hidden)
