@@ -56,14 +56,15 @@ FEATURES: dict[str, Callable[[Shape, object], dict]] = {
     "row bias and sinks": lambda s, dtype: dict(
         bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype), sinks=jnp.asarray(rng.normal(size=s.N), dtype)
     ),
-    "full bias": lambda s, dtype: dict(bias=holes(rng.normal(size=(s.B, s.N, s.T, s.S)), dtype)),
-    "dropout": lambda s, dtype: dict(dropout_rate=0.3, dropout_key=jax.random.key(5)),
-    "positions": lambda s, dtype: dict(
-        q_positions=rng.permutation(s.T)[None], kv_positions=np.sort(rng.integers(0, s.S, (s.B, s.S)))
+    "dropout and positions": lambda s, dtype: dict(
+        dropout_rate=0.3,
+        dropout_key=jax.random.key(5),
+        q_positions=rng.permutation(s.T)[None],
+        kv_positions=np.sort(rng.integers(0, s.S, (s.B, s.S))),
     ),
     "all": lambda s, dtype: dict(
         sinks=jnp.asarray(rng.normal(size=s.N), dtype),
-        bias=holes(rng.normal(size=(1, 1, s.T, s.S)), dtype),
+        bias=holes(rng.normal(size=(s.B, s.N, s.T, s.S)), dtype),
         soft_cap=3.0,
         dropout_rate=0.2,
         dropout_key=jax.random.key(6),
