@@ -100,9 +100,7 @@ def hf_big_bird(shape: Shape, block: int, r: int):
     module = BigBirdBlockSparseAttention(config, seed=0).train()
     hidden = torch.randn(shape.B, shape.T, size)
     blocked, band, rows, columns = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(shape.B, shape.T), block)
-    masks = dict(
-        band_mask=band, from_mask=rows, to_mask=columns, from_blocked_mask=blocked, to_blocked_mask=blocked
-    )
+    masks = dict(band_mask=band, from_mask=rows, to_mask=columns, from_blocked_mask=blocked, to_blocked_mask=blocked)
 
     def attend():
         return module(hidden, **masks)[0]

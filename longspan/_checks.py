@@ -54,22 +54,23 @@ def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = 
     """An array of a mask: of ints or bools, with the axes named."""
     value: Any = getattr(mask, name)
     label = f"{type(mask).__name__}.{name}"
-    if value is None and optional:
+    if optional and value is None:
         return
+    array: Any = value
     if not _is_array(value):
         if not isinstance(value, Sequence):
             raise TypeError(f"{label} must be an array [{_axes(axes)}], got {type(value).__name__}.")
-        value = np.asarray(value)
-        object.__setattr__(mask, name, value)
-    wanted = _is_int(value) if kind == "int" else value.dtype == bool
+        array = np.asarray(value)
+        object.__setattr__(mask, name, array)
+    wanted = _is_int(array) if kind == "int" else array.dtype == bool
     if not wanted:
         cure = "Cast it with `.astype('int32')`." if kind == "int" else "Compare it, e.g. `array != 0`, to get bools."
         noun = "integers" if kind == "int" else "bools"
-        raise TypeError(f"{label} must hold {noun}, got dtype {value.dtype}. {cure}")
+        raise TypeError(f"{label} must hold {noun}, got dtype {array.dtype}. {cure}")
     ranks = [len(option) for option in axes.split(" or ")]
-    if value.ndim not in ranks:
+    if array.ndim not in ranks:
         raise ValueError(
-            f"{label} must have shape [{_axes(axes)}], got rank {value.ndim} (shape {tuple(value.shape)}). "
+            f"{label} must have shape [{_axes(axes)}], got rank {array.ndim} (shape {tuple(array.shape)}). "
             "Add or drop axes, e.g. `array[None]`."
         )
 
@@ -254,9 +255,9 @@ def check_soft_cap(soft_cap: Any) -> None:
 
 
 def check_scale(scale: Any) -> None:
-    if scale is None or (isinstance(scale, int | float) and not isinstance(scale, bool)):
-        return
-    if not _is_array(scale) or scale.shape != () or scale.dtype.name not in FLOATS:
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    shape, dtype = getattr(scale, "shape", None), getattr(scale, "dtype", None)
+    if scale is not None and not number and (shape != () or getattr(dtype, "name", None) not in FLOATS):
         raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
 
 

@@ -205,9 +205,9 @@ def count(layout: BlockLayout) -> Counts:
         *(max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(planes[-1], 1), strict=True))
     ):
         one = [np.full((1, 1, 1, 1), i, np.int32) for i in (batch, head)]
-        sides = [s.at(batch=one[0], head=one[1]) for s in (q, kv)]
+        q_here, kv_here = (s.at(batch=one[0], head=one[1]) for s in (q, kv))
         for rows, tiles in layout.entries(batch, head):
-            totals += _count_kinds(layout, *sides, rows.astype(np.int32), tiles.astype(np.int32))
+            totals += _count_kinds(layout, q_here, kv_here, rows.astype(np.int32), tiles.astype(np.int32))
     return Counts(*map(int, totals))
 
 
