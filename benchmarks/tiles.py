@@ -1,0 +1,32 @@
+"""How the `xla` engine's tiles were chosen: `python -m benchmarks.tiles` compares some on this machine."""
+
+import jax
+import numpy as np
+
+from benchmarks import cases
+from benchmarks.measure import alternate, gemm, of_peak, ours, table, useful_flops
+from longspan.engines import xla
+
+TILINGS = [(256, 256, 3), (256, 128, 6), (128, 128, 5), (128, 64, 10), (512, 256, 4)]
+
+
+def main() -> list[list[str]]:
+    rows = [["queries, keys, tiles at once", "case", "ms", "of GEMM peak"]]
+    for case in (cases.WINDOW_16K, cases.WINDOW_16K_BOTH):
+        runs = {"gemm": gemm()}
+        for tiling in TILINGS:
+            xla.TILES["cpu"] = tiling
+            jax.clear_caches()
+            runs[str(tiling)], _ = ours(case, "xla")
+        times = alternate(runs)
+        flops = useful_flops(case)
+        for name in runs:
+            if name != "gemm":
+                rows.append(
+                    [name, case.name, f"{1e3 * np.median(times[name]):.0f}", f"{of_peak(times, name, flops):.3f}"]
+                )
+    return rows
+
+
+if __name__ == "__main__":
+    print(table(main()))
