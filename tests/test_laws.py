@@ -141,3 +141,22 @@ def test_each_rule_on_its_own_is_classified_tightly(mask, size):
         tile = allowed[i * size : (i + 1) * size, j * size : (j + 1) * size]
         assert some[i, j] == tile.any(), (i, j)
         assert every[i, j] == tile.all(), (i, j)
+
+
+@pytest.mark.parametrize("mask", [m for m in EVERY_RULE if getattr(m, "dilation", 1) == 1], ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_each_rule_on_its_own_spans_no_more_than_it_sees(mask, size):
+    """Rows visit nothing beyond their first and last tile with an allowed pair, in both directions."""
+    layout = plan(mask, 12, 12, size, size, xp=np)
+    q, kv = layout.sides(xp=np)
+    some, _ = (
+        np.broadcast_to(k, (1, 1, layout.q_tiles, layout.kv_tiles))[0, 0]
+        for k in mask.classify(q.tiles(size), kv.tiles(size))
+    )
+    for table, seen in ((layout, some), (layout.transpose(), some.T)):
+        visited = np.zeros_like(seen)
+        for rows, tiles in table.entries(0, 0):
+            visited[rows, tiles] = True
+        for row, truth in zip(visited, seen, strict=True):
+            assert row.any() == truth.any()
+            assert not row.any() or (np.flatnonzero(row)[[0, -1]] == np.flatnonzero(truth)[[0, -1]]).all()
