@@ -14,6 +14,9 @@ from benchmarks.cases import Case
 from longspan.testing import make_qkv
 
 ROUNDS = 5
+# Seconds between two contestants: the thread pools of BLAS and OpenMP spin for a while after their work is done, and who
+# comes next would have to share its cores with them.
+SETTLE = 0.2
 GEMM = 2048
 
 
@@ -55,6 +58,7 @@ def alternate(contestants: dict[str, Callable[[], object]], rounds: int = ROUNDS
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
+            time.sleep(SETTLE)
             times[name].append(seconds(run))
     return times
 

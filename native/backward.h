@@ -162,22 +162,21 @@ struct BackwardTile {
         }
   }
 
-  void read_keys(const QueryTile& tile, int64_t s0) {
+  void read_keys(const QueryTile& tile, const Piece& piece) {
     const TileMask<PANEL>& m = masker.mask;
-    cache.get(k, v, tile.b, tile.n / (p->N / p->K), s0, masker.kv.count, m.kind == kIsPartial, m.seen);
+    cache.get(k, v, tile.b, tile.n / (p->N / p->K), piece, m.kind == kIsPartial, m.seen);
   }
 
-  // One tile: dq, and dk, dv of its keys into rows of `padded` elements. The tile after it ends at `next_end`.
-  void visit_keys(const QueryTile& tile, int64_t s0, int64_t next_end, R* dk, R* dv, int64_t padded) {
-    read_keys(tile, s0);
+  // One piece: dq, and dk, dv of its keys into rows of `padded` elements.
+  void visit_keys(const QueryTile& tile, const Piece& piece, const Piece* next, R* dk, R* dv, int64_t padded) {
+    read_keys(tile, piece);
     const TileMask<PANEL>& m = masker.mask;
     if (garbage) hide_garbage(tile, g->dout);
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
-    const int64_t next = s0 + masker.kv.count;
-    const bool ahead = next < next_end && !cache.has(next, int(next_end - next));
+    const bool ahead = next && !cache.has(*next);
     for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
-      if (ahead) prefetch_keys(*p, tile.b, tile.n / (p->N / p->K), next, next_end, panel, panels);
+      if (ahead) prefetch_keys(*p, tile.b, tile.n / (p->N / p->K), *next, panel, panels);
       if (m.kind != kIsFull) clear_outside(panel);
       if (count <= 0) continue;
       scores(panel);
@@ -326,13 +325,13 @@ struct BackwardJob {
         QueryTile tile;
         if (!tiling.at(*p, pair / p->K, pair % p->K * groups + group, j, tile)) continue;
         work.begin(tile, g->lse, g->dout, g->delta);
-        Walk walk(*p, tile);
-        for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
-          for (int count; lo < hi; lo += count) {
-            count = int(lesser(work.keys - lo % work.keys, hi - lo));
-            if (work.masker.read(lo, count, kv_tile, visit))
-              work.visit_keys(tile, lo, lesser(hi, lo + count + work.keys), dk + (lo - base) * padded, dv + (lo - base) * padded, padded);
-          }
+        Pieces pieces(*p, tile, work.keys, 0, p->S);
+        Piece now, next;
+        for (bool some = pieces.next(now); some; now = next) {
+          some = pieces.next(next);
+          const int64_t at = (now.first - base) * padded;
+          if (work.masker.read(now)) work.visit_keys(tile, now, some ? &next : nullptr, dk + at, dv + at, padded);
+        }
         work.finish(tile, g->dq);
       }
   }

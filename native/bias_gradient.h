@@ -40,19 +40,17 @@ struct BiasGradientJob {
   void add_tile(BackwardTile<R>& work, const QueryTile& tile, R* out) {
     constexpr int PANEL = BackwardTile<R>::PANEL;
     work.begin(tile, g->lse, g->dout, g->delta);
-    Walk walk(*p, tile);
-    for (int64_t lo, hi, kv_tile, visit, column; walk.next(lo, hi, kv_tile, visit, column);)
-      for (int count; lo < hi; lo += count) {
-        count = int(lesser(work.keys - lo % work.keys, hi - lo));
-        if (!work.masker.read(lo, count, kv_tile, visit)) continue;
-        work.read_keys(tile, lo);
-        const TileMask<PANEL>& m = work.masker.mask;
-        for (int panel = 0; panel * PANEL < tile.lanes(); ++panel)
-          if (m.first[panel] < m.last[panel]) {
-            work.scores(panel);
-            add_panel(work, tile, panel, lo, out);
-          }
-      }
+    Pieces pieces(*p, tile, work.keys, 0, p->S);
+    for (Piece piece; pieces.next(piece);) {
+      if (!work.masker.read(piece)) continue;
+      work.read_keys(tile, piece);
+      const TileMask<PANEL>& m = work.masker.mask;
+      for (int panel = 0; panel * PANEL < tile.lanes(); ++panel)
+        if (m.first[panel] < m.last[panel]) {
+          work.scores(panel);
+          add_panel(work, tile, panel, piece.first, out);
+        }
+    }
   }
 
   void add_panel(const BackwardTile<R>& work, const QueryTile& tile, int panel, int64_t s0, R* out) {

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -41,12 +42,17 @@ class PoolRunner final : public Runner {
   };
   ffi::ThreadPool& pool_;
 
+  static void* make_scratch(size_t bytes) {
+    void* scratch = std::aligned_alloc(64, (bytes + kFreshBytes + 63) / 64 * 64);
+    if (!scratch) std::abort();
+    return std::memset(scratch, 0, kFreshBytes);
+  }
+
   static void work(Shared& shared, TaskFn fn, void* ctx, size_t scratch_bytes) {
     void* scratch = nullptr;
     int64_t finished = 0;
     for (int64_t i; (i = shared.next.fetch_add(1)) < shared.tasks; ++finished) {
-      if (!scratch) scratch = std::aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
-      if (!scratch) std::abort();
+      if (!scratch) scratch = make_scratch(scratch_bytes);
       fn(ctx, i, scratch);
     }
     std::free(scratch);

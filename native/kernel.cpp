@@ -19,6 +19,8 @@ static inline int64_t keys_per_tile(const Problem& p);
 #include "tile.h"
 #include "dropout.h"
 #include "forward.h"
+#include "decode.h"
+#include "forward_job.h"
 #include "backward.h"
 #include "bias_gradient.h"
 

@@ -128,7 +128,9 @@ struct BiasGradient {
   int64_t chunks = 1;
 };
 
-// Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread.
+// Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread, and
+// its first kFreshBytes are zero before the thread's first task.
+constexpr size_t kFreshBytes = 64;
 typedef void (*TaskFn)(void* ctx, int64_t task, void* scratch);
 struct Runner {
   virtual void run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) = 0;

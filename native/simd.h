@@ -55,6 +55,22 @@ template <class R> static inline typename Simd<R>::I lanes_of(const uint8_t* p) 
   return __builtin_convertvector(*reinterpret_cast<const typename Simd<R>::Bytes*>(p), typename Simd<R>::I);
 }
 
+template <class R> static inline R sum_of(Vec<R> x) {
+  constexpr int L = Simd<R>::lanes;
+  R total[L];
+  for (int i = 0; i < L; ++i) total[i] = x[i];
+  for (int half = L / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) total[i] += total[i + half];
+  return total[0];
+}
+
+// Lanes that hold infinity or NaN: all bits of the exponent are set.
+template <class R> static inline typename Simd<R>::I not_finite(Vec<R> x) {
+  typedef typename Simd<R>::I I;
+  const I exponent = (I)splat(R(__builtin_inf()));
+  return ((I)x & exponent) == exponent;
+}
+
 constexpr float kInfF = __builtin_inff();
 template <class R> constexpr R kInf = R(__builtin_inf());
 

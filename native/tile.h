@@ -124,7 +124,7 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
                       int count, const uint8_t* seen) {
   constexpr Type same = sizeof(R) == 4 ? F32 : F64;
   constexpr int L = Simd<R>::lanes;
-  Vec<R> zero = {};
+  typename Simd<R>::I bad = {};
   for (int s = 0; s < count; ++s) {
     R* row = out + s * width;
     const int64_t at = ((b * p.S + s0 + s) * p.K + head) * p.H;
@@ -133,51 +133,65 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
     } else if (p.type == same && p.H % L == 0) {
       for (int64_t h = 0; h < width; h += L) {
         const Vec<R> x = loose(static_cast<const R*>(data) + at + h);
-        zero += x * R(0);
+        bad |= not_finite<R>(x);
         store(row + h, x);
       }
     } else {
       read_row(row, data, p.type, at, p.H);
       for (int64_t h = p.H; h < width; ++h) row[h] = 0;
-      for (int64_t h = 0; h < width; h += L) zero += load(row + h) * R(0);
+      for (int64_t h = 0; h < width; h += L) bad |= not_finite<R>(load(row + h));
     }
   }
   bool finite = true;
-  for (int i = 0; i < L; ++i) finite &= zero[i] == 0;
+  for (int i = 0; i < L; ++i) finite &= bad[i] == 0;
   return finite;
 }
 
-// Key tiles of one kv head, copied once for the several tiles of queries that a task handles. The copy is worth it:
-// rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache.
+// A run of keys that is handled at once: at most `keys` of them, all in one layout tile if there are bit tiles.
+struct Piece {
+  int64_t first, kv_tile, visit;
+  int count;
+};
+
+// Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy is worth
+// it: rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache and
+// need a page each. A head that fits is kept whole; of a longer one, the pieces that neighbouring tiles share.
 template <class R>
 struct KeyCache {
+  static constexpr int64_t kMostBytes = 4 << 20, kShared = 16;
   const Problem* p;
   int64_t width, keys, slots;
-  R *k, *v;          // [slots + 1][keys][width]; the last one is for tiles with hidden rows
-  int64_t first[16];  // the first kv slot in each, or -1
-  int count[16];
-  bool finite[16];
+  R *k, *v;        // [slots + 1][keys][width]; the last one is for pieces with hidden rows
+  int64_t* first;  // the first kv slot in each, or -1
+  int* count;
+  uint8_t* finite;
 
-  void take(Arena& arena, const Problem& problem, int64_t padded, int64_t tile, bool reused) {
+  void take(Arena& arena, const Problem& problem, int64_t padded, int64_t most, bool reused) {
     p = &problem;
     width = padded;
-    keys = tile;
-    slots = reused ? 16 : 1;
+    keys = most;
+    const int64_t pieces = (problem.S + keys - 1) / keys, bytes = 2 * keys * width * int64_t(sizeof(R));
+    slots = !reused ? 1 : pieces * bytes <= kMostBytes ? pieces : kShared;
     k = arena.take<R>((slots + 1) * keys * width);
     v = arena.take<R>((slots + 1) * keys * width);
+    first = arena.take<int64_t>(slots);
+    count = arena.take<int>(slots);
+    finite = arena.take<uint8_t>(slots);
   }
   void clear() {
-    for (int i = 0; i < 16; ++i) first[i] = -1;
+    for (int64_t i = 0; i < slots; ++i) first[i] = -1;
   }
-  bool has(int64_t s0, int n) const {
-    const int64_t i = s0 / keys % slots;
-    return first[i] == s0 && count[i] >= n;
+  bool has(const Piece& piece) const {
+    const int64_t i = piece.first / keys % slots;
+    return first[i] == piece.first && count[i] >= piece.count;
   }
-  // Points to the rows [s0, s0 + n). Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
+  // Points to the rows of a piece. Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
   // garbage has no effect, because its weight is zero.
-  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, int64_t s0, int n, bool partial, const uint8_t* seen) {
+  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, const Piece& piece, bool partial, const uint8_t* seen) {
+    const int64_t s0 = piece.first;
+    const int n = piece.count;
     int64_t i = s0 / keys % slots;
-    if (!has(s0, n)) {
+    if (!has(piece)) {
       const bool k_finite = copy_keys(k + i * keys * width, width, *p, p->k, b, head, s0, n, nullptr);
       const bool v_finite = copy_keys(v + i * keys * width, width, *p, p->v, b, head, s0, n, nullptr);
       first[i] = s0, count[i] = n, finite[i] = k_finite && v_finite;
@@ -191,20 +205,6 @@ struct KeyCache {
     v_rows = v + i * keys * width;
   }
 };
-
-// Asks for key and value rows of a later tile, one part of them at a time: no hardware prefetcher follows rows that lie
-// far apart.
-static inline void prefetch_keys(const Problem& p, int64_t b, int64_t head, int64_t s0, int64_t end, int part, int parts) {
-  const int64_t size = p.type == F64 ? 8 : p.type == F32 ? 4 : 2, bytes = p.H * size, count = end - s0;
-  const int64_t first = s0 + count * part / parts, last = s0 + count * (part + 1) / parts;
-  for (int64_t s = first; s < last; ++s) {
-    const int64_t at = ((b * p.S + s) * p.K + head) * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(static_cast<const char*>(p.k) + at + i);
-      __builtin_prefetch(static_cast<const char*>(p.v) + at + i);
-    }
-  }
-}
 
 // Walks the kv slots that a q tile visits: its intervals, then the columns outside them. Neighbouring tiles are joined,
 // unless the mask has bit tiles, which are stored by visit.
@@ -267,6 +267,41 @@ struct Walk {
     return true;
   }
 };
+
+// What a walk visits of the keys [from, to), cut into pieces that begin at multiples of `keys`.
+struct Pieces {
+  Walk walk;
+  int64_t keys, from, to, lo = 0, hi = 0, kv_tile = 0, visit = 0;
+
+  Pieces(const Problem& p, const QueryTile& tile, int64_t most, int64_t begin, int64_t end)
+      : walk(p, tile), keys(most), from(begin), to(end) {}
+
+  bool next(Piece& piece) {
+    for (int64_t column; lo >= hi;) {
+      if (!walk.next(lo, hi, kv_tile, visit, column)) return false;
+      lo = greater(lo, from);
+      hi = lesser(hi, to);
+    }
+    piece = {lo, kv_tile, visit, int(lesser(keys - lo % keys, hi - lo))};
+    lo += piece.count;
+    return true;
+  }
+};
+
+// Asks for the key and value rows of a later piece, one part of them at a time: no hardware prefetcher follows rows that
+// lie far apart.
+static inline void prefetch_keys(const Problem& p, int64_t b, int64_t head, const Piece& piece, int part, int parts) {
+  const int64_t size = p.type == F64 ? 8 : p.type == F32 ? 4 : 2, bytes = p.H * size;
+  const int64_t first = piece.first + int64_t(piece.count) * part / parts;
+  const int64_t last = piece.first + int64_t(piece.count) * (part + 1) / parts;
+  for (int64_t s = first; s < last; ++s) {
+    const int64_t at = ((b * p.S + s) * p.K + head) * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(static_cast<const char*>(p.k) + at + i);
+      __builtin_prefetch(static_cast<const char*>(p.v) + at + i);
+    }
+  }
+}
 
 // The largest tile of queries that one task takes, and how many of them there are: from shapes alone.
 struct Tiling {
@@ -344,10 +379,12 @@ struct Masker {
       for (int j = 1; j < tile->heads; ++j) __builtin_memcpy(stack[s] + j * tile->rows, stack[s], size_t(tile->rows));
   }
 
-  // Keys [s0, s0 + keys), all within one layout tile if there are bit tiles. False: nothing to do.
-  bool read(int64_t s0, int keys, int64_t kv_tile, int64_t visit) {
-    read_side(kv, p->kv_pos ? p->kv_pos + tile->b * p->kv_pos_stride : nullptr, s0, keys);
-    const TileAt at = {p, tile->b, tile->n, &q, &kv, Walk::layout_row(*p, tile->b, tile->n), tile->layout_tile, visit, kv_tile};
+  // False: nothing to do.
+  bool read(const Piece& piece) {
+    const int keys = piece.count;
+    read_side(kv, p->kv_pos ? p->kv_pos + tile->b * p->kv_pos_stride : nullptr, piece.first, keys);
+    const int64_t row = Walk::layout_row(*p, tile->b, tile->n);
+    const TileAt at = {p, tile->b, tile->n, &q, &kv, row, tile->layout_tile, piece.visit, piece.kv_tile};
     const Truth r = classify(*p, 0, p->op_count, at);
     if (!r.any) return false;
     Kind kind = r.all ? kIsFull : evaluate(*p, 0, p->op_count, at, stack);

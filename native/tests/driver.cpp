@@ -26,6 +26,7 @@ class ThreadRunner final : public Runner {
     auto work = [&] {
       void* scratch = std::aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
       std::memset(scratch, 0xFF, scratch_bytes);  // NaN everywhere: whoever reads before writing is found out
+      std::memset(scratch, 0, kFreshBytes);
       for (int64_t i; (i = next.fetch_add(1)) < tasks;) fn(ctx, i, scratch);
       std::free(scratch);
     };

@@ -1,0 +1,155 @@
+// The forward pass as tasks: tiles of queries, pieces of the keys where there are too few of them, and their merging.
+
+// Hands out tasks so that a thread stays with the head whose keys it has copied: from its own head first, then from one
+// that nobody has begun, then from any. Each of as many calls as there are tasks gets one.
+struct ByHead {
+  int64_t heads, per_head;
+  int64_t* taken;  // [heads] tasks handed out (or asked for in vain) of each; then one more: heads begun
+
+  int64_t take_from(int64_t head) {
+    const int64_t i = __atomic_fetch_add(taken + head, 1, __ATOMIC_RELAXED);
+    return i < per_head ? head * per_head + i : -1;
+  }
+  int64_t take(int64_t own) {
+    int64_t task = own >= 0 ? take_from(own) : -1;
+    for (int64_t head; task < 0 && (head = __atomic_fetch_add(taken + heads, 1, __ATOMIC_RELAXED)) < heads;) task = take_from(head);
+    for (int64_t head = 0; task < 0 && head < heads; ++head) task = take_from(head);
+    return task;
+  }
+};
+
+template <class R, int NV>
+struct ForwardJob {
+  const Problem* p;
+  const Forward* f;
+  Tiling tiling;
+  int64_t splits, run_length;  // pieces of S; tiles along T that one task takes
+  bool streams;                // decoding: see Stream
+  R* partial;                  // splits > 1: [tile][split][H + 2][lanes]
+  int64_t lanes;               // of a partial result
+  ByHead by_head;              // unless it streams
+
+  ForwardJob(const Problem& problem, const Forward& forward) : p(&problem), f(&forward), tiling(problem) {
+    const int64_t tiles = p->B * tiling.groups * tiling.per_head;
+    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits && tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
+    splits = tiles < 16 ? greater<int64_t>(1, lesser<int64_t>(16, p->S / 1024)) : 1;
+    if (streams) splits = greater<int64_t>(1, lesser<int64_t>(p->S / 1024, 32 / p->B));
+    run_length = greater<int64_t>(1, lesser<int64_t>(8, tiles / 128));
+    partial = nullptr;
+    lanes = tiling.heads * tiling.rows_per_tile;
+  }
+  int64_t runs() const { return (tiling.per_head + run_length - 1) / run_length; }
+  int64_t tasks() const { return p->B * splits * (streams ? 1 : tiling.groups * runs()); }
+  R* part(int64_t tile, int64_t split) const { return partial + (tile * splits + split) * (p->H + 2) * lanes; }
+
+  static void task(void* self, int64_t i, void* scratch) { static_cast<ForwardJob*>(self)->compute(i, scratch); }
+  static void merge_task(void* self, int64_t i, void* scratch) { static_cast<ForwardJob*>(self)->merge(i, scratch); }
+
+  void compute(int64_t i, void* scratch) {
+    Arena arena = {static_cast<char*>(scratch)};
+    if (streams) return compute_stream(i, arena);
+    ForwardTile<R, NV> work;
+    work.take(arena, *p);
+    i = by_head.take(*work.cached - 1);
+    const int64_t split = i % splits, run = i / splits % runs(), g = i / splits / runs() % tiling.groups;
+    const int64_t b = i / splits / runs() / tiling.groups;
+    work.open_cache(b, g * tiling.heads / (p->N / p->K));
+    for (int64_t j = run * run_length; j < lesser(tiling.per_head, (run + 1) * run_length); ++j) {
+      QueryTile tile;
+      if (!tiling.at(*p, b, g, j, tile)) continue;
+      work.run(tile, p->S * split / splits, p->S * (split + 1) / splits, split == 0);
+      if (splits == 1)
+        work.finish(tile, *f);
+      else
+        save(work, tile, part((b * tiling.groups + g) * tiling.per_head + j, split));
+    }
+  }
+
+  void compute_stream(int64_t i, Arena& arena) {
+    Stream<R, NV> stream;
+    stream.take(arena, *p, tiling);
+    const int64_t split = i % splits, b = i / splits;
+    stream.run(b, p->S * split / splits, p->S * (split + 1) / splits, split == 0);
+    for (int64_t g = 0; g < tiling.groups; ++g) {
+      QueryTile tile;
+      tiling.at(*p, b, g, 0, tile);
+      for (int lane = 0; lane < tile.lanes(); ++lane) {
+        R *x = stream.out_row(g, lane), top = stream.top[g * kLanes + lane], sum = stream.sum[g * kLanes + lane];
+        if (splits == 1)
+          finish_row(*p, *f, tile.offset(*p, lane), x, top, sum);
+        else
+          save_row(part(b * tiling.groups + g, split), lane, x, 1, top, sum);
+      }
+    }
+  }
+
+  void save(const ForwardTile<R, NV>& work, const QueryTile& tile, R* to) {
+    constexpr int PANEL = ForwardTile<R, NV>::PANEL;
+    for (int lane = 0; lane < tile.lanes(); ++lane) {
+      const R* x = work.out + lane / PANEL * p->H * PANEL + lane % PANEL;
+      save_row(to, lane, x, PANEL, work.top[lane], work.sum[lane]);
+    }
+  }
+
+  void save_row(R* to, int lane, const R* x, int64_t step, R top, R sum) {
+    for (int64_t h = 0; h < p->H; ++h) to[h * lanes + lane] = x[h * step];
+    to[p->H * lanes + lane] = top;
+    to[(p->H + 1) * lanes + lane] = sum;
+  }
+
+  // The pieces of one tile, always added in the same order.
+  void merge(int64_t i, void* scratch) {
+    R* row = static_cast<R*>(scratch);
+    QueryTile tile;
+    if (!tiling.at(*p, i / tiling.per_head / tiling.groups, i / tiling.per_head % tiling.groups, i % tiling.per_head, tile)) return;
+    for (int lane = 0; lane < tile.lanes(); ++lane) {
+      R high = -kInf<R>, total = 0;
+      for (int64_t s = 0; s < splits; ++s) {
+        const R top = part(i, s)[p->H * lanes + lane];
+        high = top > high ? top : high;
+      }
+      for (int64_t h = 0; h < p->H; ++h) row[h] = 0;
+      for (int64_t s = 0; s < splits; ++s) {
+        const R* x = part(i, s) + lane;
+        if (x[(p->H + 1) * lanes] == 0) continue;
+        const R factor = R(__builtin_exp(double(x[p->H * lanes] - high)));
+        total += factor * x[(p->H + 1) * lanes];
+        for (int64_t h = 0; h < p->H; ++h) row[h] += factor * x[h * lanes];
+      }
+      if (total != 0)
+        for (int64_t h = 0; h < p->H; ++h) row[h] /= total;
+      const int64_t at = tile.offset(*p, lane);
+      write_row(f->out, f->out_type, at * p->H, row, p->H);
+      static_cast<R*>(f->lse)[at] = total == 0 ? -kInf<R> : high + R(__builtin_log(double(total)));
+    }
+  }
+
+  bool run(Runner& runner) {
+    Arena arena = {nullptr};
+    Stream<R, NV> measure;
+    if (streams)
+      measure.take(arena, *p, tiling);
+    else
+      measure.work.take(arena, *p);
+    const int64_t heads = p->B * p->K, tiles = p->B * tiling.groups * tiling.per_head;
+    by_head = {heads, tasks() / heads, static_cast<int64_t*>(calloc(size_t(heads + 1), sizeof(int64_t)))};
+    if (splits > 1) partial = static_cast<R*>(malloc(sizeof(R) * size_t(tiles * splits * (p->H + 2) * lanes)));
+    const bool enough = by_head.taken && (splits == 1 || partial);
+    if (enough) runner.run(tasks(), task, this, arena.used);
+    if (enough && splits > 1) runner.run(tiles, merge_task, this, sizeof(R) * kMaxHead);
+    free(by_head.taken);
+    free(partial);
+    return enough;
+  }
+};
+
+template <class R>
+static bool forward_of(const Problem& p, const Forward& f, Runner& runner) {
+  const Tiling tiling(p);
+  if (tiling.heads * tiling.rows_per_tile <= Simd<R>::lanes) {
+    ForwardJob<R, 1> job(p, f);
+    return job.run(runner);
+  }
+  ForwardJob<R, 2> job(p, f);
+  return job.run(runner);
+}
