@@ -11,13 +11,14 @@ READY := $(VENV)/.ready
 PARITY := .venv-parity
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test demo test slow lint format bench parity lock clean distclean
+.PHONY: help setup native native-test demo test slow matrix lint format bench parity lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       draw masks and attend with them"
 	@echo "make test       the default test suite (ARGS=... goes to pytest)"
-	@echo "make slow       the long suite: property tests with 2000 examples"
+	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
+	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (40 minutes on two cores)"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
 	@echo "make native-test  the kernel against a naive loop, under the address, undefined and thread sanitizers"
@@ -61,6 +62,10 @@ test: $(READY)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
+
+# Compiling is most of it, and the code that LLVM's optimiser would make faster runs for microseconds.
+matrix: $(READY)
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -n $(JOBS) -m slow tests/test_parity.py $(ARGS)
 
 # In an environment of their own: the package must never come to need them.
 $(PARITY)/.ready: requirements.lock pyproject.toml

@@ -14,8 +14,8 @@ from benchmarks.cases import Case
 from longspan.testing import make_qkv
 
 ROUNDS = 5
-# Seconds between two contestants: the thread pools of BLAS and OpenMP spin for a while after their work is done, and who
-# comes next would have to share its cores with them.
+# Seconds between two contestants: the thread pools of BLAS and OpenMP spin for a while after their work is done, and
+# whoever comes next would have to share its cores with them.
 SETTLE = 0.2
 GEMM = 2048
 
@@ -52,13 +52,12 @@ def gemm() -> Callable[[], object]:
 
 
 def alternate(contestants: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """The seconds of each contestant in each round, after one warm-up."""
-    for run in contestants.values():
-        jax.block_until_ready(run())
+    """The seconds of each contestant in each round: once the others' threads sleep, and after one run to warm up."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
             time.sleep(SETTLE)
+            jax.block_until_ready(run())
             times[name].append(seconds(run))
     return times
 
