@@ -1,4 +1,4 @@
-"""Runs the benchmarks: `python -m benchmarks [group ...] [--json FILE]`. Groups: planning, xla, cpu, memory."""
+"""Runs the benchmarks: `python -m benchmarks [group ...] [--json FILE]`. Without a group: all of them."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "growth": xla.growth,
     "documents": xla.documents,
     "cpu": cpu.speed,
+    "crossover": cpu.crossover,
     "long": cpu.long,
 }
 

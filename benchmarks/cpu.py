@@ -9,6 +9,7 @@ import numpy as np
 import longspan as ls
 from benchmarks import cases, peers
 from benchmarks.measure import alternate, gemm, of_peak, ours, ratio, seconds, useful_flops
+from longspan.attention import ENGINES
 from longspan.testing import Shape, make_qkv
 
 BIG_BIRD = Shape(1, 4096, 4096, 8, 8, 64)
@@ -87,6 +88,29 @@ def _decode() -> list[str]:
         "",
         f"{share:.2f} of memory bandwidth",
     ]
+
+
+def crossover() -> list[list[str]]:
+    """Where `engine="auto"` would better not choose `cpu`: small calls, in microseconds, on every engine that could."""
+    rows = [["causal, 8 heads of 64", *ENGINES, "fastest"]]
+    for T, S in ((1, 64), (1, 1024), (16, 16), (64, 64), (256, 256), (1024, 1024)):
+        for backward in (False, True) if T == S else (False,):
+            case = cases.Case("", Shape(1, T, S, 8, 8, 64), lambda T=T, S=S: ls.Causal(S - T), backward)
+            runs = {engine: ours(case, engine)[0] for engine in ENGINES}
+            times = alternate({name: lambda run=run: _often(run) for name, run in runs.items()})
+            each = {name: float(np.median(t)) / OFTEN * 1e6 for name, t in times.items()}
+            title = f"T={T}, S={S}" + (", both passes" if backward else "")
+            rows.append([title, *(f"{us:.0f}" for us in each.values()), min(each, key=lambda name: each[name])])
+    return rows
+
+
+OFTEN = 200
+
+
+def _often(run) -> object:
+    for _ in range(OFTEN - 1):
+        jax.block_until_ready(run())
+    return run()
 
 
 def long() -> list[list[str]]:
