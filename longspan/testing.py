@@ -39,9 +39,9 @@ from longspan.masks import (
     Window,
 )
 
-# How much further from float64 an engine may be than the reference: once for doing the same; once because it measures the
-# gradients of weights against sum(dout * out), as kernels that keep no weights do, and rounding errors do not cancel
-# there as in the dense softmax's own derivative; once for the luck in what is the largest of many errors.
+# How much further from float64 an engine may be than the reference: once for doing the same; once because it measures
+# the gradients of weights against sum(dout * out), as kernels that keep no weights do, where rounding errors do not
+# cancel as in the dense softmax's own derivative; once for the luck in what is the largest of many errors.
 TIMES = 3
 ROUNDING_UNITS = 8  # how many units in the last place an engine may be off where the reference happens to be exact
 
