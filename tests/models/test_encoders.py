@@ -189,3 +189,28 @@ def test_wrong_calls_say_what_to_do():
         make("big_bird")(IDS, attention_type="dense")
     with pytest.raises(ValueError, match="one for each of the 2 layers"):
         models.LongformerConfig(**SIZES, window=(1, 2, 3))
+
+
+def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
+    model = make("longformer")
+    graph, parameters = nnx.split(model)
+    flags = jnp.zeros(IDS.shape, jnp.int32).at[0, 4].set(1).at[1, jnp.array([0, 17])].set(1)
+    valid = jnp.arange(29)[None] < jnp.array([[29], [23]])
+    cotangent = jnp.asarray(np.random.default_rng(2).normal(size=(*IDS.shape, 12)), jnp.float32)
+
+    def gradients(few):
+        monkeypatch.setattr("longspan.models.attention.FEW", few)
+        jax.clear_caches()
+
+        def loss(parameters):
+            out = nnx.merge(graph, parameters)(IDS, valid, global_attention_mask=flags).last_hidden_state
+            return jnp.vdot(out, cotangent)
+
+        return jax.grad(loss)(parameters)
+
+    # Two global tokens are few, or too many for the short way round.
+    few, many = gradients(8), gradients(1)
+    jax.clear_caches()
+    for got, want in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5 * max(1.0, float(jnp.abs(want).max())))
+    assert float(jnp.abs(few["layers"]["attention"]["query_global"]["kernel"][...]).max()) > 1e-3
