@@ -104,7 +104,7 @@ def crossover() -> list[list[str]]:
     return rows
 
 
-OFTEN = 200
+OFTEN = 20
 
 
 def _often(run) -> object:
