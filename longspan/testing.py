@@ -282,7 +282,7 @@ def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, mask, features
     Kernels that keep no weights take the difference between two numbers that were rounded apart. The dense softmax
     subtracts the mean of the very dp, so that where one weight is nearly 1 its errors cancel and theirs do not.
     """
-    (B, T, N, H), (S, K) = wide["q"].shape, wide["k"].shape[1:3]
+    (B, _, N, H), (S, K) = wide["q"].shape, wide["k"].shape[1:3]
     scale = features.get("scale") or H**-0.5
     with jax.enable_x64(True):
         kept = _weights(wide, mask, features | dict(scale=scale))
