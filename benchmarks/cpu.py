@@ -1,6 +1,7 @@
 """The figures of the `cpu` engine."""
 
 import resource
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -90,27 +91,52 @@ def _decode() -> list[str]:
     ]
 
 
+LAP = 0.02  # seconds that a call too short to be timed is repeated for
+
+
+def _repeat(run, often: int) -> object:
+    for _ in range(often - 1):
+        jax.block_until_ready(run())
+    return run()
+
+
 def crossover() -> list[list[str]]:
-    """Where `engine="auto"` would better not choose `cpu`: small calls, in microseconds, on every engine that could."""
-    rows = [["causal, 8 heads of 64", *ENGINES, "fastest"]]
-    for T, S in ((1, 64), (1, 1024), (16, 16), (64, 64), (256, 256), (1024, 1024)):
-        for backward in (False, True) if T == S else (False,):
-            case = cases.Case("", Shape(1, T, S, 8, 8, 64), lambda T=T, S=S: ls.Causal(S - T), backward)
-            runs = {engine: ours(case, engine)[0] for engine in ENGINES}
-            times = alternate({name: lambda run=run: _often(run) for name, run in runs.items()})
-            each = {name: float(np.median(t)) / OFTEN * 1e6 for name, t in times.items()}
-            title = f"T={T}, S={S}" + (", both passes" if backward else "")
-            rows.append([title, *(f"{us:.0f}" for us in each.values()), min(each, key=lambda name: each[name])])
+    """Where `engine="auto"` would better not choose `cpu`: calls from tiny to middling, on every engine that could."""
+    rows = [["8 heads of 64, f32, unless said", "pass", *(f"{name}, us" for name in ENGINES), "fastest"]]
+    for T, S in ((1, 64), (1, 2048), (16, 16), (64, 64), (256, 256), (1024, 1024)):
+        shape = Shape(1, T, S, 8, 8, 64)
+        rows += _fastest(f"causal, T={T}, S={S}", shape, dict(mask=ls.Causal(S - T)))
+    rng, T = np.random.default_rng(0), 512
+    shape = Shape(1, T, T, 8, 8, 64)
+    for name, arguments in {
+        "bias": dict(bias=jnp.asarray(rng.normal(size=(1, 8, T, T)), jnp.float32)),
+        "dropout": dict(mask=ls.Causal(), dropout_rate=0.1, dropout_key=jax.random.key(0)),
+        "Dense": dict(mask=ls.Dense(rng.random((1, 1, T, T)) < 0.5)),
+        "Custom": dict(mask=ls.Custom(lambda q, k: (q + k) % 3 != 0)),
+        "shuffled positions": dict(mask=ls.Causal(), q_positions=rng.permutation(T)[None]),
+    }.items():
+        rows += _fastest(f"{name}, T={T}", shape, arguments)
+    rows += _fastest(f"causal, T={T}, bf16", shape, dict(mask=ls.Causal()), jnp.bfloat16)
+    rows += _fastest(f"causal, T={T}, heads of 5", shape._replace(H=5), dict(mask=ls.Causal()))
     return rows
 
 
-OFTEN = 20
-
-
-def _often(run) -> object:
-    for _ in range(OFTEN - 1):
-        jax.block_until_ready(run())
-    return run()
+def _fastest(title: str, shape: Shape, arguments: dict, dtype=jnp.float32) -> list[list[str]]:
+    """A row for the forward pass and one for both, in microseconds."""
+    q, k, v = make_qkv(shape, dtype)
+    rows = []
+    for passes in ("forward", "both"):
+        runs = {}
+        for engine in ENGINES:
+            forward = partial(ls.attention, engine=engine, **arguments)
+            both = jax.grad(lambda *x, f=forward: f(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+            runs[engine] = partial(jax.jit(forward if passes == "forward" else both), q, k, v)
+            jax.block_until_ready(runs[engine]())
+        often = {name: max(1, int(LAP / min(seconds(run) for _ in range(5)))) for name, run in runs.items()}
+        times = alternate({name: partial(_repeat, run, often[name]) for name, run in runs.items()})
+        each = {name: 1e6 * float(np.median(t)) / often[name] for name, t in times.items()}
+        rows.append([title, passes, *(f"{us:.0f}" for us in each.values()), min(each, key=lambda name: each[name])])
+    return rows
 
 
 def long() -> list[list[str]]:

@@ -48,12 +48,13 @@ def test_it_names_the_engine_and_why_others_were_refused():
     assert report.engine in ENGINES
     before = list(ENGINES)[: list(ENGINES).index(report.engine)]
     assert list(report.refused) == before and all(report.refused.values())
+    assert "fastest" in report.reason and ls.explain(*call(), engine="xla").reason == "as asked"
 
 
 def test_it_prints_as_a_table():
     text = str(ls.explain(*call(), mask=ls.Causal() & ls.Window(100, 0), engine="reference"))
     rows = dict(line.split("  ", 1) for line in (row.strip() for row in text.splitlines()))
-    assert rows["engine"].strip() == "reference"
+    assert rows["engine"].strip() == "reference, as asked"
     assert rows["mask"].strip() == "Causal() & Window(100, 0)"
     assert rows["partial"].strip() == "7 (43.8%)"
 

@@ -18,12 +18,12 @@ def example():
 
 
 def test_clues_at_both_ends_are_learned_with_a_global_token_and_not_without(example):
-    toy = dict(length=256, window=4, steps=200, batch=16, report=lambda line: None)
+    toy = dict(length=256, window=4, steps=100, batch=16, report=lambda line: None)
     # Optax raises floats to the power of ints, which strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert example.train(with_global_token=True, **toy) > 0.95
         # Half is what the beginning alone gives away.
-        assert example.train(with_global_token=False, **toy) < 0.7
+        assert example.train(with_global_token=False, **toy) < 0.6
 
 
 def test_the_example_is_read_in_one_sitting():
