@@ -16,7 +16,7 @@ from longspan._types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.attention import ATTENTION, Site, Tokens, random_blocks
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
-from longspan.models.dense import LayerNorm, dropout, embed, linear
+from longspan.models.dense import LayerNorm, by_pieces, dropout, embed, linear
 from longspan.models.output import Output
 
 
@@ -163,7 +163,8 @@ class FeedForward(nnx.Module):
         self.norm = LayerNorm(config, **kinds)
 
     def __call__(self, x, residual, dropout_key=None) -> Float[Array, "B T D"]:
-        hidden = self.down(ACTIVATIONS[self.config.hidden_act](self.up(x)))
+        activation = ACTIVATIONS[self.config.hidden_act]
+        hidden = by_pieces(lambda x: self.down(activation(self.up(x))), x)
         return self.norm(dropout(hidden, self.config.hidden_dropout_prob, dropout_key) + residual)
 
 

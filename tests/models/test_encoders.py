@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from longspan import models
+from longspan.models import dense
 from longspan.models.attention import random_blocks
 
 SIZES = dict(
@@ -214,3 +216,27 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
     for got, want in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5 * max(1.0, float(jnp.abs(want).max())))
     assert float(jnp.abs(few["layers"]["attention"]["query_global"]["kernel"][...]).max()) > 1e-3
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_feed_forward_by_pieces_is_the_same(monkeypatch, batch):
+    monkeypatch.setattr(dense, "PIECE", 8)
+    monkeypatch.setattr(dense, "LEAST", 5)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(batch, 37, 3)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
+    shapes = []
+
+    def function(weights, x):
+        shapes.append(x.shape)
+        return jnp.tanh(x @ weights)
+
+    def total(weights, run):
+        return jnp.sum(run(partial(function, weights), x) ** 2)
+
+    whole, pieces = (jax.value_and_grad(total)(weights, run) for run in (lambda f, x: f(x), dense.by_pieces))
+    for a, b in zip(whole, pieces, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    sizes = {shape[1] for shape in shapes}
+    assert sizes == {37, 8 if batch == 1 else 5}
+    assert dense.by_pieces(partial(function, weights), x).shape == x.shape
