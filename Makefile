@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PARITY := .venv-parity
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test demo test slow matrix lint format bench parity lock clean distclean
+.PHONY: help setup native native-test native-arm64 demo test slow matrix lint format bench parity lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
 	@echo "make native-test  the kernel against a naive loop, under the address, undefined and thread sanitizers"
+	@echo "make native-arm64  the same comparison, compiled for arm64 and emulated"
 	@echo "make lint       ruff and pyright"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the benchmarks"
@@ -53,6 +54,13 @@ native-test: $(READY)
 	  cmake --build build/sanitize-$$s --target native_tests; \
 	  build/sanitize-$$s/native_tests 0 100; \
 	done
+
+# Needs a cross-compiler and an emulator, on Debian: g++-aarch64-linux-gnu and qemu-user.
+native-arm64: $(READY)
+	cmake -S . -B build/arm64 -DLONGSPAN_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	cmake --build build/arm64
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm64/native_tests 0 40
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
