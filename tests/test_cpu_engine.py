@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis.strategies import booleans
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.engines import _native, cpu
-from longspan.testing import Shape, assert_matches_reference, make_qkv
+from longspan.engines._program import most_visits
+from longspan.layout import plan
+from longspan.testing import Shape, assert_matches_reference, make_qkv, masks
 
 LIBRARY_MISSING = _native.missing()
 needs_library = pytest.mark.skipif(LIBRARY_MISSING is not None, reason=str(LIBRARY_MISSING))
@@ -150,3 +154,30 @@ def test_wrong_calls_are_errors_with_a_message():
             call(*operands, **changes)
     with pytest.raises(jax.errors.JaxRuntimeError, match="lse must be"):
         call(q, q, q, *tables, results=(results[0], jax.ShapeDtypeStruct((1, 4), jnp.float32)))
+
+
+@given(mask=masks(23, 31), wider=booleans())
+def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider):
+    mask = ls.Causal(8) & mask & ls.Window(6, 9) & ls.Custom(lambda q, k: q > k) if wider else ls.Window(5, 3) & mask
+    layout, concrete = (plan(mask, 23, 31, 3, 2, xp=xp) for xp in (jnp, np))
+    visits = [len(tiles) for b, n in concrete.planes() for tiles in _tiles_by_row(concrete, b, n)]
+    assert max(visits) <= most_visits(layout)
+
+
+def _tiles_by_row(layout, batch, head):
+    rows, tiles = (np.concatenate(part) for part in zip(*layout.entries(batch, head), strict=True))
+    return [tiles[rows == row] for row in range(layout.q_tiles)]
+
+
+@needs_library
+def test_bits_of_packed_documents_stay_within_the_window():
+    T = 16384
+    q = jax.ShapeDtypeStruct((1, T, 1, 8), jnp.float32)
+
+    @jax.jit
+    def run(q, ids):
+        mask = ls.Causal() & ls.Window(255, 0) & ls.Segments(ids) & ls.Custom(lambda q, k: (q + k) % 3 != 0)
+        return ls.attention(q, q, q, mask=mask, engine="cpu")
+
+    needed = run.lower(q, jax.ShapeDtypeStruct((1, T), jnp.int32)).compile().memory_analysis().temp_size_in_bytes
+    assert needed < T * T // 64  # a bit for every pair would be T * T // 8 bytes

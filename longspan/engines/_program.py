@@ -238,17 +238,35 @@ def _visited(layout: BlockLayout, b, n, i, most: int):
 
 
 def most_visits(layout: BlockLayout) -> int:
-    """The most tiles that a row of a layout visits; all of them where that depends on data. The kernel checks it."""
-    if not isinstance(layout.starts, np.ndarray):
-        if layout.repeats:
-            return layout.kv_tiles * max(1, layout.starts.shape[3])
-        if layout.q_positions is not None or layout.kv_positions is not None:
-            return layout.kv_tiles
-        try:
-            hash(layout.mask)
-        except TypeError:  # it holds arrays
-            return layout.kv_tiles
-        layout = plan(layout.mask, layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile, xp=np)
+    """The most tiles that a row of a layout visits, or may visit where that depends on data. The kernel checks it."""
+    if isinstance(layout.starts, np.ndarray):
+        return _widest(layout)
+    if layout.repeats:
+        return layout.kv_tiles * max(1, layout.starts.shape[3])
+    if layout.q_positions is not None or layout.kv_positions is not None:
+        return layout.kv_tiles
+    sizes = layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile
+    if _is_static(layout.mask):
+        return _widest(plan(layout.mask, *sizes, xp=np))
+    # What data allow lies within what the static parts of an intersection allow, if those are one interval a row.
+    parts = [part for part in getattr(layout.mask, "masks", ()) if _is_static(part)]
+    if isinstance(layout.mask, And) and parts and layout.common is None:
+        within = plan(And(tuple(parts)), *sizes, xp=np)
+        if within.common is None and within.starts.shape[3] == 1:
+            return _widest(within)
+    return layout.kv_tiles
+
+
+def _is_static(mask: Mask) -> bool:
+    try:
+        hash(mask)
+    except TypeError:  # it holds arrays
+        return False
+    return True
+
+
+def _widest(layout: BlockLayout) -> int:
+    """The most tiles that a row of a concrete layout visits."""
     widths = np.maximum(layout.stops - layout.starts, 0).sum(axis=3, initial=0)
     common = 0 if layout.common_count is None else int(np.max(np.asarray(layout.common_count), initial=0))
     return max(1, min(int(widths.max(initial=0)) + common, layout.kv_tiles if not layout.repeats else 1 << 30))
