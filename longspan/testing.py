@@ -285,8 +285,9 @@ def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, mask, features
     (B, _, N, H), (S, K) = wide["q"].shape, wide["k"].shape[1:3]
     scale = features.get("scale") or H**-0.5
     with jax.enable_x64(True):
-        kept = _weights(wide, mask, features | dict(scale=scale))
-        whole = _weights(wide, mask, features | dict(scale=scale, dropout_rate=0.0))
+        kept = whole = _weights(wide, mask, features | dict(scale=scale))
+        if features.get("dropout_rate", 0) > 0:
+            whole = _weights(wide, mask, features | dict(scale=scale, dropout_rate=0.0))
     q, k, v = (np.nan_to_num(wide[name], posinf=0, neginf=0) for name in "qkv")  # unseen places may hold anything
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
     dout, dlse = (np.asarray(x, np.float64) for x in cotangents)
