@@ -11,7 +11,7 @@ struct BackwardTile {
   KeyCache<R> cache;
   const R *k, *v;                       // the tile's keys and values [keys][width]
   R *w, *ds, *slope;                    // weights, their gradients, soft_cap's slope [keys][kLanes]
-  R *lse, *delta;
+  R *lse, *lse_low, *delta;
   int64_t width, keys;
   DropoutLanes drop;
   bool garbage;                         // some row of q or dout is not finite
@@ -33,21 +33,24 @@ struct BackwardTile {
     ds = arena.take<R>(keys * kLanes);
     slope = problem.soft_cap != 0 ? arena.take<R>(keys * kLanes) : nullptr;
     lse = arena.take<R>(kLanes);
+    lse_low = arena.take<R>(kLanes);
     delta = arena.take<R>(kLanes);
   }
 
-  void begin(const QueryTile& tile, const void* all_lse, const void* all_dout, const void* all_delta) {
+  template <class Given>
+  void begin(const QueryTile& tile, const Given& given) {
     masker.begin(tile);
     read_queries(q_rows, width, *p, p->q, tile, R(p->scale));
-    read_queries(do_rows, width, *p, all_dout, tile, R(1));
+    read_queries(do_rows, width, *p, given.dout, tile, R(1));
     to_panels<R, PANEL>(q, q_rows, width, p->H, tile.lanes());
     to_panels<R, PANEL>(dout, do_rows, width, p->H, tile.lanes());
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
     __builtin_memset(dq, 0, sizeof(R) * size_t(panels * PANEL * p->H));
     for (int i = 0; i < kLanes; ++i) {
       const bool inside = i < tile.lanes();
-      lse[i] = inside ? static_cast<const R*>(all_lse)[tile.offset(*p, i)] : R(0);
-      delta[i] = inside ? static_cast<const R*>(all_delta)[tile.offset(*p, i)] : R(0);
+      lse[i] = inside ? static_cast<const R*>(given.lse)[tile.offset(*p, i)] : R(0);
+      lse_low[i] = inside ? static_cast<const R*>(given.lse_low)[tile.offset(*p, i)] : R(0);
+      delta[i] = inside ? static_cast<const R*>(given.delta)[tile.offset(*p, i)] : R(0);
     }
     find_garbage();
     if (p->dropout.on) drop.begin(*p, tile, masker.q);
@@ -118,10 +121,10 @@ struct BackwardTile {
     const R factor = R(p->dropout.inverse_keep);
     for (int j = 0; j < PANEL; j += L) {
       const int lane = panel * PANEL + j;
-      const Vec<R> shift = load(lse + lane), minus = load(delta + lane);
+      const Vec<R> shift = load(lse + lane), low = load(lse_low + lane), minus = load(delta + lane);
       for (int i = first; i < first + count; ++i) {
         R *wp = w + i * kLanes + lane, *dp = ds + i * kLanes + lane;
-        Vec<R> weight = vexp(load(wp) - shift), grad = load(dp), kept = weight;
+        Vec<R> weight = vexp((load(wp) - shift) - low), grad = load(dp), kept = weight;
         if (DROP) {
           const auto keep = drop.template keep<R>(lane, masker.kv.pos[i]);
           grad = keep ? grad * factor : splat(R(0));
@@ -324,7 +327,7 @@ struct BackwardJob {
       for (int64_t group = 0; group < groups; ++group) {
         QueryTile tile;
         if (!tiling.at(*p, pair / p->K, pair % p->K * groups + group, j, tile)) continue;
-        work.begin(tile, g->lse, g->dout, g->delta);
+        work.begin(tile, *g);
         Pieces pieces(*p, tile, work.keys, 0, p->S);
         Piece now, next;
         for (bool some = pieces.next(now); some; now = next) {
@@ -361,8 +364,7 @@ struct BackwardJob {
     Arena arena = {nullptr};
     BackwardTile<R> measure;
     measure.take(arena, *p);
-    runner.run(p->B * p->K * chunks.count, task, this, arena.used);
-    runner.run(p->B * p->K * ((p->S + kReduceRows - 1) / kReduceRows), reduce_task, this, 0);
-    return true;
+    return runner.run(p->B * p->K * chunks.count, task, this, arena.used) &&
+           runner.run(p->B * p->K * ((p->S + kReduceRows - 1) / kReduceRows), reduce_task, this, 0);
   }
 };

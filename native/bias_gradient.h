@@ -39,7 +39,7 @@ struct BiasGradientJob {
 
   void add_tile(BackwardTile<R>& work, const QueryTile& tile, R* out) {
     constexpr int PANEL = BackwardTile<R>::PANEL;
-    work.begin(tile, g->lse, g->dout, g->delta);
+    work.begin(tile, *g);
     Pieces pieces(*p, tile, work.keys, 0, p->S);
     for (Piece piece; pieces.next(piece);) {
       if (!work.masker.read(piece)) continue;
@@ -71,7 +71,7 @@ struct BiasGradientJob {
     Arena arena = {nullptr};
     BackwardTile<R> measure;
     measure.take(arena, *p);
-    runner.run(g->dims[0] * g->dims[1] * pieces, task, this, arena.used);
+    if (!runner.run(g->dims[0] * g->dims[1] * pieces, task, this, arena.used)) return false;
     if (by_chunks())
       for (int64_t c = 0; c < g->chunks; ++c) {
         R* __restrict out = static_cast<R*>(g->dbias);

@@ -25,8 +25,8 @@ class PoolRunner final : public Runner {
  public:
   explicit PoolRunner(ffi::ThreadPool& pool) : pool_(pool) {}
 
-  void run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) override {
-    if (tasks <= 0) return;
+  bool run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) override {
+    if (tasks <= 0) return true;
     auto shared = std::make_shared<Shared>();
     shared->tasks = tasks;
     const int64_t helpers = std::min<int64_t>(pool_.num_threads(), tasks) - 1;
@@ -34,6 +34,7 @@ class PoolRunner final : public Runner {
     work(*shared, fn, ctx, scratch_bytes);
     std::unique_lock<std::mutex> lock(shared->mutex);
     shared->all_done.wait(lock, [&] { return shared->done == tasks; });
+    return !shared->failed;
   }
 
  private:
@@ -43,26 +44,28 @@ class PoolRunner final : public Runner {
     std::mutex mutex;
     std::condition_variable all_done;
     int64_t done = 0;
+    bool failed = false;  // some task was not run for lack of memory
   };
   ffi::ThreadPool& pool_;
 
   static void* make_scratch(size_t bytes) {
     void* scratch = std::aligned_alloc(64, (bytes + kFreshBytes + 63) / 64 * 64);
-    if (!scratch) std::abort();
-    return std::memset(scratch, 0, kFreshBytes);
+    return scratch ? std::memset(scratch, 0, kFreshBytes) : nullptr;
   }
 
   static void work(Shared& shared, TaskFn fn, void* ctx, size_t scratch_bytes) {
     void* scratch = nullptr;
     int64_t finished = 0;
+    bool failed = false;
     for (int64_t i; (i = shared.next.fetch_add(1)) < shared.tasks; ++finished) {
-      if (!scratch) scratch = make_scratch(scratch_bytes);
-      fn(ctx, i, scratch);
+      if (!scratch && !failed) scratch = make_scratch(scratch_bytes), failed = !scratch;
+      if (!failed) fn(ctx, i, scratch);
     }
     std::free(scratch);
     if (!finished) return;
     std::lock_guard<std::mutex> lock(shared.mutex);
     shared.done += finished;
+    shared.failed |= failed;
     if (shared.done == shared.tasks) shared.all_done.notify_all();
   }
 };
@@ -154,47 +157,50 @@ struct Common {
   }
 };
 
+ffi::Error exhausted() { return ffi::Error(ffi::ErrorCode::kResourceExhausted, "longspan: out of memory"); }
+
+Given given(const Common& c) { return {c.own[0], c.own[1], c.own[2], c.own[3]}; }
+
 void* writable(const Array& a) { return const_cast<void*>(a.data); }
 
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   Common c(args, rets, 0, attrs);
   if (!c.error.empty()) return invalid(c.error);
-  if (c.results.size() != 2) return invalid("forward has two results: out, lse");
-  const std::string error = check_forward(c.built.problem, c.results[0], c.results[1]);
+  if (c.results.size() != 3) return invalid("forward has three results: out, lse, lse_low");
+  const auto& r = c.results;
+  const std::string error = check_forward(c.built.problem, r[0], r[1], r[2]);
   if (!error.empty()) return invalid(error);
   PoolRunner runner(pool);
-  if (!c.kernel->forward(c.built.problem, {writable(c.results[0]), writable(c.results[1]), c.results[0].type}, runner))
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "longspan: out of memory");
+  if (!c.kernel->forward(c.built.problem, {writable(r[0]), writable(r[1]), writable(r[2]), r[0].type}, runner)) return exhausted();
   return ffi::Error::Success();
 }
 
 ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  Common c(args, rets, 3, attrs);  // lse, dout, delta
+  Common c(args, rets, 4, attrs);
   if (!c.error.empty()) return invalid(c.error);
   if (c.results.size() != 5) return invalid("backward has five results: dq, dk, dv, scratch_dk, scratch_dv");
   Backward g;
   const auto& r = c.results;
-  const std::string error = check_backward(c.built.problem, c.own[0], c.own[1], c.own[2], r[0], r[1], r[2], r[3], r[4], g);
+  const std::string error = check_backward(c.built.problem, given(c), r[0], r[1], r[2], r[3], r[4], g);
   if (!error.empty()) return invalid(error);
   g.dq = writable(r[0]), g.dk = writable(r[1]), g.dv = writable(r[2]);
   g.scratch_dk = writable(r[3]), g.scratch_dv = writable(r[4]);
   PoolRunner runner(pool);
-  if (!c.kernel->backward(c.built.problem, g, runner))
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "longspan: out of memory");
+  if (!c.kernel->backward(c.built.problem, g, runner)) return exhausted();
   return ffi::Error::Success();
 }
 
 ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  Common c(args, rets, 3, attrs);  // lse, dout, delta
+  Common c(args, rets, 4, attrs);
   if (!c.error.empty()) return invalid(c.error);
   if (c.results.size() != 2) return invalid("bias_gradient has two results: dbias, scratch");
   BiasGradient g;
-  const std::string error = check_bias_gradient(c.built.problem, c.call, c.own[0], c.own[1], c.own[2], c.results[0], c.results[1], g);
+  const std::string error = check_bias_gradient(c.built.problem, c.call, given(c), c.results[0], c.results[1], g);
   if (!error.empty()) return invalid(error);
   g.dbias = writable(c.results[0]);
   g.scratch = writable(c.results[1]);
   PoolRunner runner(pool);
-  c.kernel->bias_gradient(c.built.problem, g, runner);
+  if (!c.kernel->bias_gradient(c.built.problem, g, runner)) return exhausted();
   return ffi::Error::Success();
 }
 

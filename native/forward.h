@@ -1,13 +1,21 @@
 // Forward: online softmax over the key tiles that a tile of queries visits. Queries lie along the lanes, so the running
 // maximum and sum are vectors and no reduction across lanes exists.
 
-// Writes out / sum, and lse = maximum + log(sum).
+// lse = maximum + log(sum), and what that sum loses in rounding.
+template <class R>
+static inline void write_lse(const Forward& f, int64_t at, R top, R sum) {
+  const R log_sum = R(__builtin_log(double(sum))), lse = top + log_sum;
+  static_cast<R*>(f.lse)[at] = sum == 0 ? -kInf<R> : lse;
+  static_cast<R*>(f.lse_low)[at] = sum == 0 ? R(0) : (top - lse) + log_sum;
+}
+
+// Writes out / sum, and lse.
 template <class R>
 static inline void finish_row(const Problem& p, const Forward& f, int64_t at, R* x, R top, R sum) {
   const R inverse = R(1) / sum;
   for (int64_t h = 0; h < p.H; ++h) x[h] = sum == 0 ? R(0) : x[h] * inverse;
   write_row(f.out, f.out_type, at * p.H, x, p.H);
-  static_cast<R*>(f.lse)[at] = sum == 0 ? -kInf<R> : top + R(__builtin_log(double(sum)));
+  write_lse(f, at, top, sum);
 }
 
 template <class R, int NV>

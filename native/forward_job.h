@@ -120,7 +120,7 @@ struct ForwardJob {
         for (int64_t h = 0; h < p->H; ++h) row[h] /= total;
       const int64_t at = tile.offset(*p, lane);
       write_row(f->out, f->out_type, at * p->H, row, p->H);
-      static_cast<R*>(f->lse)[at] = total == 0 ? -kInf<R> : high + R(__builtin_log(double(total)));
+      write_lse(*f, at, high, total);
     }
   }
 
@@ -134,9 +134,9 @@ struct ForwardJob {
     const int64_t heads = p->B * p->K, tiles = p->B * tiling.groups * tiling.per_head;
     by_head = {heads, tasks() / heads, static_cast<int64_t*>(calloc(size_t(heads + 1), sizeof(int64_t)))};
     if (splits > 1) partial = static_cast<R*>(malloc(sizeof(R) * size_t(tiles * splits * (p->H + 2) * lanes)));
-    const bool enough = by_head.taken && (splits == 1 || partial);
-    if (enough) runner.run(tasks(), task, this, arena.used);
-    if (enough && splits > 1) runner.run(tiles, merge_task, this, sizeof(R) * kMaxHead);
+    bool enough = by_head.taken && (splits == 1 || partial);
+    enough = enough && runner.run(tasks(), task, this, arena.used);
+    if (splits > 1) enough = enough && runner.run(tiles, merge_task, this, sizeof(R) * kMaxHead);
     free(by_head.taken);
     free(partial);
     return enough;

@@ -105,11 +105,12 @@ struct Problem {
 struct Forward {
   void* out = nullptr;  // [B,T,N,H]
   void* lse = nullptr;  // [B,T,N] float, or double for F64
+  void* lse_low = nullptr;  // what lse lost in rounding: where scores are -1e9, a sum's logarithm is lost in it
   Type out_type = F32;  // the inputs' or lse's
 };
 
 struct Backward {
-  const void* lse = nullptr;    // [B,T,N]
+  const void *lse = nullptr, *lse_low = nullptr;  // [B,T,N]
   const void* dout = nullptr;   // [B,T,N,H]
   const void* delta = nullptr;  // [B,T,N]: sum(dout * out) - dlse
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
@@ -119,7 +120,7 @@ struct Backward {
 
 // Gradient of the bias in its own shape (float, or double for F64); `scratch` is [parts, *shape] when T is reduced.
 struct BiasGradient {
-  const void* lse = nullptr;
+  const void *lse = nullptr, *lse_low = nullptr;
   const void* dout = nullptr;
   const void* delta = nullptr;
   void* dbias = nullptr;
@@ -129,11 +130,11 @@ struct BiasGradient {
 };
 
 // Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread, and
-// its first kFreshBytes are zero before the thread's first task.
+// its first kFreshBytes are zero before the thread's first task. False: out of memory, and nothing useful was done.
 constexpr size_t kFreshBytes = 64;
 typedef void (*TaskFn)(void* ctx, int64_t task, void* scratch);
 struct Runner {
-  virtual void run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) = 0;
+  virtual bool run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) = 0;
 
  protected:
   ~Runner() = default;

@@ -235,6 +235,7 @@ std::string build_inputs(const Call& c, Problem& p) {
   if (!is_float(p.type) || c.k.type != p.type || c.v.type != p.type) return "q, k and v must have one type: f32, f64, bf16 or f16";
   if (!is_shape(c.k, {p.B, p.S, p.K, p.H}) || !is_shape(c.v, {p.B, p.S, p.K, p.H}))
     return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(c.k) + ", v " + shape_of(c.v);
+  if (p.B < 1 || p.T < 1 || p.S < 1 || p.N < 1) return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(c.k);
   if (p.K < 1 || p.N % p.K) return "q has " + std::to_string(p.N) + " heads, not a multiple of k's " + std::to_string(p.K);
   if (p.H < 1 || p.H > kMaxHead) return "head size must be 1 to 256, got " + std::to_string(p.H);
   if (p.T > INT32_MAX || p.S > INT32_MAX) return "T and S must be below 2^31";
@@ -340,33 +341,40 @@ std::string build(const Call& call, Built& built) {
   return error;
 }
 
-std::string check_forward(const Problem& p, const Array& out, const Array& lse) {
+std::string check_forward(const Problem& p, const Array& out, const Array& lse, const Array& lse_low) {
   if (!is_shape(out, {p.B, p.T, p.N, p.H}) || (out.type != p.type && out.type != stats(p))) return bad("out", "like q or of lse's type", out);
-  if (!is_stats(p, lse)) return bad("lse", "float32 (float64 for float64) [B,T,N]", lse);
+  for (const Array* a : {&lse, &lse_low})
+    if (!is_stats(p, *a)) return bad("lse and lse_low", "float32 (float64 for float64) [B,T,N]", *a);
   return "";
 }
 
-std::string check_backward(const Problem& p, const Array& lse, const Array& dout, const Array& delta, const Array& dq,
-                           const Array& dk, const Array& dv, const Array& scratch_dk, const Array& scratch_dv,
-                           Backward& g) {
-  if (!is_stats(p, lse) || !is_stats(p, delta)) return bad("lse and delta", "float32 (float64 for float64) [B,T,N]", lse);
-  if (!is_rows(p, dout) || !is_rows(p, dq)) return bad("dout and dq", "like q", dout);
+std::string check_given(const Problem& p, const Given& given) {
+  for (const Array* a : {&given.lse, &given.lse_low, &given.delta})
+    if (!is_stats(p, *a)) return bad("lse, lse_low and delta", "float32 (float64 for float64) [B,T,N]", *a);
+  return is_rows(p, given.dout) ? "" : bad("dout", "like q", given.dout);
+}
+
+std::string check_backward(const Problem& p, const Given& given, const Array& dq, const Array& dk, const Array& dv,
+                           const Array& scratch_dk, const Array& scratch_dv, Backward& g) {
+  const std::string error = check_given(p, given);
+  if (!error.empty()) return error;
+  if (!is_rows(p, dq)) return bad("dq", "like q", dq);
   for (const Array* a : {&dk, &dv})
     if (a->type != p.type || !is_shape(*a, {p.B, p.S, p.K, p.H})) return bad("dk and dv", "like k", *a);
   const int64_t size = p.type == F64 ? 8 : 4, padded = (p.H * size + kPadBytes - 1) / kPadBytes * kPadBytes / size;
   for (const Array* a : {&scratch_dk, &scratch_dv})
     if (a->type != stats(p) || a->rank != 4 || scratch_dk.dims[2] < p.S || !is_shape(*a, {p.B, p.K, scratch_dk.dims[2], padded}))
       return bad("scratch", "float32 (float64 for float64) [B,K,at least S," + std::to_string(padded) + "]", *a);
-  g.lse = lse.data, g.dout = dout.data, g.delta = delta.data;
+  g.lse = given.lse.data, g.lse_low = given.lse_low.data, g.dout = given.dout.data, g.delta = given.delta.data;
   g.rows = scratch_dk.dims[2];
   return "";
 }
 
-std::string check_bias_gradient(const Problem& p, const Call& call, const Array& lse, const Array& dout,
-                                const Array& delta, const Array& dbias, const Array& scratch, BiasGradient& g) {
+std::string check_bias_gradient(const Problem& p, const Call& call, const Given& given, const Array& dbias,
+                                const Array& scratch, BiasGradient& g) {
   if (!p.has_bias) return "there is no bias";
-  if (!is_stats(p, lse) || !is_stats(p, delta)) return bad("lse and delta", "float32 (float64 for float64) [B,T,N]", lse);
-  if (!is_rows(p, dout)) return bad("dout", "like q", dout);
+  const std::string error = check_given(p, given);
+  if (!error.empty()) return error;
   const Array& bias = call.rest[size_t(call.roles[kBias])];
   if (dbias.type != stats(p) || !is_shape(dbias, {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("dbias", "float32 (float64 for float64) in bias's shape", dbias);
@@ -374,7 +382,7 @@ std::string check_bias_gradient(const Problem& p, const Call& call, const Array&
   if (scratch.type != stats(p) || scratch.rank != 5 || (bias.dims[2] == 1 && p.T > 1 && scratch.dims[0] < 1) ||
       !is_shape(scratch, {scratch.dims[0], bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("scratch", "float32 (float64 for float64) [chunks, *bias's shape]", scratch);
-  g.lse = lse.data, g.dout = dout.data, g.delta = delta.data;
+  g.lse = given.lse.data, g.lse_low = given.lse_low.data, g.dout = given.dout.data, g.delta = given.delta.data;
   g.chunks = scratch.dims[0];
   return "";
 }

@@ -30,12 +30,16 @@ struct Built {
 // Empty on success, else what is wrong.
 std::string build(const Call& call, Built& built);
 
-std::string check_forward(const Problem& p, const Array& out, const Array& lse);
-std::string check_backward(const Problem& p, const Array& lse, const Array& dout, const Array& delta, const Array& dq,
-                           const Array& dk, const Array& dv, const Array& scratch_dk, const Array& scratch_dv,
-                           Backward& g);
-std::string check_bias_gradient(const Problem& p, const Call& call, const Array& lse, const Array& dout,
-                                const Array& delta, const Array& dbias, const Array& scratch, BiasGradient& g);
+// What gradients are made from, besides the operands of a forward call.
+struct Given {
+  Array lse, lse_low, dout, delta;
+};
+
+std::string check_forward(const Problem& p, const Array& out, const Array& lse, const Array& lse_low);
+std::string check_backward(const Problem& p, const Given& given, const Array& dq, const Array& dk, const Array& dv,
+                           const Array& scratch_dk, const Array& scratch_dv, Backward& g);
+std::string check_bias_gradient(const Problem& p, const Call& call, const Given& given, const Array& dbias,
+                                const Array& scratch, BiasGradient& g);
 
 // The kernel for this machine, or the one that LONGSPAN_CPU_ISA names; null with `error` set if that cannot run here.
 const Kernel* choose_kernel(const char* forced, std::string& error);

@@ -5,6 +5,7 @@ That it computes the right thing is shown by the parity matrix, which runs on ev
 
 import re
 import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -123,12 +124,58 @@ def test_vmap_folds_into_the_batch_or_loops():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def _rule(a, b, n):
+    return (a + b) % n != 0
+
+
+MAPPED = {
+    "queries": ((0, None, None, None), lambda ids, n: ls.Causal(), {}),
+    "keys": ((None, 0, None, None), lambda ids, n: ls.Causal(), {}),
+    "all, dropout": ((0, 0, None, None), lambda ids, n: None, dict(dropout_rate=0.5, dropout_key=jax.random.key(0))),
+    "ids beside global tokens": ((0, 0, 0, None), lambda ids, n: ls.Segments(ids) | ls.Global((3, 7)), {}),
+    "a custom rule's number": ((0, 0, None, 0), lambda ids, n: ls.Causal() & ls.Custom(_rule, n), {}),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("ids_rows", [1, 2])
+@pytest.mark.parametrize("what", MAPPED)
+def test_vmap_with_operands_that_do_not_move(what, rows, ids_rows):
+    axes, mask, features = MAPPED[what]
+    q, k, _ = (x.reshape(3, rows, *x.shape[1:]) for x in make_qkv(Shape(3 * rows, 9, 9, 4, 2, 8), jnp.float32))
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (3, min(rows, ids_rows), 9))), np.int32)
+    numbers = jnp.asarray([2, 3, 5])
+    arguments = [x if axis == 0 else x[0] for x, axis in zip((q, k, ids, numbers), axes, strict=True)]
+
+    def loss(q, k, ids, n, engine):
+        return jnp.sum(ls.attention(q, k, k, mask=mask(ids, n), engine=engine, **features) ** 2)
+
+    got, want = (
+        jax.vmap(jax.value_and_grad(partial(loss, engine=engine), (0, 1)), axes)(*arguments)
+        for engine in ("cpu", "reference")
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+@needs_library
+def test_a_mask_may_be_nested_deeply():
+    q, k, v = make_qkv(Shape(B=1, T=8, S=8, N=1, K=1, H=4), jnp.float32)
+    left = right = ls.Causal()
+    for i in range(40):
+        left = (ls.Prefix(i % 8) & left) | ls.Segments(jnp.zeros((1, 8), jnp.int32))
+        right = ls.Segments(jnp.zeros((1, 8), jnp.int32)) | (~right & ls.Prefix(i % 8))
+    for mask in (left, right):
+        got, want = (ls.attention(q, k, v, mask=mask, engine=engine) for engine in ("cpu", "reference"))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @needs_library
 def test_wrong_calls_are_errors_with_a_message():
     q = jnp.ones((1, 4, 2, 8))
     tables = [jnp.zeros((1, 1, 1, 1), jnp.int32), jnp.ones((1, 1, 1, 1), jnp.int32)]
     good = cpu.Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * 9, ((),) * 2)
-    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, 4, 2), jnp.float32))
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 2)
 
     def call(*operands, results=results, **changes):
         jax.block_until_ready(_native.call("longspan_forward", results, operands, **(good.attributes() | changes)))
@@ -141,6 +188,7 @@ def test_wrong_calls_are_errors_with_a_message():
         ("k and v must be", (q, q, q[:, :3], *tables), {}),
         ("not a multiple", (jnp.ones((1, 4, 3, 8)), q, q, *tables), {}),
         ("1 to 256", (*[jnp.ones((1, 4, 2, 257))] * 3, *tables), {}),
+        ("B, T, S and N must be at least 1", (q[:, :0], q, q, *tables), {}),
         ("starts and stops", (q, q, q, tables[0][0], tables[1]), {}),
         ("at least 1", (q, q, q, *tables), dict(kv_tile=np.int64(0))),
         ("unknown op 99", (q, q, q, *tables), dict(program=ints([99]))),
@@ -152,8 +200,8 @@ def test_wrong_calls_are_errors_with_a_message():
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             call(*operands, **changes)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="lse must be"):
-        call(q, q, q, *tables, results=(results[0], jax.ShapeDtypeStruct((1, 4), jnp.float32)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lse and lse_low must be"):
+        call(q, q, q, *tables, results=(*results[:2], jax.ShapeDtypeStruct((1, 4), jnp.float32)))
 
 
 @given(mask=masks(23, 31), wider=booleans())
@@ -162,6 +210,15 @@ def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider)
     layout, concrete = (plan(mask, 23, 31, 3, 2, xp=xp) for xp in (jnp, np))
     visits = [len(tiles) for b, n in concrete.planes() for tiles in _tiles_by_row(concrete, b, n)]
     assert max(visits) <= most_visits(layout)
+
+
+def test_rules_as_bits_have_room_where_intervals_are_too_many_to_intersect():
+    tables = [rng.permuted(np.tile(np.arange(16), (16, 1)), axis=1)[None, :, :width] for width in (9, 8)]
+    many, more = (ls.Blocks(jnp.asarray(table, jnp.int32), 128) for table in tables)
+    mask = ls.Window(130, 130) & many & more & ls.Custom(lambda a, b: (a + b) % 3 != 0)
+    q, k, v = make_qkv(Shape(B=1, T=2048, S=2048, N=1, K=1, H=4), jnp.float32)
+    got, want = (ls.attention(q, k, v, mask=mask, engine=engine) for engine in ("cpu", "reference"))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def _tiles_by_row(layout, batch, head):

@@ -134,6 +134,21 @@ def test_engines_match_the_reference(choice):
     check(*choice)
 
 
+@pytest.mark.parametrize("engine", TESTED)
+@pytest.mark.parametrize("level", [-1e5, -1e9, float(np.finfo(np.float32).min)])
+def test_gradients_of_rows_whose_bias_is_as_low_as_people_mask_with(engine, level):
+    """A float cannot hold such a score and the logarithm of a sum. Compared in float32: there the weights are equal."""
+    q, k, v = make_qkv(Shape(B=1, T=7, S=11, N=6, K=3, H=5), jnp.float32)
+    bias = jnp.zeros((1, 1, 7, 11)).at[:, :, 2:4].set(level).at[:, :, 5, 1:].set(level)
+    weights = np.random.default_rng(0).normal(size=q.shape).astype(np.float32)
+
+    def loss(floats, engine):
+        return jnp.vdot(ls.attention(*floats, mask=ls.Causal(8), bias=bias, engine=engine), weights)
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)((q, k, v), name) for name in (engine, "reference"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
 def every_combination():
     """All masks, shapes, features and dtypes; neighbours in the list differ in their tiling."""
     tilings = itertools.cycle(TILINGS)

@@ -44,7 +44,8 @@ LITERAL, OPERAND = 0, 1
 class Program:
     """The words and operands of a mask, while they are written.
 
-    `axes` names the axes of each operand: "b" and "n" are batch and head (of full size or size 1), "" any other.
+    `axes` names the axes of each operand: "b" and "n" are batch and head (of full size or size 1), "l" is the batch of
+    the layout's tables, "" any other.
     """
 
     layout: BlockLayout
@@ -86,7 +87,7 @@ def _write(out: Program, mask: Mask) -> None:
     for kind, write in _WRITERS.items():
         if type(mask) is kind:
             return write(out, mask)
-    out.words += [BITS, out.add(_bits(out, mask), "b", "n", "", "", "", "")]
+    out.words += [BITS, out.add(_bits(out, mask), "l", "n", "", "", "", "")]
 
 
 def _band(out: Program, low, high) -> None:
@@ -108,10 +109,26 @@ def _number(word: int, name: str, out: Program, mask: Mask) -> None:
 
 
 def _all_of(word: int, out: Program, mask) -> None:
-    _write(out, mask.masks[0])
-    for part in mask.masks[1:]:
+    # The highest first, so that the kernel's stack grows with the logarithm of a mask's size, however it is nested.
+    first, *others = sorted(mask.masks, key=_height, reverse=True)
+    _write(out, first)
+    for part in others:
         _write(out, part)
         out.words.append(word)
+
+
+def _height(mask: Mask) -> int:
+    """How many truths the kernel keeps at once while it evaluates a mask."""
+    if mask.band() is not None:
+        return 1
+    if isinstance(mask, Not):
+        return _height(mask.mask)
+    if isinstance(mask, PerHead):
+        return max(map(_height, mask.masks))
+    if isinstance(mask, And | Or):
+        first, *others = sorted(map(_height, mask.masks), reverse=True)
+        return max(first, *(height + 1 for height in others)) if others else first
+    return 2 if isinstance(mask, Window | Global) else 1
 
 
 def _not(out: Program, mask: Not) -> None:

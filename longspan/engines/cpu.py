@@ -114,11 +114,11 @@ def _prepare(layout: BlockLayout, rows_heads, bias, sinks, scale, soft_cap, drop
     extras: list[tuple[str, Any, tuple[str, ...]]] = [
         ("q_pos", layout.q_positions, ("b", "")),
         ("kv_pos", layout.kv_positions, ("b", "")),
-        ("columns", layout.common, ("b", "n", "")),
-        ("column_count", layout.common_count, ("b", "n")),
+        ("columns", layout.common, ("l", "n", "")),
+        ("column_count", layout.common_count, ("l", "n")),
     ]
     if dropout is not None:
-        extras += [("row_ids", dropout.rows, ("b",)), ("seed", dropout.words, ("",))]
+        extras += [("row_ids", dropout.rows, ("B",)), ("seed", dropout.words, ("",))]
     if dropout is not None or program.needs_head_ids:
         extras.append(("head_ids", np.arange(N) if dropout is None else dropout.heads, ("n",)))
     for name, array, axes in extras:
@@ -136,7 +136,7 @@ def _prepare(layout: BlockLayout, rows_heads, bias, sinks, scale, soft_cap, drop
         kv_tile=layout.kv_tile,
         words=tuple(program.words),
         roles=tuple(roles.values()),
-        axes=(*[("b", "n", "", "")] * 2, *floats, *program.axes),
+        axes=(*[("l", "n", "", "")] * 2, *floats, *program.axes),
     )
     return plan, (*tables, *program.operands)
 
@@ -159,15 +159,15 @@ def _broadcast_layout(layout: BlockLayout) -> BlockLayout:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, floats, operands):
     q, k, v, *extras = floats
-    return _call("forward", plan, (q, k, v), _given(extras), operands)
+    return tuple(_call("forward", plan, (q, k, v), _given(extras), operands)[:2])
 
 
 def _attend_fwd(plan: Plan, floats, operands):
     dtype, extras = floats[0].dtype, floats[3:]
     # The gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.
     kind = "wide_forward" if _given(extras) and dtype.itemsize == 2 else "forward"
-    out, lse = tuple(_only_once(kind, plan, floats, operands))
-    return (out.astype(dtype), lse), (floats, operands, out, lse)
+    out, lse, low = _only_once(kind, plan, floats, operands)
+    return (out.astype(dtype), lse), (floats, operands, out, lse, low)
 
 
 def _attend_bwd(plan: Plan, residuals, cotangents):
@@ -184,12 +184,12 @@ def _only_once(kind: str, plan: Plan, floats, operands):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(plan: Plan, floats, operands, out, lse, cotangents):
+def _gradients(plan: Plan, floats, operands, out, lse, low, cotangents):
     q, k, v, bias, sinks = floats
     dout, dlse = cotangents
     # What the gradient of every weight in a row is measured against.
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse.astype(lse.dtype)
-    own = (lse, dout.astype(q.dtype), delta)
+    own = (lse, low, dout.astype(q.dtype), delta)
     extras = _given((bias, sinks))
     dq, dk, dv = _call("backward", plan, (q, k, v), extras, operands, own)
     dbias, dsinks = None, None
@@ -198,7 +198,7 @@ def _gradients(plan: Plan, floats, operands, out, lse, cotangents):
         dbias = dbias.astype(bias.dtype)
     if sinks is not None:
         # A row that sees nothing, neither key nor sink, has lse = -inf.
-        weight = jnp.where(jnp.isfinite(lse), jnp.exp(sinks.reshape(1, 1, -1) - lse), 0)
+        weight = jnp.where(jnp.isfinite(lse), jnp.exp(sinks.reshape(1, 1, -1) - lse - low), 0)
         dsinks = -jnp.sum(weight * delta, axis=(0, 1))
     return dq, dk, dv, dbias, dsinks
 
@@ -221,16 +221,21 @@ def _given(arrays) -> tuple:
 def _call(kind: str, plan: Plan, qkv, extras, operands, own=()):
     """One native call, batched and partitioned by the rules below. Operands: q, k, v, starts, stops, own, the rest."""
     starts, stops, *rest = operands
-    query, key = ("b", "", "n", ""), ("b", "", "k", "")
-    axes = (query, key, key, *plan.axes[:2], *((("b", "", "n"), query, ("b", "", "n")) if own else ()), *plan.axes[2:])
-    call = custom_vmap(partial(_partitioned, kind, plan, axes))
+    query, key, row = ("B", "", "n", ""), ("B", "", "k", ""), ("B", "", "n")
+    axes = (query, key, key, *plan.axes[:2], *((row, row, query, row) if own else ()), *plan.axes[2:])
+    plain = tuple(tuple("b" if name in BATCH else name for name in names) for names in axes)
+    call = custom_vmap(partial(_partitioned, kind, plan, plain))
     call.def_vmap(partial(_fold, call, kind, axes))
     return call(*qkv, starts, stops, *own, *extras, *rest)
 
 
+# Names of a first axis over batch rows: of size B; of size B or 1; of size B or 1, but alike in all tables of a layout.
+BATCH = ("B", "b", "l")
+
+
 def _fold(call, kind: str, axes, size: int, batched, *operands):
     """vmap: the mapped axis becomes part of the batch. What has no batch axis, or is summed over it, runs in a loop."""
-    foldable = all(names[0] == "b" for names, is_batched in zip(axes, batched, strict=True) if is_batched)
+    foldable = all(names[0] in BATCH for names, is_batched in zip(axes, batched, strict=True) if is_batched)
     if kind == "bias_gradient" or not foldable:
         moving = [x for x, b in zip(operands, batched, strict=True) if b]
 
@@ -241,9 +246,11 @@ def _fold(call, kind: str, axes, size: int, batched, *operands):
         out = jax.lax.map(one, moving)
         return out, jax.tree.map(lambda _: True, out)
     rows = operands[0].shape[1] if batched[0] else operands[0].shape[0]
+    moved = {names[0] for names, is_batched in zip(axes, batched, strict=True) if is_batched}
 
     def fold(x, is_batched, names):
-        if names[0] != "b" or (not is_batched and x.shape[0] == 1):
+        may_stay = names[0] == "b" or (names[0] == "l" and "l" not in moved)
+        if names[0] not in BATCH or (may_stay and not is_batched and x.shape[0] == 1):
             return x
         x = x if is_batched else x[None]
         return jnp.broadcast_to(x, (size, rows, *x.shape[2:])).reshape(size * rows, *x.shape[2:])
@@ -279,7 +286,8 @@ def _local(kind: str, plan: Plan, *operands):
 
     target, attributes = f"longspan_{kind}", plan.attributes()
     if kind in ("forward", "wide_forward"):
-        results = (result(q.shape, q.dtype if kind == "forward" else stats), result((B, T, N), stats))
+        row = result((B, T, N), stats)
+        results = (result(q.shape, q.dtype if kind == "forward" else stats), row, row)
         return _native.call("longspan_forward", results, operands, **attributes)
     if kind == "backward":
         unit = PAD_BYTES // np.dtype(stats).itemsize
@@ -287,7 +295,7 @@ def _local(kind: str, plan: Plan, *operands):
         scratch = result((B, K, S + min(S, max(8192, S // 4)), -(-H // unit) * unit), stats)
         results = (result(q.shape, q.dtype), result(k.shape, k.dtype), result(k.shape, k.dtype), scratch, scratch)
         return _native.call(target, results, operands, **attributes)[:3]
-    bias = operands[8]
+    bias = operands[9]
     chunks = min(8, -(-T // plan.q_tile)) if bias.shape[2] == 1 and T > 1 else 0
     results = (result(bias.shape, stats), result((chunks, *bias.shape), stats))
     return _native.call(target, results, operands, **attributes)[:1]
@@ -305,10 +313,10 @@ def _results(kind: str, operands) -> tuple[tuple[tuple[int, ...], tuple[str, ...
     """Shape and axes of each result."""
     q, k = operands[0].shape, operands[1].shape
     if kind in ("forward", "wide_forward"):
-        return (q, ("b", "", "n", "")), (q[:3], ("b", "", "n"))
+        return (q, ("b", "", "n", "")), *[(q[:3], ("b", "", "n"))] * 2
     if kind == "backward":
         return (q, ("b", "", "n", "")), (k, ("b", "", "k", "")), (k, ("b", "", "k", ""))
-    return ((operands[8].shape, ("b", "n", "", "")),)
+    return ((operands[9].shape, ("b", "n", "", "")),)
 
 
 def _sharding_rule(kind: str, plan: Plan, axes, operands):

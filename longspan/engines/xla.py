@@ -65,7 +65,7 @@ def run(
     plan = Plan(B, T, S, N, K, H, scale, soft_cap, group * layout.kv_tile, layout.starts.shape[1] > 1)
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     q, k, v, bias, sinks = vary((q, k, v, bias, sinks), varying_axes(q, k, v, bias, sinks, layout, dropout))
-    return _attend(plan, (q, k, v, bias, sinks), (layout, dropout))
+    return _attend(plan, (q, k, v, bias, sinks), (layout, dropout))[:2]
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,16 @@ def _attend_fwd(plan: Plan, floats, rest):
 
 
 def _attend_bwd(plan: Plan, residuals, cotangents):
-    floats, rest, (out, lse) = residuals
-    return _no_second_derivative(plan, floats, rest, out, lse, cotangents), None
+    floats, rest, results = residuals
+    return _no_second_derivative(plan, floats, rest, results, cotangents[:2]), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _no_second_derivative(plan: Plan, floats, rest, out, lse, cotangents):
-    return _backward(plan)(floats, rest, out, lse, cotangents)
+def _no_second_derivative(plan: Plan, floats, rest, results, cotangents):
+    return _backward(plan)(floats, rest, *results, cotangents)
 
 
 def _second_derivative(*_):
@@ -161,11 +161,15 @@ def _forward(plan: Plan):
                 shrink = jnp.exp(most - highest)
                 most, total, out = highest, total * shrink + jnp.exp(sink - highest), out * shrink
             empty = total == 0
-            lse = jnp.where(empty, -jnp.inf, most + jnp.log(jnp.where(empty, 1, total)))
-            return None, ((out / jnp.where(empty, 1, total)).astype(q.dtype), lse)
+            log_total = jnp.log(jnp.where(empty, 1, total))
+            lse = most + log_total
+            # What rounding took from lse: where scores are -1e9, as people mask with, that is the whole logarithm.
+            low = jnp.where(empty, 0, (most - lse) + log_total)
+            out = (out / jnp.where(empty, 1, total)).astype(q.dtype)
+            return None, (out, jnp.where(empty, -jnp.inf, lse), low)
 
-        _, (out, lse) = jax.lax.scan(row, None, _all_rows(plan, x.layout))
-        return _from_rows(plan, x.layout, out), _from_rows(plan, x.layout, lse)[..., 0]
+        _, (out, *rows) = jax.lax.scan(row, None, _all_rows(plan, x.layout))
+        return _from_rows(plan, x.layout, out), *(_from_rows(plan, x.layout, a)[..., 0] for a in rows)
 
     return forward
 
@@ -184,7 +188,7 @@ def _online_softmax(plan: Plan, x: Tensors, q_tile, at: "Run", allowed, carry):
 
 def _backward(plan: Plan):
     @sequential_vmap
-    def backward(floats, rest, out, lse, cotangents):
+    def backward(floats, rest, out, lse, low, cotangents):
         q, k, v, bias, sinks = floats
         dout, dlse = cotangents
         dtype = statistics_dtype(q.dtype)
@@ -194,7 +198,7 @@ def _backward(plan: Plan):
         # Rows without keys have lse = -inf; any finite level will do, since all their weights are masked.
         finite = jnp.isfinite(lse)
         level = jnp.where(finite, lse, 0)
-        by_row = [_to_rows(plan, x.layout, a) for a in (dout, delta[..., None], level[..., None])]
+        by_row = [_to_rows(plan, x.layout, a) for a in (dout, *(a[..., None] for a in (delta, level, low)))]
         axes = varying_axes(x, dout, dlse)
 
         def row(carry, index):
@@ -214,7 +218,7 @@ def _backward(plan: Plan):
             dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
         dsinks = None
         if sinks is not None:
-            weight = jnp.where(finite, jnp.exp(sinks.astype(dtype).reshape(1, 1, -1) - level), 0)
+            weight = jnp.where(finite, jnp.exp(sinks.astype(dtype).reshape(1, 1, -1) - level - low), 0)
             dsinks = -jnp.sum(weight * delta, axis=(0, 1)).astype(sinks.dtype)
         return _from_rows(plan, x.layout, dq), dk, dv, dbias, dsinks
 
@@ -230,13 +234,13 @@ class Gradients(NamedTuple):
     dbias: Any
 
 
-def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, at: "Run", allowed, _) -> Gradients:
+def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, low, at: "Run", allowed, _) -> Gradients:
     """One visit of the backward pass, as small arrays: the big ones are updated outside of branches, in place."""
     k, v = _key_tiles(plan, x, at, allowed)
     if allowed is not None:  # a query that sees no key may hold anything
         q_tile = jnp.where(allowed.any(-1, keepdims=True), q_tile, 0)
     scores, slope = _scores(plan, x, q_tile, k, at, allowed)
-    powers = _powers(x, scores, level, allowed)
+    powers = _powers(x, scores - level, low, allowed)
     dv = _drop(plan, x, at, powers).T @ dout
     dscores = powers * (_drop(plan, x, at, dout @ v.T) - delta)
     dbias = None if x.bias is None else _sum_to_bias(plan, x, at, dscores)

@@ -448,8 +448,8 @@ def _intersect(axis: int):
         # What both see lies in an interval of each, or in a tile common to one of them.
         common = _either(a.common, b.common)
         if a.low.shape[axis] * b.low.shape[axis] > MOST_INTERVALS:
-            low, high, _ = min(a, b, key=lambda s: s.low.shape[axis])
-            return Spans(low, high, common)
+            few, many = sorted((a, b), key=lambda s: s.low.shape[axis])
+            return Spans(*_clip(axis, few, many), common)
         xp = np if all(isinstance(x, np.ndarray) for x in (a.low, b.low)) else jnp
         pairs = [(i, j) for i in range(a.low.shape[axis]) for j in range(b.low.shape[axis])]
         low = _stack(axis, [xp.maximum(_nth(axis, a.low, i), _nth(axis, b.low, j)) for i, j in pairs])
@@ -457,6 +457,15 @@ def _intersect(axis: int):
         return Spans(low, high, common)
 
     return intersect
+
+
+def _clip(axis: int, few: Spans, many: Spans):
+    """The intervals of `few`, cut to what lies between the first and the last of `many`."""
+    xp = np if all(isinstance(x, np.ndarray) for x in (few.low, many.low)) else jnp
+    empty, never = many.low >= many.high, np.int32(np.iinfo(np.int32).max)
+    first = xp.min(xp.where(empty, never, many.low), axis=axis, keepdims=True)
+    last = xp.max(xp.where(empty, np.int32(0), many.high), axis=axis, keepdims=True)
+    return xp.maximum(few.low, first), xp.minimum(few.high, last)
 
 
 def _nth(axis: int, array, i: int):

@@ -21,7 +21,7 @@ namespace {
 class ThreadRunner final : public Runner {
  public:
   explicit ThreadRunner(int threads) : threads_(threads) {}
-  void run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) override {
+  bool run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) override {
     std::atomic<int64_t> next{0};
     auto work = [&] {
       void* scratch = std::aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
@@ -34,6 +34,7 @@ class ThreadRunner final : public Runner {
     for (int i = 1; i < threads_; ++i) pool.emplace_back(work);
     work();
     for (auto& t : pool) t.join();
+    return true;
   }
 
  private:
@@ -560,8 +561,13 @@ void run_case(int seed) {
   for (int64_t i = 0; i < count_of(dout); ++i) set(dout, i, normal());
   for (int64_t i = 0; i < count_of(dlse); ++i) set(dlse, i, normal());
   const Answer want = naive(c, dout, dlse);
-  const Array lse = c.store.array(stats, {c.B, c.T, c.N}), delta = c.store.array(stats, {c.B, c.T, c.N});
-  for (int64_t i = 0; i < count_of(lse); ++i) set(lse, i, want.lse[size_t(i)]), set(delta, i, want.delta[size_t(i)]);
+  const Array lse = c.store.array(stats, {c.B, c.T, c.N}), lse_low = c.store.array(stats, {c.B, c.T, c.N});
+  const Array delta = c.store.array(stats, {c.B, c.T, c.N});
+  for (int64_t i = 0; i < count_of(lse); ++i) {
+    const double x = want.lse[size_t(i)];
+    set(lse, i, x), set(lse_low, i, std::isinf(x) ? 0 : x - get(lse, i)), set(delta, i, want.delta[size_t(i)]);
+  }
+  const Given given = {lse, lse_low, dout, delta};
   Built built;
   const std::string error = build(c.call, built);
   if (!error.empty()) {
@@ -574,7 +580,7 @@ void run_case(int seed) {
   for (const Kernel* kernel : kernels_here()) {
     std::vector<std::string> bits;
     for (int threads : {1, 3}) {
-      const Array out = c.store.array(c.type, {c.B, c.T, c.N, c.H}), l = c.store.array(stats, {c.B, c.T, c.N});
+      const Array out = c.store.array(c.type, {c.B, c.T, c.N, c.H}), l = c.store.array(stats, {c.B, c.T, c.N}), low = c.store.array(stats, {c.B, c.T, c.N});
       const Array dq = c.store.array(c.type, {c.B, c.T, c.N, c.H});
       const Array dk = c.store.array(c.type, {c.B, c.S, c.K, c.H}), dv = c.store.array(c.type, {c.B, c.S, c.K, c.H});
       const Array sk = c.store.array(stats, {c.B, c.K, rows, padded}), sv = c.store.array(stats, {c.B, c.K, rows, padded});
@@ -583,9 +589,9 @@ void run_case(int seed) {
       std::unique_ptr<void, void (*)(void*)> ak(std::aligned_alloc(64, size_t(count_of(sk)) * 8 + 64), std::free);
       std::unique_ptr<void, void (*)(void*)> av(std::aligned_alloc(64, size_t(count_of(sv)) * 8 + 64), std::free);
       ThreadRunner runner(threads);
-      kernel->forward(built.problem, {const_cast<void*>(out.data), const_cast<void*>(l.data), out.type}, runner);
+      kernel->forward(built.problem, {const_cast<void*>(out.data), const_cast<void*>(l.data), const_cast<void*>(low.data), out.type}, runner);
       Backward g;
-      std::string bad = check_backward(built.problem, lse, dout, delta, dq, dk, dv, sk, sv, g);
+      std::string bad = check_backward(built.problem, given, dq, dk, dv, sk, sv, g);
       g.dq = const_cast<void*>(dq.data), g.dk = const_cast<void*>(dk.data), g.dv = const_cast<void*>(dv.data);
       g.scratch_dk = ak.get(), g.scratch_dv = av.get();
       if (!bad.empty() || !kernel->backward(built.problem, g, runner)) {
@@ -598,7 +604,7 @@ void run_case(int seed) {
         const Array db = c.store.array(stats, {b.dims[0], b.dims[1], b.dims[2], b.dims[3]});
         const Array sc = c.store.array(stats, {3, b.dims[0], b.dims[1], b.dims[2], b.dims[3]});
         BiasGradient bg;
-        bad = check_bias_gradient(built.problem, c.call, lse, dout, delta, db, sc, bg);
+        bad = check_bias_gradient(built.problem, c.call, given, db, sc, bg);
         bg.dbias = const_cast<void*>(db.data), bg.scratch = const_cast<void*>(sc.data);
         if (!bad.empty()) ++failures, std::printf("case %d: %s\n", seed, bad.c_str());
         kernel->bias_gradient(built.problem, bg, runner);
