@@ -166,7 +166,8 @@ def _attend_fwd(plan: Plan, floats, operands):
     dtype, extras = floats[0].dtype, floats[3:]
     # The gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.
     kind = "wide_forward" if _given(extras) and dtype.itemsize == 2 else "forward"
-    out, lse, low = _only_once(kind, plan, floats, operands)
+    results: Any = _only_once(kind, plan, floats, operands)
+    out, lse, low = results
     return (out.astype(dtype), lse), (floats, operands, out, lse, low)
 
 

@@ -65,7 +65,8 @@ def run(
     plan = Plan(B, T, S, N, K, H, scale, soft_cap, group * layout.kv_tile, layout.starts.shape[1] > 1)
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     q, k, v, bias, sinks = vary((q, k, v, bias, sinks), varying_axes(q, k, v, bias, sinks, layout, dropout))
-    return _attend(plan, (q, k, v, bias, sinks), (layout, dropout))[:2]
+    results: Any = _attend(plan, (q, k, v, bias, sinks), (layout, dropout))
+    return results[:2]
 
 
 @dataclass(frozen=True)
