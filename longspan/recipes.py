@@ -187,11 +187,17 @@ class _Tokens:
         return self._take(x, self.place)
 
     def _take(self, x, index):
-        def take(x, index):
-            return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+        return _take_unless(self.in_order, x, index)
 
-        # What is in order already is not copied about.
-        return jax.lax.cond(self.in_order, lambda x, index: x, take, x, index)
+
+@jax.jit
+def _take_unless(in_order, x, index):
+    """The rows of x by index; what is in order already is not copied about."""
+
+    def take(x, index):
+        return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+
+    return jax.lax.cond(in_order, lambda x, index: x, take, x, index)
 
 
 @jax.jit

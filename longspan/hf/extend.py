@@ -6,10 +6,12 @@ import json
 import jax.numpy as jnp
 from flax import nnx
 
-from longspan.models import Encoder, LongformerConfig, MaskedLM, Model, SequenceClassifier
+from longspan.models import Encoder, LongformerConfig, MaskedLM, Model, QuestionAnswering, SequenceClassifier
 
 
-def extend(model: Encoder | Model, max_positions: int = 4096, window: int = 256) -> Encoder | Model:
+def extend(
+    model: Encoder | Model, max_positions: int = 4096, window: int = 256, *, sep_token_id: int | None = None
+) -> Encoder | Model:
     """A Longformer with a BERT's or RoBERTa's parameters: the recipe of the Longformer paper (arXiv:2004.05150, §5).
 
     The table of positions is repeated until it has `max_positions` rows, and the projections of global tokens start as
@@ -21,6 +23,7 @@ def extend(model: Encoder | Model, max_positions: int = 4096, window: int = 256)
         model: a BERT or RoBERTa, with any head; the model itself stays as it is.
         max_positions: the longest input of the new model.
         window: keys on each side of a token.
+        sep_token_id: ends the question in `QuestionAnswering`; by default the one in the model's config.
 
     Example:
         >>> from flax import nnx
@@ -41,7 +44,7 @@ def extend(model: Encoder | Model, max_positions: int = 4096, window: int = 256)
             f"A Longformer's masked-LM head has the activation 'gelu', this model's has {old.hidden_act!r}. "
             "Extend its encoder: `extend(model.encoder)`."
         )
-    config = _config(old, max_positions, window)
+    config = _config(old, max_positions, window, _separator(model, sep_token_id))
     long = nnx.eval_shape(lambda: type(model)(config, **_options(model), rngs=nnx.Rngs(0)))
     state, values = nnx.state(long, nnx.Param), _values(model, config)
     for path, variable in nnx.to_flat_state(state):
@@ -51,11 +54,21 @@ def extend(model: Encoder | Model, max_positions: int = 4096, window: int = 256)
     return long
 
 
-def _config(old, max_positions: int, window: int) -> LongformerConfig:
+def _separator(model, given: int | None) -> int:
+    extra = json.loads(model.config.extra)
+    known = [given, extra.get("sep_token_id"), extra.get("eos_token_id")]
+    found = next((number for number in known if isinstance(number, int)), None)
+    if found is None and isinstance(model, QuestionAnswering) and model.config.model_type == "bert":
+        raise ValueError(
+            "This BERT's config does not say which token separates question and text, whose place decides what is "
+            "global in a Longformer. Pass `sep_token_id`, the tokenizer's [SEP] (102 in the original BERTs)."
+        )
+    return LongformerConfig.sep_token_id if found is None else found
+
+
+def _config(old, max_positions: int, window: int, sep: int) -> LongformerConfig:
     shared = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
     extra = json.loads(old.extra)
-    names = ("sep_token_id", "eos_token_id")
-    sep = next((extra[name] for name in names if isinstance(extra.get(name), int)), LongformerConfig.sep_token_id)
     extra.pop("sep_token_id", None)
     first = old.pad_token_id + 1
     changes = dict(max_position_embeddings=max_positions + first, extra=json.dumps(extra), sep_token_id=sep)

@@ -90,12 +90,12 @@ def _fill(model: Any, tensors: "_Tensors", where: Path, dtype, *, new_head: bool
             sources.setdefault(p.path, []).append((name, p.transposed))
             if tensors.shape(name) != p.shape:
                 report.misshapen.append(f"{name} is {list(tensors.shape(name))}, by the config {list(p.shape)}")
-        elif p.in_head and headless and new_head:
+        elif (p.in_head or p.name.startswith("pooler.")) and headless and new_head:
             report.ignored["no such head in the file, so it is new"].append(p.name)
         else:
             report.missing.append(f"{p.name} {list(p.shape)}")
     read = {name for source in sources.values() for name, _ in source}
-    report.sort_out_unread(set(tensors.where) - read, model)
+    report.sort_out_unread(set(tensors.where) - read, model, () if headless else head_prefixes(model))
     report.raise_or_log()
     state = nnx.state(model, nnx.Param)
     for path, variable in nnx.to_flat_state(state):
@@ -121,8 +121,7 @@ class _Report:
     misshapen: list[str] = field(default_factory=list)
     ignored: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in _IGNORED})
 
-    def sort_out_unread(self, names: set[str], model: Any) -> None:
-        own = head_prefixes(model)
+    def sort_out_unread(self, names: set[str], model: Any, own: tuple[str, ...]) -> None:
         tied = ("cls.predictions.decoder.", "lm_head.decoder.", "cls.predictions.bias", "lm_head.bias")
         for name in sorted(names):
             plain = name.removeprefix(PREFIX[model.config.model_type])
@@ -211,7 +210,7 @@ class _Tensors:
 
     def dtype_of(self, name: str):
         found = self.find(name, in_head=False)
-        return jnp.dtype(jnp.float32 if found is None else self.read(found).dtype)
+        return jax.dtypes.canonicalize_dtype(jnp.float32 if found is None else self.read(found).dtype)
 
 
 def _fitting_model(kind, config: BertConfig, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> Any:

@@ -67,9 +67,18 @@ class Parameter(NamedTuple):
     transposed: bool  # torch keeps a linear layer's weight as [outputs, inputs]
 
 
+def kind_of(model: Any) -> type:
+    """Which of our models it is, or is made from."""
+    for kind in TASKS.values():
+        if isinstance(model, kind):
+            return kind
+    known = ", ".join(kind.__name__ for kind in TASKS.values())
+    raise TypeError(f"Expected one of longspan.models' {known}, got {type(model).__name__}.")
+
+
 def parameters(model: Any) -> Iterator[Parameter]:
     """All tensors that a file of this model has, layer by layer."""
-    family, task = model.config.model_type, type(model)
+    family, task = model.config.model_type, kind_of(model)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         ours, shape, transposed = ".".join(map(str, path)), tuple(variable.shape), path[-1] == "kernel"
         in_head = task is not Encoder and path[0] != "encoder"
@@ -86,7 +95,7 @@ def parameters(model: Any) -> Iterator[Parameter]:
 
 def prefix(model: Any) -> str:
     """What the encoder's names begin with in a file of this model."""
-    return "" if type(model) is Encoder else PREFIX[model.config.model_type]
+    return "" if isinstance(model, Encoder) else PREFIX[model.config.model_type]
 
 
 def head_prefixes(model: Any) -> tuple[str, ...]:

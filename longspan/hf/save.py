@@ -1,7 +1,9 @@
 """`save`: a model becomes a directory that Hugging Face's PyTorch classes load."""
 
+import dataclasses
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ from flax import nnx
 
 from longspan.hf.config import to_json
 from longspan.hf.load import INDEX, WEIGHTS
-from longspan.hf.names import FAMILY, TASKS, parameters, prefix
-from longspan.models import Encoder, MaskedLM, Model
+from longspan.hf.names import FAMILY, TASKS, kind_of, parameters, prefix
+from longspan.models import Encoder, MaskedLM, Model, QuestionAnswering
 
 
 def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
     """Writes `config.json` and `model.safetensors`, which `transformers` loads with `from_pretrained(directory)`.
 
-    Both files are complete before either takes its name, so a save that is interrupted leaves the last good one. Other
-    files in the directory, such as a tokenizer's, stay.
+    Both files are complete before either takes its name, and both old ones come back if that fails half-way, so a save
+    that is interrupted leaves the last good one; an unchanged config is left alone. Other files in the directory, such
+    as a tokenizer's, stay.
 
     Args:
         model: an `Encoder` or a model with a head.
@@ -38,12 +41,18 @@ def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
     """
     from safetensors.numpy import save as to_bytes
 
-    suffix = next(suffix for suffix, kind in TASKS.items() if kind is type(model))
-    raw = to_json(model.config, FAMILY[model.config.model_type] + suffix)
+    kind, config = kind_of(model), model.config
+    if kind is QuestionAnswering:  # its two outputs are labels to Hugging Face
+        config = dataclasses.replace(config, num_labels=2)
+    suffix = next(suffix for suffix, other in TASKS.items() if other is kind)
+    tensors = tensors_of(model)
+    raw = to_json(config, FAMILY[config.model_type] + suffix)
+    raw.pop("torch_dtype", None)
+    raw["dtype"] = next(iter(tensors.values())).dtype.name
     where = Path(directory)
     where.mkdir(parents=True, exist_ok=True)
     files = {
-        WEIGHTS: to_bytes(tensors_of(model), metadata={"format": "pt"}),
+        WEIGHTS: to_bytes(tensors, metadata={"format": "pt"}),
         "config.json": (json.dumps(raw, indent=2, sort_keys=True) + "\n").encode(),
     }
     _replace_all(where, files)
@@ -67,19 +76,39 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
 
 
 def _replace_all(where: Path, files: dict[str, bytes]) -> None:
-    written: list[tuple[str, Path]] = []
-    try:
+    """All files take their names, or none does."""
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=where) as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir(), old.mkdir()
         for name, content in files.items():
-            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=where)
-            written.append((temporary, where / name))
-            with os.fdopen(handle, "wb") as file:
+            with open(new / name, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-        while written:
-            os.replace(*written[0])
-            written.pop(0)
-    finally:
-        for temporary, _ in written:
-            Path(temporary).unlink(missing_ok=True)
+        changed = [n for n in files if not _same_bytes(where / n, files[n])]
+        for name in changed:
+            _keep(where / name, old / name)
+        try:
+            for name in changed:
+                os.replace(new / name, where / name)
+        except BaseException:
+            for name in changed:
+                if (old / name).exists():
+                    os.replace(old / name, where / name)
+                else:
+                    (where / name).unlink(missing_ok=True)
+            raise
+
+
+def _same_bytes(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
+
+
+def _keep(path: Path, copy: Path) -> None:
+    """A second name for a file, or a copy where file systems have no second names."""
+    if not path.exists():
+        return
+    try:
+        os.link(path, copy)
+    except OSError:
+        shutil.copyfile(path, copy)

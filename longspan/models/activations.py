@@ -8,9 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_tanh_gelu = functools.partial(jax.nn.gelu, approximate=True)
+
+def _in_float32(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """16 bits are too few for a GELU's 1 + erf(x), which cancels where x is negative."""
+
+    @functools.wraps(function)
+    def wide(x: jax.Array) -> jax.Array:
+        return function(x.astype(jnp.float32)).astype(x.dtype) if x.dtype.itemsize == 2 else function(x)
+
+    return wide
 
 
+@_in_float32
+def _tanh_gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+@_in_float32
 def _exact_gelu(x: jax.Array) -> jax.Array:
     """As PyTorch writes it; `jax.nn.gelu` goes through erfc, which takes longer."""
     return 0.5 * x * (1 + jax.lax.erf(x * np.asarray(0.5**0.5, x.dtype)))

@@ -112,6 +112,8 @@ class LongformerAttention(FullAttention):
         The keys' bias is the same for all keys of a query, and a softmax does not see it.
         """
         (B, T, D), N = x.shape, self.config.num_attention_heads
+        # Weights of padding are 0, but 0 * NaN would not be.
+        x = x if valid is None else jnp.where(valid[..., None], x, 0)
         G = min(FEW, T)
         place = jnp.argsort(~is_global, axis=1, stable=True)[:, :G]
         there = jnp.take_along_axis(is_global, place, axis=1)

@@ -1,7 +1,9 @@
 """What an encoder is made of: one frozen, hashable config a family, with Hugging Face's names for shared numbers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from operator import index
+from typing import Any, ClassVar, SupportsIndex
 
 from longspan._checks import check_choice
 from longspan.models.activations import ACTIVATIONS
@@ -110,12 +112,15 @@ class LongformerConfig(RobertaConfig):
 
     max_position_embeddings: int = 4098
     sep_token_id: int = 2
-    window: int | tuple[int, ...] = 256
+    window: SupportsIndex | Iterable[SupportsIndex] = 256
 
     model_type: ClassVar[str] = "longformer"
 
     def __post_init__(self):
         super().__post_init__()
+        # Ints that hash, whatever kind of number or list they came as.
+        window = tuple(map(index, self.window)) if isinstance(self.window, Iterable) else index(self.window)
+        object.__setattr__(self, "window", window)
         if len(self.windows) != self.num_hidden_layers or min(self.windows, default=0) < 0:
             raise ValueError(
                 f"`window` must be an int >= 0 or one for each of the {self.num_hidden_layers} layers, "
@@ -124,7 +129,8 @@ class LongformerConfig(RobertaConfig):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        return (self.window,) * self.num_hidden_layers if isinstance(self.window, int) else self.window
+        window: Any = self.window
+        return (window,) * self.num_hidden_layers if isinstance(window, int) else window
 
 
 @dataclass(frozen=True, kw_only=True)

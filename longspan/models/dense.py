@@ -56,7 +56,8 @@ def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D
     """
     B, T, D = x.shape
     pieces = -(-T // max(PIECE // B, LEAST))
-    if pieces == 1 or jax.default_backend() != "cpu":
+    # Outside of `jit` the loop would be compiled in every call.
+    if pieces == 1 or jax.default_backend() != "cpu" or not isinstance(x, jax.core.Tracer):
         return function(x)
     size = -(-T // pieces)
     x = jnp.pad(x, ((0, 0), (0, pieces * size - T), (0, 0))).reshape(B, pieces, size, D)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from longspan import models
 from longspan.models import dense
+from longspan.models.activations import ACTIVATIONS
 from longspan.models.attention import random_blocks
 
 SIZES = dict(
@@ -231,12 +232,40 @@ def test_feed_forward_by_pieces_is_the_same(monkeypatch, batch):
         shapes.append(x.shape)
         return jnp.tanh(x @ weights)
 
-    def total(weights, run):
-        return jnp.sum(run(partial(function, weights), x) ** 2)
+    @partial(jax.jit, static_argnums=1)
+    def gradient(weights, run):
+        return jax.value_and_grad(lambda w: jnp.sum(run(partial(function, w), jnp.asarray(x) + 0 * w[0, 0]) ** 2))(
+            weights
+        )
 
-    whole, pieces = (jax.value_and_grad(total)(weights, run) for run in (lambda f, x: f(x), dense.by_pieces))
+    whole, pieces = (gradient(weights, run) for run in (lambda f, x: f(x), dense.by_pieces))
     for a, b in zip(whole, pieces, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-    sizes = {shape[1] for shape in shapes}
-    assert sizes == {37, 8 if batch == 1 else 5}
-    assert dense.by_pieces(partial(function, weights), x).shape == x.shape
+    assert {shape[1] for shape in shapes} == {37, 8 if batch == 1 else 5}
+
+
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_garbage_in_padding_goes_nowhere(count):
+    model = make("longformer")
+    valid = jnp.arange(29)[None] < jnp.array([[29], [17]])
+    embeds = jnp.asarray(np.random.default_rng(0).normal(size=(2, 29, 12)), jnp.float32)
+    flags = jnp.broadcast_to(jnp.arange(29)[None] < count, (2, 29))
+
+    def encode(padding):
+        given = jnp.where(valid[..., None], embeds, padding)
+        return model(inputs_embeds=given, attention_mask=valid, global_attention_mask=flags).last_hidden_state[valid]
+
+    np.testing.assert_array_equal(encode(jnp.nan), encode(0.0))
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_new"])
+def test_gelu_in_16_bits_is_the_rounded_one(name):
+    x = jnp.linspace(-5, 5, 401, dtype=jnp.bfloat16)
+    exact = ACTIVATIONS[name](x.astype(jnp.float32))
+    np.testing.assert_array_equal(ACTIVATIONS[name](x), exact.astype(jnp.bfloat16))
+
+
+def test_windows_may_come_as_any_ints():
+    for window in ([2, 3], np.array([2, 3]), (2, np.int64(3))):
+        assert models.LongformerConfig(num_hidden_layers=2, window=window).windows == (2, 3)
+    assert hash(models.LongformerConfig(window=np.int64(3))) == hash(models.LongformerConfig(window=3))

@@ -24,7 +24,7 @@ def make(family, task=models.Encoder, **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_short_texts_keep_their_outputs(family, task):
     short = make(family, task)
-    long = hf.extend(short, max_positions=100, window=23)
+    long = hf.extend(short, max_positions=100, window=23, sep_token_id=4)
     mask = jnp.arange(23)[None] < jnp.array([[23], [15]])
     ids = jnp.where(mask, IDS, short.config.pad_token_id)
     none = jnp.zeros_like(ids)
@@ -73,3 +73,11 @@ def test_what_cannot_be_extended_is_refused():
         hf.extend(make("bert"), max_positions=36)
     with pytest.raises(ValueError, match=r"has 'relu'. Extend its encoder: `extend\(model.encoder\)`"):
         hf.extend(make("bert", models.MaskedLM, hidden_act="relu"), max_positions=50)
+
+
+def test_the_separator_of_a_berts_questions_must_be_known():
+    short = make("bert", models.QuestionAnswering)
+    with pytest.raises(ValueError, match="Pass `sep_token_id`"):
+        hf.extend(short)
+    long = hf.extend(short, max_positions=100, window=5, sep_token_id=4)
+    assert long.question(jnp.array([[7, 8, 4, 9]])).tolist() == [[True, True, False, False]]

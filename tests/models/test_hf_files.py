@@ -15,6 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from longspan import hf, models
+from longspan.hf.names import kind_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = sorted(p.name for p in GOLDEN.iterdir() if (p / "config.json").is_file())
@@ -230,16 +231,22 @@ def test_numbers_left_out_of_a_config_are_hugging_faces_defaults():
     assert (config.window, config.layer_norm_eps, config.max_position_embeddings) == (256, 1e-12, 512)
 
 
-@pytest.mark.parametrize("step", ["write", "rename"])
+@pytest.mark.parametrize("step", ["write", "first rename", "second rename"])
 def test_an_interrupted_save_leaves_the_last_good_one(step, tmp_path, monkeypatch):
     good, other = hf.load(GOLDEN / "bertModel"), hf.load(GOLDEN / "robertaModel")
     hf.save(good, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    def fail(*args):
-        raise KeyboardInterrupt
+    name, fatal = dict(write=("fsync", 1), **{"first rename": ("replace", 1), "second rename": ("replace", 2)})[step]
+    real, calls = getattr(os, name), []
 
-    monkeypatch.setattr(os, "fsync" if step == "write" else "replace", fail)
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == fatal:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(os, name, fail)
     with pytest.raises(KeyboardInterrupt):
         hf.save(other, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -274,3 +281,47 @@ def same(a, b, ignore="nothing"):
     assert left.keys() == right.keys()
     for path in left:
         np.testing.assert_array_equal(left[path][...], right[path][...], err_msg=str(path))
+
+
+def test_the_saved_dtype_is_the_parameters(tmp_path):
+    hf.save(hf.load(GOLDEN / "bertModel", dtype="float16"), tmp_path / "half")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
+    hf.save(hf.load(tmp_path / "half", dtype="float32"), tmp_path / "whole")
+    raw = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert raw["dtype"] == "float32" and "torch_dtype" not in raw
+
+
+def test_a_question_answering_model_has_two_labels_whatever_it_was_made_from(tmp_path):
+    model = hf.load(GOLDEN / "bertForSequenceClassification", task="question_answering", rngs=nnx.Rngs(0))
+    assert model.config.num_labels != 2
+    hf.save(model, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert len(raw["id2label"]) == len(raw["label2id"]) == 2
+    same(hf.load(tmp_path), model)
+
+
+def test_a_classifier_from_a_masked_lm_gets_a_new_pooler_too(caplog):
+    model = hf.load(GOLDEN / "bertForMaskedLM", task="sequence_classification", num_labels=3, rngs=nnx.Rngs(0))
+    assert model(jnp.ones((1, 5), int)).logits.shape == (1, 3)
+    assert "pooler.dense.weight" in caplog.text
+    with pytest.raises(ValueError, match=r"Missing \(4\):\n  classifier"):
+        hf.load(GOLDEN / "bertForMaskedLM", task="sequence_classification")
+
+
+@pytest.mark.parametrize("family", ["roberta", "longformer", "big_bird"])
+@pytest.mark.parametrize("tasks", [("Sequence", "token"), ("Token", "sequence")], ids="-to-".join)
+def test_another_tasks_head_of_the_same_name_is_ignored(family, tasks):
+    where, task = GOLDEN / f"{family}For{tasks[0]}Classification", f"{tasks[1]}_classification"
+    model = hf.load(where, task=task, num_labels=5, rngs=nnx.Rngs(0))
+    assert model.classifier.kernel.shape[-1] == 5
+
+
+def test_a_subclass_is_saved_as_what_it_is_made_from(tmp_path):
+    class Mine(models.SequenceClassifier):
+        pass
+
+    config = models.BertConfig(vocab_size=7, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+    hf.save(Mine(config, rngs=nnx.Rngs(0)), tmp_path)
+    assert type(hf.load(tmp_path)) is models.SequenceClassifier
+    with pytest.raises(TypeError, match="Expected one of longspan.models' Encoder, MaskedLM"):
+        kind_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
