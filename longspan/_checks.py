@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+from longspan._types import FAR
 
 
 def check_number(mask: Any, name: str) -> None:
@@ -21,6 +24,7 @@ def check_number(mask: Any, name: str) -> None:
                 f"{label} must be an int, or an int array of shape () or [B], got shape {tuple(value.shape)}. "
                 "Give one number for all rows, or one a batch row."
             )
+        object.__setattr__(mask, name, _clipped_to_int32(value))
         return
     try:
         if isinstance(value, bool | np.bool_):
@@ -73,6 +77,8 @@ def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = 
             f"{label} must have shape [{_axes(axes)}], got rank {array.ndim} (shape {tuple(array.shape)}). "
             "Add or drop axes, e.g. `array[None]`."
         )
+    if kind == "int":
+        object.__setattr__(mask, name, _as_int32(label, array))
 
 
 def check_indices(mask: Any, name: str) -> None:
@@ -151,8 +157,8 @@ def check_extents(mask: Any, *, q_len: int, kv_len: int, batch: int | None = Non
             raise ValueError(f"{name} has {size} {names[axis]}, but {other.name} has {other.size}. They must agree.")
 
 
-def check_positions(name: str, positions: Any, length: int, batch: int) -> int:
-    """Positions [L], [1, L] or [B, L]; returns how many batch rows they tell apart."""
+def check_positions(name: str, positions: Any, length: int, batch: int | None) -> int:
+    """Positions [L], [1, L] or [B, L], where None is any B; returns how many batch rows they tell apart."""
     if positions is None:
         return 1
     if not _is_array(positions) or not _is_int(positions):
@@ -163,13 +169,37 @@ def check_positions(name: str, positions: Any, length: int, batch: int) -> int:
             f"{name} must have shape [{length}] or [B, {length}] (one position a slot), got {tuple(positions.shape)}."
         )
     rows = positions.shape[0] if positions.ndim == 2 else 1
-    if rows != 1 and batch != 1 and rows != batch:
+    if rows != 1 and batch is not None and rows != batch:
         raise ValueError(f"{name} has {rows} batch rows, but the call has {batch}. Give one, or {batch}.")
     return rows
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+
+
+def _clipped_to_int32(value: Any) -> Any:
+    """Numbers as engines count, where all that is further than any position is as good as FAR."""
+    if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
+        return value
+    if value.dtype.itemsize >= 4:  # smaller ones hold no number that is too large
+        xp = jnp if isinstance(value, jax.Array) else np
+        value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))
+    return value.astype(np.int32)
+
+
+def _as_int32(label: str, array: Any) -> Any:
+    """Ids as engines compare them. Traced ones are taken at their word."""
+    if isinstance(array, jax.ShapeDtypeStruct) or array.dtype == np.int32:
+        return array
+    if array.dtype.itemsize >= 4 and not isinstance(array, Tracer) and array.size:
+        least, most = int(array.min()), int(array.max())
+        if not (least >= -(2**31) and most < 2**31):
+            raise ValueError(
+                f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
+                "with `np.unique(array, return_inverse=True)[1].reshape(array.shape)`."
+            )
+    return array.astype(np.int32)
 
 
 def _is_int(value: Any) -> bool:
@@ -214,6 +244,8 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
 
 def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -> tuple[int, ...]:
     """An array that broadcasts to [B,N,T,S], of rank 2 or 4; returns its shape as rank 4."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"`{name}` must be an array, got {type(array).__name__}. Convert it with `jnp.asarray`.")
     wanted = array.dtype == bool if kind == "bool" else array.dtype.name in FLOATS
     if not wanted:
         cure = (

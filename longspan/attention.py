@@ -29,7 +29,7 @@ from longspan._checks import (
 from longspan._types import Key, LogSumExp, Output, Positions, Query
 from longspan.dropout import make_dropout
 from longspan.engines import cpu, reference, xla
-from longspan.engines._request import Request
+from longspan.engines._request import Request, without_pairs
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Custom, Dense, Full, Mask, Not
@@ -96,7 +96,7 @@ def attention(
         scale = 1 / math.sqrt(max(H, 1)) if scale is None else float(scale)
     else:
         # A traced scale becomes part of the queries: engines take a static one.
-        q, scale = q * scale.astype(q.dtype), 1.0
+        q, scale = (_scale_dense if name == "reference" else _scaled)(jnp.asarray(q), jnp.asarray(scale)), 1.0
     out, lse = _on_auto_axes(
         *(jnp.asarray(x) for x in (q, k, v)),
         call.request.mask,
@@ -113,6 +113,28 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _scale_dense(q, scale):
+    wide = jnp.promote_types(q.dtype, np.float32)
+    return (q.astype(wide) * scale.astype(wide)).astype(q.dtype)
+
+
+_scaled = jax.custom_vjp(_scale_dense)
+
+
+def _scaled_fwd(q, scale):
+    return _scale_dense(q, scale), (q, scale)
+
+
+def _scaled_bwd(residuals, dout):
+    # Queries that see nothing may hold anything, NaN included, and have no gradient.
+    (q, scale), wide = residuals, jnp.promote_types(dout.dtype, np.float32)
+    terms = jnp.where(dout == 0, 0, dout.astype(wide) * q.astype(wide))
+    return (dout.astype(wide) * scale.astype(wide)).astype(q.dtype), jnp.sum(terms).astype(scale.dtype)
+
+
+_scaled.defvjp(_scaled_fwd, _scaled_bwd)
+
+
 def _on_auto_axes(q, *operands, **static):
     """Runs where XLA places intermediate values by itself, also if the caller's mesh has explicit axes."""
     placed = jax.typeof(q).sharding
@@ -127,6 +149,8 @@ def _on_auto_axes(q, *operands, **static):
 @partial(jax.jit, static_argnames=("engine", "scale", "soft_cap", "dropout_rate"))
 def _run(q, k, v, mask, layout, positions, bias, sinks, dropout_key, *, engine, scale, soft_cap, dropout_rate):
     B, T, N, _ = q.shape
+    if 0 in (*q.shape, *k.shape):
+        return without_pairs(q, sinks)
     if layout is None:
         request = Request(q, k, mask, None, bias, sinks, dropout_rate, jax.default_backend())
         # In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
@@ -176,11 +200,12 @@ def explain(
     q_tile, kv_tile = ENGINES[name].tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)
     known = not any(_is_abstract(leaf) for leaf in jax.tree.leaves((request.mask, layout, call.positions)))
     counts = None
-    if known:
-        if layout is None:
-            positions = dict(zip(("q_positions", "kv_positions"), call.positions, strict=True))
-            layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions)
-        counts = count(layout)
+    if known and 0 not in dims.values():
+        with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
+            if layout is None:
+                positions = dict(zip(("q_positions", "kv_positions"), call.positions, strict=True))
+                layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions)
+            counts = count(layout)
     return Explanation(
         engine=name,
         reason=_reason(engine, name),
@@ -355,7 +380,7 @@ def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockL
     B, N, H = (dims[axis] for axis in "BNH")
     if counts is None or layout is None:
         names = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")
-        return dict.fromkeys(names)
+        return dict.fromkeys(names, 0 if 0 in dims.values() else None)
     q, _ = layout.sides(xp=np)
     planes = np.array(list(layout.planes()))[-1] + 1
     apart = max(q.batch.size, planes[0]) * max(q.head.size, planes[1])

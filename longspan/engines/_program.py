@@ -32,6 +32,7 @@ from longspan.masks import (
     TokenTypes,
     Window,
 )
+from longspan.masks.numbers import reach
 
 (FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
     range(15)
@@ -96,7 +97,8 @@ def _band(out: Program, low, high) -> None:
 
 
 def _dilated_window(out: Program, mask: Window) -> None:
-    _band(out, -mask.left * mask.dilation, mask.right * mask.dilation)
+    left, right = (reach(number, mask.dilation) for number in (mask.left, mask.right))
+    _band(out, -left, right)
     out.words += [STRIDE, *out.number(mask.dilation), AND]
 
 

@@ -103,7 +103,7 @@ ROLES = ("bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids
 def _prepare(layout: BlockLayout, rows_heads, bias, sinks, scale, soft_cap, dropout) -> tuple[Plan, tuple]:
     """The plan of a call, and its operands without gradients: starts, stops, and what roles or words name."""
     B, N = rows_heads
-    layout = _broadcast_layout(layout)
+    layout = _broadcast_layout(layout, B, N)
     first = (bias is not None) + (sinks is not None)
     roles: dict[str, int] = dict.fromkeys(ROLES, -1)
     if bias is not None:
@@ -141,13 +141,15 @@ def _prepare(layout: BlockLayout, rows_heads, bias, sinks, scale, soft_cap, drop
     return plan, (*tables, *program.operands)
 
 
-def _broadcast_layout(layout: BlockLayout) -> BlockLayout:
+def _broadcast_layout(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
     """The layout with all its tables of one size; bit tiles follow them, so by batch row where positions differ."""
     tables = [a for a in (layout.starts, layout.common) if a is not None]
     b, n = (max(a.shape[axis] for a in tables) for axis in (0, 1))
     if not knows(layout.mask):
-        positions = [p.shape[0] for p in (layout.q_positions, layout.kv_positions) if p is not None]
-        b, n = max(b, layout.mask.batch, *positions, 1), max(n, layout.mask.heads)
+        q, kv = layout.sides(batch=batch, heads=heads)
+        # Asked of the rule, for its arrays do not tell: a user's may read the number of the row or head.
+        told = jax.eval_shape(lambda: layout.mask.allowed(q.slots(), kv.slots())).shape
+        b, n = max(b, told[0]), max(n, told[1])
     wide = {
         name: jnp.broadcast_to(table, (b, n, *table.shape[2:]))
         for name in ("starts", "stops", "common", "common_count")
@@ -190,6 +192,7 @@ def _gradients(plan: Plan, floats, operands, out, lse, low, cotangents):
     dout, dlse = cotangents
     # What the gradient of every weight in a row is measured against.
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse.astype(lse.dtype)
+    delta = jnp.where(jnp.isfinite(lse), delta, 0)  # a row without keys may get NaN: the cotangent of lse², say
     own = (lse, low, dout.astype(q.dtype), delta)
     extras = _given((bias, sinks))
     dq, dk, dv = _call("backward", plan, (q, k, v), extras, operands, own)

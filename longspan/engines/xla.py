@@ -198,6 +198,7 @@ def _backward(plan: Plan):
         delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1) - dlse.astype(dtype)
         # Rows without keys have lse = -inf; any finite level will do, since all their weights are masked.
         finite = jnp.isfinite(lse)
+        delta = jnp.where(finite, delta, 0)  # their cotangent may be NaN: that of lse², say
         level = jnp.where(finite, lse, 0)
         by_row = [_to_rows(plan, x.layout, a) for a in (dout, *(a[..., None] for a in (delta, level, low)))]
         axes = varying_axes(x, dout, dlse)

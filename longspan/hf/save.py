@@ -79,7 +79,8 @@ def _replace_all(where: Path, files: dict[str, bytes]) -> None:
     """All files take their names, or none does."""
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=where) as scratch:
         new, old = Path(scratch) / "new", Path(scratch) / "old"
-        new.mkdir(), old.mkdir()
+        new.mkdir()
+        old.mkdir()
         for name, content in files.items():
             with open(new / name, "wb") as file:
                 file.write(content)

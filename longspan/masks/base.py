@@ -195,7 +195,7 @@ class Mask:
         check_extents(self, q_len=q_len, kv_len=kv_len)
         batch = self.batch
         for name, positions, length in (("q_positions", q_positions, q_len), ("kv_positions", kv_positions, kv_len)):
-            batch = max(batch, check_positions(name, positions, length, batch))
+            batch = max(batch, check_positions(name, positions, length, None if batch == 1 else batch))
         return two_sides(
             q_len, kv_len, batch=batch, heads=self.heads, q_positions=q_positions, kv_positions=kv_positions, xp=xp
         )

@@ -123,7 +123,7 @@ class Custom(Mask):
         # The user's function may use jax.numpy, whatever namespace the caller plans in.
         q_pos, kv_pos = jnp.asarray(q.position), jnp.asarray(kv.position)
         truth = jnp.asarray(self.fn(q_pos, kv_pos, *self.arrays))
-        truth = truth & jnp.full(np.broadcast_shapes(q_pos.shape, kv_pos.shape), True)
+        truth = truth.astype(bool) & jnp.full(np.broadcast_shapes(q_pos.shape, kv_pos.shape), True)
         return truth if q.side.xp is jnp else np.asarray(truth)
 
     def classify(self, q, kv):

@@ -1,5 +1,11 @@
 """Rules that compare positions: everything, bands (causal, windows), chunks and prefixes."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from longspan._checks import check_at_least, check_number
 from longspan._types import FAR, Number
 from longspan.masks.base import Mask, Spans, nothing, rule, short, whole_or_nothing
@@ -203,7 +209,7 @@ class Window(_Banded):
 
     def _ends(self, side):
         left, right, dilation = (side.number(n) for n in (self.left, self.right, self.dilation))
-        return _capped(-left * dilation), _capped(right * dilation)
+        return -reach(left, dilation), reach(right, dilation)
 
     def _dense(self) -> bool:
         return isinstance(self.dilation, int) and self.dilation == 1
@@ -296,6 +302,9 @@ class Prefix(Mask):
         return [short(self.length)]
 
 
-def _capped(distance):
-    """A distance that stays small enough to be added to a position."""
-    return max(-FAR, min(FAR, distance)) if isinstance(distance, int) else distance
+def reach(count: Any, dilation: Any) -> Any:
+    """Count · dilation, or as many dilations as fit into FAR: small enough to be added to a position."""
+    if isinstance(count, int) and isinstance(dilation, int):
+        return min(FAR, count * dilation)
+    xp = np if not any(isinstance(n, jax.Array) for n in (count, dilation)) else jnp
+    return xp.minimum(count, FAR // dilation) * dilation

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from longspan.models.config import BertConfig
@@ -57,7 +58,7 @@ def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D
     B, T, D = x.shape
     pieces = -(-T // max(PIECE // B, LEAST))
     # Outside of `jit` the loop would be compiled in every call.
-    if pieces == 1 or jax.default_backend() != "cpu" or not isinstance(x, jax.core.Tracer):
+    if pieces == 1 or jax.default_backend() != "cpu" or not isinstance(x, Tracer):
         return function(x)
     size = -(-T // pieces)
     x = jnp.pad(x, ((0, 0), (0, pieces * size - T), (0, 0))).reshape(B, pieces, size, D)

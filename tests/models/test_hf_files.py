@@ -323,5 +323,5 @@ def test_a_subclass_is_saved_as_what_it_is_made_from(tmp_path):
     config = models.BertConfig(vocab_size=7, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
     hf.save(Mine(config, rngs=nnx.Rngs(0)), tmp_path)
     assert type(hf.load(tmp_path)) is models.SequenceClassifier
-    with pytest.raises(TypeError, match="Expected one of longspan.models' Encoder, MaskedLM"):
+    with pytest.raises(TypeError, match=r"Expected one of longspan\.models' Encoder, MaskedLM"):
         kind_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

@@ -1,0 +1,144 @@
+"""Calls at the edge of what is allowed, on every engine: nothing there, numbers of odd types, rules by row and head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.attention import ENGINES
+from longspan.masks.base import Mask, rule
+from longspan.testing import Shape, make_qkv
+
+SHAPE = Shape(B=2, T=9, S=9, N=4, K=2, H=5)
+IDS = np.where(np.arange(9) < np.array([[4], [9]]), 0, -1)
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+TESTED = [name for name in ENGINES if name != "reference"]
+
+
+@rule
+class ByRow(Mask):
+    """Keys that a table of flags [B, S] allows; it has no `extents`, as a user's rule need not."""
+
+    flags: object
+
+    def allowed(self, q, kv):
+        return (q.index >= 0) & kv.take(self.flags)
+
+
+@rule
+class ByHead(Mask):
+    """As many keys as the head has a number."""
+
+    def allowed(self, q, kv):
+        return kv.index <= q.side.head + q.index
+
+
+@pytest.mark.parametrize("mask", [ByRow(np.random.default_rng(0).random((2, 9)) < 0.5), ByHead()], ids=["row", "head"])
+@pytest.mark.parametrize("engine", TESTED)
+def test_a_users_rule_by_row_or_head(engine, mask):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    got, want = (ls.attention(q, k, v, mask=mask, engine=name) for name in (engine, "reference"))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@every_engine
+def test_a_loss_of_lse_beside_rows_without_keys_has_no_nan(engine):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+
+    def loss(q, k, v, sinks):
+        lse = ls.attention(q, k, v, mask=ls.Segments(IDS), sinks=sinks, engine=engine, return_lse=True)[1]
+        return jnp.sum(jnp.where(IDS[..., None] >= 0, lse**2, 0))
+
+    for sinks in (None, jnp.full(4, -jnp.inf)):
+        for gradient in jax.tree.leaves(jax.grad(loss, (0, 1, 2) if sinks is None else (0, 1, 2, 3))(q, k, v, sinks)):
+            assert np.isfinite(gradient).all()
+
+
+MANY = np.iinfo(np.int64).max
+SAME = {
+    "small unsigned windows": (ls.Window(np.array([2, 3], np.uint8), 0), ls.Window(np.array([2, 3]), 0)),
+    "merged with a band": (ls.Causal() & ls.Window(np.array([2, 3], np.uint8), 0), ls.Window(np.array([2, 3]), 0)),
+    "lengths beyond 32 bits": (ls.KvLengths(np.array([MANY, 4])), ls.KvLengths(np.array([9, 4]))),
+    "unsigned lengths": (ls.KvLengths(np.array([2**32 - 1, 4], np.uint32)), ls.KvLengths(np.array([9, 4]))),
+    "far and dilated": (ls.Window(10**9, 0, dilation=np.array(4)), ls.Window(10**9, 0, dilation=4)),
+    "ids of 8 bits": (ls.Segments(IDS.astype(np.int8)), ls.Segments(IDS)),
+    "a rule of ints": (~ls.Custom(lambda q, k: (q + k) % 2), ls.Custom(lambda q, k: (q + k) % 2 == 0)),
+}
+
+
+@every_engine
+@pytest.mark.parametrize("name", SAME)
+def test_numbers_of_any_width_mean_the_same(engine, name):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    got, want = (
+        ls.attention(q, k, v, mask=mask, engine=e) for mask, e in zip(SAME[name], (engine, "reference"), strict=True)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_ids_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"Segments\.q_ids must fit into 32 bits.*Number them anew"):
+        ls.Segments(np.array([[2**31 + 5, 7]]))
+    with pytest.raises(ValueError, match="must fit into 32 bits"):
+        ls.TokenTypes(np.array([[2**32 - 1, 7]], np.uint32))
+
+
+EMPTY = {
+    "segments": lambda B, T: ls.Segments(np.zeros((B, T), np.int32)),
+    "flags": lambda B, T: ls.Global(q_flags=np.zeros((B, T), bool)),
+    "types": lambda B, T: ls.TokenTypes(np.zeros((B, T), np.int32)),
+    "lengths": lambda B, T: ls.KvLengths(np.zeros(B, np.int32)),
+    "blocks": lambda B, T: ls.Blocks(np.zeros((1, -(-T // 4), 1), np.int32), 4),
+    "causal": lambda B, T: ls.Causal(),
+}
+
+
+@every_engine
+@pytest.mark.parametrize("mask", EMPTY)
+@pytest.mark.parametrize("shape", [Shape(0, 4, 4, 2, 1, 3), Shape(2, 0, 0, 2, 1, 3)], ids=str)
+def test_nothing_in_nothing_out(engine, mask, shape):
+    q, k, v = make_qkv(shape, jnp.float32)
+    rule = EMPTY[mask](shape.B, shape.T)
+    out, lse = ls.attention(q, k, v, mask=rule, engine=engine, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    report = ls.explain(q, k, v, mask=rule, engine=engine)
+    assert report.tiles_total == report.useful_flops == 0
+
+
+@every_engine
+def test_positions_have_as_many_rows_as_the_batch(engine):
+    q, k, v = make_qkv(SHAPE._replace(B=1), jnp.float32)
+    with pytest.raises(ValueError, match="q_positions has 3 batch rows, but the call has 1"):
+        ls.attention(q, k, v, q_positions=np.zeros((3, 9), np.int32), engine=engine)
+
+
+@pytest.mark.parametrize("engine", TESTED)
+def test_the_gradient_of_a_traced_scale_ignores_queries_that_see_nothing(engine):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+
+    def loss(scale, q, engine):
+        return jnp.sum(ls.attention(q, k, v, mask=ls.Segments(IDS), scale=scale, engine=engine) ** 2)
+
+    got = jax.grad(loss)(jnp.float32(0.3), q.at[0, 5].set(jnp.nan), engine)
+    np.testing.assert_allclose(got, jax.grad(loss)(jnp.float32(0.3), q, "reference"), rtol=1e-4)
+
+
+def test_explain_inside_jit_knows_what_is_known():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    for mask in (ls.Segments(jnp.asarray(IDS)), ls.Custom(lambda q, k: q >= k), ls.Dense(jnp.ones((9, 9), bool))):
+        reports = []
+
+        @jax.jit
+        def call(q, mask=mask, reports=reports):
+            reports.append(ls.explain(q, k, v, mask=mask, engine="xla"))
+            return q
+
+        call(q)
+        assert reports[0].useful_flops == ls.explain(q, k, v, mask=mask, engine="xla").useful_flops > 0
+
+
+def test_a_bias_must_be_an_array():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    with pytest.raises(TypeError, match="`bias` must be an array, got list"):
+        ls.attention(q, k, v, bias=[[0.0]])
