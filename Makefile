@@ -65,15 +65,17 @@ native-arm64: $(READY)
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
+# Compiling is most of it, and the code that LLVM's optimiser would make faster runs for microseconds.
+QUICKLY := XLA_FLAGS=--xla_backend_optimization_level=0
+
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
 
-# Compiling is most of it, and the code that LLVM's optimiser would make faster runs for microseconds.
 matrix: $(READY)
-	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -n $(JOBS) -m slow tests/test_parity.py $(ARGS)
+	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) -m slow tests/test_parity.py $(ARGS)
 
 # In an environment of their own: the package must never come to need them.
 $(PARITY)/.ready: requirements.lock pyproject.toml

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import booleans
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -204,6 +204,7 @@ def test_wrong_calls_are_errors_with_a_message():
         call(q, q, q, *tables, results=(*results[:2], jax.ShapeDtypeStruct((1, 4), jnp.float32)))
 
 
+@settings(max_examples=25)  # each is planned twice, once outside of `jit`
 @given(mask=masks(23, 31), wider=booleans())
 def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider):
     mask = ls.Causal(8) & mask & ls.Window(6, 9) & ls.Custom(lambda q, k: q > k) if wider else ls.Window(5, 3) & mask

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from longspan.attention import attention
 from longspan.masks import Full, Global, Segments, Window
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig
-from longspan.models.dense import linear
+from longspan.models.dense import linear, side_by_side
 from longspan.patterns import bigbird_random_blocks
 from longspan.recipes import bigbird_attention, longformer_attention
 
@@ -55,7 +55,7 @@ class FullAttention(nnx.Module):
         self.value = linear(config, size, size, use_bias=use_bias, **kinds)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: Tokens, site: Site, dropout_key) -> Float[Array, "B T D"]:
-        q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
+        q, k, v = map(self.heads, side_by_side((self.query, self.key, self.value), x))
         return self.attend(x, q, k, v, tokens, site, self.dropout(dropout_key)).reshape(x.shape)
 
     def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict) -> Any:

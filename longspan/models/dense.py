@@ -1,6 +1,7 @@
 """The plain layers: Flax's, with the initial values and the precision that these encoders use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,20 @@ def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D
     size = -(-T // pieces)
     x = jnp.pad(x, ((0, 0), (0, pieces * size - T), (0, 0))).reshape(B, pieces, size, D)
     return jax.lax.map(function, x.swapaxes(0, 1)).swapaxes(0, 1).reshape(B, -1, D)[:, :T]
+
+
+def side_by_side(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) -> list[jax.Array]:
+    """[layer(x) for layer in layers], on CPUs by one matrix product: three of them pack the same input three times."""
+    plain = all(type(layer) is nnx.Linear and (layer.bias is None) == (layers[0].bias is None) for layer in layers)
+    if not plain or jax.default_backend() != "cpu":
+        return [layer(x) for layer in layers]
+    dtype: Any = layers[0].dtype
+    kernel = jnp.concatenate([layer.kernel[...].astype(dtype) for layer in layers], axis=1)
+    y = x.astype(dtype) @ kernel
+    biases = [layer.bias[...].astype(dtype) for layer in layers if layer.bias is not None]
+    if biases:
+        y = y + jnp.concatenate(biases)[None, None]
+    return jnp.split(y, len(layers), axis=-1)
 
 
 def dropout(x: jax.Array, rate: float, key) -> jax.Array:

@@ -269,3 +269,12 @@ def test_windows_may_come_as_any_ints():
     for window in ([2, 3], np.array([2, 3]), (2, np.int64(3))):
         assert models.LongformerConfig(num_hidden_layers=2, window=window).windows == (2, 3)
     assert hash(models.LongformerConfig(window=np.int64(3))) == hash(models.LongformerConfig(window=3))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_projections_side_by_side_are_the_same(use_bias):
+    make = partial(dense.linear, CONFIGS["bert"], 12, 8, dtype=jnp.float32, param_dtype=jnp.float32)
+    layers = [make(use_bias=use_bias, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)), jnp.float32)
+    for got, layer in zip(dense.side_by_side(layers, x), layers, strict=True):
+        np.testing.assert_allclose(got, layer(x), rtol=1e-6, atol=1e-6)
