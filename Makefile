@@ -18,7 +18,7 @@ help:
 	@echo "make demo       draw masks and attend with them"
 	@echo "make test       the default test suite (ARGS=... goes to pytest)"
 	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
-	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (40 minutes on two cores)"
+	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (an hour on two cores)"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
 	@echo "make native-test  the kernel against a naive loop, under the address, undefined and thread sanitizers"
