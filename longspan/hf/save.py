@@ -22,8 +22,9 @@ def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
     """Writes `config.json` and `model.safetensors`, which `transformers` loads with `from_pretrained(directory)`.
 
     Both files are complete before either takes its name, and both old ones come back if that fails half-way, so a save
-    that is interrupted leaves the last good one; an unchanged config is left alone. Other files in the directory, such
-    as a tokenizer's, stay.
+    that is interrupted leaves the last good one; an unchanged config is left alone. (A process that is killed outright
+    between the two renames leaves new weights beside the old config; old ones are then in a `.saving-` folder there.)
+    Other files in the directory, such as a tokenizer's, stay.
 
     Args:
         model: an `Encoder` or a model with a head.

@@ -1,0 +1,375 @@
+// A random call: shapes, inputs, a layout and a mask, and what the mask allows, pair by pair.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+
+#include "../program.h"
+
+using namespace longspan;
+
+namespace {
+
+std::mt19937 rng(1);
+int64_t pick(int64_t lo, int64_t hi) { return lo + int64_t(rng() % uint64_t(hi - lo + 1)); }
+bool chance(double p) { return double(rng()) / 4294967296.0 < p; }
+double normal() { return std::normal_distribution<double>()(rng); }
+
+// Own storage for the arrays of a call, exactly as large as they are, so that AddressSanitizer sees the edges.
+struct Store {
+  std::vector<std::unique_ptr<char[]>> all;
+  template <class E> E* make(int64_t n) {
+    all.emplace_back(new char[sizeof(E) * size_t(n) + (n == 0)]);
+    return reinterpret_cast<E*>(all.back().get());
+  }
+  Array array(Type type, std::initializer_list<int64_t> dims) {
+    Array a;
+    a.type = type;
+    int64_t n = 1;
+    for (int64_t d : dims) a.dims[a.rank++] = d, n *= d;
+    const int64_t size = type == U8 ? 1 : type == F64 ? 8 : type == BF16 || type == F16 ? 2 : 4;
+    a.data = make<char>(n * size);
+    return a;
+  }
+};
+
+int64_t count_of(const Array& a) {
+  int64_t n = 1;
+  for (int i = 0; i < a.rank; ++i) n *= a.dims[i];
+  return n;
+}
+float bf16_to_float(uint16_t h) { uint32_t u = uint32_t(h) << 16; float x; std::memcpy(&x, &u, 4); return x; }
+uint16_t float_to_bf16(float x) { uint32_t u; std::memcpy(&u, &x, 4); return uint16_t((u + 0x7FFF + (u >> 16 & 1)) >> 16); }
+double half_to_double(uint16_t h) {
+  const int e = h >> 10 & 31, m = h & 1023;
+  const double x = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+  return h & 0x8000 ? -x : x;
+}
+double get(const Array& a, int64_t i) {
+  switch (a.type) {
+    case F32: return static_cast<const float*>(a.data)[i];
+    case F64: return static_cast<const double*>(a.data)[i];
+    case BF16: return bf16_to_float(static_cast<const uint16_t*>(a.data)[i]);
+    case F16: return half_to_double(static_cast<const uint16_t*>(a.data)[i]);
+    case I32: return static_cast<const int32_t*>(a.data)[i];
+    case U32: return static_cast<const uint32_t*>(a.data)[i];
+    default: return static_cast<const uint8_t*>(a.data)[i];
+  }
+}
+uint16_t double_to_half(double x) {  // nearest by search among the finite values, good enough for tests
+  if (std::isnan(x)) return 0x7E00;
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  x = std::fabs(x);
+  if (std::isinf(x)) return sign | 0x7C00;
+  int lo = 0, hi = 0x7BFF;
+  while (lo < hi) {
+    const int mid = (lo + hi + 1) / 2;
+    if (half_to_double(uint16_t(mid)) <= x) lo = mid; else hi = mid - 1;
+  }
+  return uint16_t(sign | lo);
+}
+void set(const Array& a, int64_t i, double x) {
+  void* p = const_cast<void*>(a.data);
+  switch (a.type) {
+    case F32: static_cast<float*>(p)[i] = float(x); break;
+    case F64: static_cast<double*>(p)[i] = x; break;
+    case BF16: static_cast<uint16_t*>(p)[i] = std::isnan(x) ? 0x7FC0 : float_to_bf16(float(x)); break;
+    case F16: static_cast<uint16_t*>(p)[i] = double_to_half(x); break;
+    case I32: static_cast<int32_t*>(p)[i] = int32_t(x); break;
+    case U32: static_cast<uint32_t*>(p)[i] = uint32_t(x); break;
+    default: static_cast<uint8_t*>(p)[i] = uint8_t(x);
+  }
+}
+
+typedef std::function<bool(int64_t b, int64_t n, int64_t t, int64_t s)> Rule;
+
+// One random call with its naive meaning.
+struct Case {
+  Store store;
+  Call call;
+  int64_t B, T, S, N, K, H;
+  Type type;
+  std::vector<int32_t> q_pos, kv_pos;  // by slot, of batch row 0 (all rows share them unless given per row)
+  Rule rule;
+  std::vector<double> weight;          // [B,N,T,S]: how often a pair counts
+
+  int64_t qp(int64_t b, int64_t t) const { return position(kQPos, b, t, T); }
+  int64_t kp(int64_t b, int64_t s) const { return position(kKvPos, b, s, S); }
+  int64_t position(Role r, int64_t b, int64_t i, int64_t length) const {
+    if (call.roles[r] < 0) return i;
+    const Array& a = call.rest[size_t(call.roles[r])];
+    return int64_t(get(a, (a.dims[0] > 1 ? b * length : 0) + i));
+  }
+  int add(const Array& a) { return call.rest.push_back(a), int(call.rest.size()) - 1; }
+  void words(std::initializer_list<int64_t> w) { for (int64_t x : w) call.program.push_back(int32_t(x)); }
+
+  std::function<int64_t(int64_t)> number(int64_t lo, int64_t hi) {
+    if (chance(0.5)) {
+      const int64_t x = pick(lo, hi);
+      words({0, x});
+      return [x](int64_t) { return x; };
+    }
+    const Array a = store.array(I32, {B});
+    for (int64_t b = 0; b < B; ++b) set(a, b, double(pick(lo, hi)));
+    words({1, add(a)});
+    return [a](int64_t b) { return int64_t(get(a, b)); };
+  }
+
+  static int64_t floor_div(int64_t a, int64_t b) { return int64_t(std::floor(double(a) / double(b))); }
+
+  Rule leaf();
+  Rule tree(int depth, bool heads);
+  void make_layout();
+  void make_inputs();
+  void make_garbage();
+};
+
+Rule Case::leaf() {
+  const int64_t reach = std::max(T, S);
+  switch (pick(0, 12)) {
+    case 0: words({kFull}); return [](auto...) { return true; };
+    case 1: words({kEmpty}); return [](auto...) { return false; };
+    case 2: case 3: {
+      const int64_t sides = pick(0, 3);
+      words({kBand, sides});
+      auto lo = number(-reach, reach / 4), hi = number(-reach / 4, reach);
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
+        const int64_t d = kp(b, s) - qp(b, t);
+        return (!(sides & 1) || d >= lo(b)) && (!(sides & 2) || d <= hi(b));
+      };
+    }
+    case 4: {
+      words({kStride});
+      auto d = number(1, 4);
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) { return (kp(b, s) - qp(b, t)) % d(b) == 0; };
+    }
+    case 5: {
+      words({kChunk});
+      auto size = number(1, reach);
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) { return floor_div(qp(b, t), size(b)) == floor_div(kp(b, s), size(b)); };
+    }
+    case 6: {
+      const bool slots = chance(0.5);
+      words({slots ? kKvLength : kPrefix});
+      auto n = number(0, S);
+      return [=](int64_t b, int64_t, int64_t, int64_t s) { return (slots ? s : kp(b, s)) < n(b); };
+    }
+    case 7: {
+      const Array q = store.array(I32, {B, T}), k = store.array(I32, {chance(0.5) ? B : 1, S});
+      for (int64_t i = 0; i < B * T; ++i) set(q, i, double(pick(-1, 3)));
+      for (int64_t i = 0, step = pick(1, 20), x = 0; i < count_of(k); ++i) set(k, i, double(x = i % step ? x : pick(-1, 3)));
+      const int64_t rule = pick(0, 2);
+      words({kIds, rule, add(q), add(k)});
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
+        const double x = get(q, b * T + t), y = get(k, (k.dims[0] > 1 ? b * S : 0) + s);
+        return x == y && (rule == 0 ? x >= 0 : rule == 1 ? x != 0 : true);
+      };
+    }
+    case 8: {
+      const bool side = chance(0.5);
+      const int64_t length = side ? S : T;
+      const Array f = store.array(U8, {B, length});
+      for (int64_t i = 0; i < B * length; ++i) set(f, i, chance(0.2));
+      words({side ? kKvFlags : kQFlags, add(f)});
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) { return get(f, b * length + (side ? s : t)) != 0; };
+    }
+    case 9: {
+      const bool side = chance(0.5);
+      const int64_t m = pick(0, 5);
+      const Array f = store.array(I32, {m});
+      int64_t x = -2;
+      for (int64_t i = 0; i < m; ++i) set(f, i, double(x += pick(1, 9)));
+      words({side ? kKvSet : kQSet, add(f)});
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
+        for (int64_t i = 0; i < m; ++i) if (get(f, i) == double(side ? kp(b, s) : qp(b, t))) return true;
+        return false;
+      };
+    }
+    case 10: {
+      const int64_t block = pick(1, 40), heads = chance(0.5) ? N : 1, rows = (T + block - 1) / block, r = pick(0, 3);
+      const Array table = store.array(I32, {heads, rows, r});
+      for (int64_t i = 0; i < count_of(table); ++i) set(table, i, double(pick(-1, S / block)));
+      words({kBlocks, add(table), block});
+      return [=](int64_t, int64_t n, int64_t t, int64_t s) {
+        for (int64_t j = 0; j < r; ++j)
+          if (int64_t(get(table, ((heads > 1 ? n : 0) * rows + t / block) * r + j)) == s / block) return true;
+        return false;
+      };
+    }
+    case 11: {
+      const int64_t d[4] = {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.7) ? T : 1, chance(0.7) ? S : 1};
+      const Array f = store.array(U8, {d[0], d[1], d[2], d[3]});
+      for (int64_t i = 0; i < count_of(f); ++i) set(f, i, chance(0.5));
+      words({kDense, add(f)});
+      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
+        return get(f, (((d[0] > 1 ? b : 0) * d[1] + (d[1] > 1 ? n : 0)) * d[2] + (d[2] > 1 ? t : 0)) * d[3] + (d[3] > 1 ? s : 0)) != 0;
+      };
+    }
+    default: {  // bits: some hash of the slots, stored for visited tiles only
+      const Array& a = call.starts;
+      const int64_t bl = a.dims[0], nl = a.dims[1], nq = a.dims[2], P = a.dims[3], nkv = (S + call.kv_tile - 1) / call.kv_tile;
+      const int64_t stride = (call.kv_tile + 7) / 8;
+      const uint32_t salt = uint32_t(rng());
+      auto truth = [=](int64_t b, int64_t n, int64_t t, int64_t s) {
+        uint32_t x = salt + uint32_t(bl > 1 ? b : 0) * 77u + uint32_t(nl > 1 ? n : 0) * 991u + uint32_t(t) * 7919u + uint32_t(s) * 104729u;
+        x ^= x >> 15, x *= 2654435761u, x ^= x >> 13;
+        return x % 3 != 0;
+      };
+      std::vector<std::vector<int64_t>> visits(size_t(bl * nl * nq));
+      size_t most = 1;
+      for (int64_t row = 0; row < bl * nl; ++row)
+        for (int64_t i = 0; i < nq; ++i) {
+          auto& list = visits[size_t(row * nq + i)];
+          for (int64_t j = 0; j < P; ++j)
+            for (int64_t x = std::max<int64_t>(0, int64_t(get(a, (row * nq + i) * P + j))); x < std::min(nkv, int64_t(get(call.stops, (row * nq + i) * P + j))); ++x)
+              list.push_back(x);
+          const std::vector<int64_t> inside = list;
+          if (call.roles[kColumns] >= 0) {
+            const Array &c = call.rest[size_t(call.roles[kColumns])], &n = call.rest[size_t(call.roles[kColumnCount])];
+            for (int64_t j = 0; j < int64_t(get(n, row)); ++j) {
+              const int64_t x = int64_t(get(c, row * c.dims[2] + j));
+              if (std::find(inside.begin(), inside.end(), x) == inside.end()) list.push_back(x);
+            }
+          }
+          most = std::max(most, list.size());
+        }
+      const Array bits = store.array(U8, {bl, nl, nq, int64_t(most), call.q_tile, stride});
+      std::memset(const_cast<void*>(bits.data), 0, size_t(count_of(bits)));
+      for (int64_t row = 0; row < bl * nl; ++row)
+        for (int64_t i = 0; i < nq; ++i)
+          for (size_t e = 0; e < visits[size_t(row * nq + i)].size(); ++e)
+            for (int64_t t = 0; t < call.q_tile; ++t)
+              for (int64_t s = 0; s < call.kv_tile; ++s)
+                if (truth(row / nl, row % nl, i * call.q_tile + t, visits[size_t(row * nq + i)][e] * call.kv_tile + s))
+                  static_cast<uint8_t*>(const_cast<void*>(bits.data))[(((row * nq + i) * int64_t(most) + int64_t(e)) * call.q_tile + t) * stride + s / 8] |= uint8_t(1 << s % 8);
+      words({kBits, add(bits)});
+      return truth;
+    }
+  }
+}
+
+Rule Case::tree(int depth, bool heads) {
+  if (depth == 0 || chance(0.3)) return leaf();
+  if (heads && chance(0.2)) {
+    std::vector<Rule> parts;
+    std::vector<int32_t> before = call.program, body, lengths;
+    for (int64_t n = 0; n < N; ++n) {
+      call.program.clear();
+      parts.push_back(tree(depth - 1, false));
+      lengths.push_back(int32_t(call.program.size()));
+      body.insert(body.end(), call.program.begin(), call.program.end());
+    }
+    call.program = before;
+    words({kPerHead, N});
+    call.program.insert(call.program.end(), lengths.begin(), lengths.end());
+    call.program.insert(call.program.end(), body.begin(), body.end());
+    return [parts](int64_t b, int64_t n, int64_t t, int64_t s) { return parts[size_t(n)](b, n, t, s); };
+  }
+  if (chance(0.15)) {
+    Rule a = tree(depth - 1, heads);
+    words({kNot});
+    return [a](int64_t b, int64_t n, int64_t t, int64_t s) { return !a(b, n, t, s); };
+  }
+  const bool both = chance(0.5);
+  Rule a = tree(depth - 1, heads), c = tree(depth - 1, heads);
+  words({both ? kAnd : kOr});
+  return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
+    const bool x = a(b, n, t, s), y = c(b, n, t, s);
+    return both ? x && y : x || y;
+  };
+}
+
+// Visits every tile, or random intervals and columns; a tile listed twice counts twice.
+void Case::make_layout() {
+  call.q_tile = chance(0.3) ? pick(1, 8) : pick(9, 150);
+  call.kv_tile = chance(0.3) ? pick(1, 8) : pick(9, 150);
+  const int64_t nq = (T + call.q_tile - 1) / call.q_tile, nkv = (S + call.kv_tile - 1) / call.kv_tile;
+  const int64_t bl = chance(0.3) ? B : 1, nl = chance(0.3) ? N : 1, P = chance(0.5) ? 1 : pick(0, 3);
+  call.starts = store.array(I32, {bl, nl, nq, P});
+  call.stops = store.array(I32, {bl, nl, nq, P});
+  const bool everything = chance(0.5);
+  const bool columns = chance(0.3);
+  for (int64_t i = 0; i < bl * nl * nq * P; ++i) {
+    const int64_t a = everything && i % P == 0 ? 0 : pick(0, nkv), z = everything && i % P == 0 ? nkv : pick(0, nkv);
+    set(call.starts, i, double(a));
+    set(call.stops, i, double(z));
+  }
+  if (columns) {
+    const int64_t C = pick(0, nkv);
+    const Array list = store.array(I32, {bl, nl, C}), n = store.array(I32, {bl, nl});
+    for (int64_t row = 0; row < bl * nl; ++row) {
+      std::vector<int64_t> tiles;
+      for (int64_t x = 0; x < nkv; ++x) if (int64_t(tiles.size()) < C && chance(0.4)) tiles.push_back(x);
+      for (int64_t j = 0; j < C; ++j) set(list, row * C + j, j < int64_t(tiles.size()) ? double(tiles[size_t(j)]) : 0);
+      set(n, row, double(tiles.size()));
+    }
+    call.roles[kColumns] = add(list);
+    call.roles[kColumnCount] = add(n);
+  }
+  weight.assign(size_t(B * N * T * S), 0);
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t h = 0; h < N; ++h)
+      for (int64_t t = 0; t < T; ++t) {
+        const int64_t row = (bl > 1 ? b : 0) * nl + (nl > 1 ? h : 0), at = row * nq + t / call.q_tile;
+        for (int64_t s = 0; s < S; ++s) {
+          double& w = weight[size_t(((b * N + h) * T + t) * S + s)];
+          for (int64_t j = 0; j < P; ++j) {
+            const int64_t tile = s / call.kv_tile;
+            if (tile >= int64_t(get(call.starts, at * P + j)) && tile < int64_t(get(call.stops, at * P + j))) ++w;
+          }
+          if (w == 0 && columns) {
+            const Array &list = call.rest[size_t(call.roles[kColumns])], &n = call.rest[size_t(call.roles[kColumnCount])];
+            for (int64_t j = 0; j < int64_t(get(n, row)); ++j) if (int64_t(get(list, row * list.dims[2] + j)) == s / call.kv_tile) w = 1;
+          }
+        }
+      }
+}
+
+void Case::make_inputs() {
+  const Type kinds[] = {F32, F32, F32, BF16, F16, F64};
+  type = kinds[pick(0, 5)];
+  const int64_t heads[][2] = {{1, 1}, {2, 1}, {4, 2}, {3, 3}, {6, 2}, {12, 3}};
+  const auto& h = heads[pick(0, 5)];
+  B = pick(1, 2), N = h[0], K = h[1];
+  H = chance(0.3) ? pick(1, 9) : chance(0.2) ? pick(100, 256) : pick(10, 80);
+  T = chance(0.2) ? 1 : chance(0.3) ? pick(2, 20) : pick(20, 200);
+  S = chance(0.15) ? pick(1, 9) : pick(10, 260);
+  if (T == 1 && chance(0.5)) S = pick(2000, 5000);
+  call.roles.assign(kRoles, -1);
+  call.q = store.array(type, {B, T, N, H});
+  call.k = store.array(type, {B, S, K, H});
+  call.v = store.array(type, {B, S, K, H});
+  for (const Array* a : {&call.q, &call.k, &call.v}) for (int64_t i = 0; i < count_of(*a); ++i) set(*a, i, normal());
+  call.scale = 1 / std::sqrt(double(H)) * (chance(0.3) ? 3 : 1);
+  if (chance(0.3)) call.soft_cap = 2.5;
+  for (int side = 0; side < 2; ++side)
+    if (chance(0.3)) {
+      const int64_t length = side ? S : T, rows = chance(0.5) ? B : 1;
+      const Array a = store.array(I32, {rows, length});
+      const bool shuffled = chance(0.5);
+      for (int64_t i = 0, x = pick(-5, 50); i < rows * length; ++i) set(a, i, double(shuffled ? pick(-3, length) : x++));
+      call.roles[side ? kKvPos : kQPos] = add(a);
+    }
+  if (chance(0.3)) {
+    const Array a = store.array(type == F64 ? F64 : F32, {N});
+    for (int64_t i = 0; i < N; ++i) set(a, i, chance(0.1) ? -INFINITY : normal());
+    call.roles[kSinks] = add(a);
+  }
+  if (chance(0.35)) {
+    const Array a = store.array(kinds[pick(0, 5)], {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.6) ? T : 1, chance(0.7) ? S : 1});
+    for (int64_t i = 0; i < count_of(a); ++i) set(a, i, chance(0.1) ? -INFINITY : normal());
+    call.roles[kBias] = add(a);
+  }
+  if (chance(0.3)) {
+    const Array a = store.array(U32, {2});
+    set(a, 0, rng());
+    set(a, 1, rng());
+    call.roles[kSeed] = add(a);
+    call.dropout_rate = 0.3;
+    call.dropout_threshold = uint32_t(0.3 * 4294967296.0);
+  }
+}
+
+}  // namespace
