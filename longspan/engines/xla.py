@@ -96,10 +96,10 @@ class Plan:
 
 
 class Tensors(NamedTuple):
-    """Arrays by row: heads before tokens, padded so that every slice of a tile lies inside."""
+    """A call's arrays, long enough for every slice of a tile. Copied only where they must be padded."""
 
-    q: Any  # [B, steps, group, T', H]
-    k: Any  # [B, K, S', H]
+    q: Any  # [B, T', N, H]
+    k: Any  # [B, S', K, H]
     v: Any
     bias: Any  # None, or [B or 1, N or 1, T' or 1, S' or 1]
     layout: BlockLayout
@@ -146,33 +146,44 @@ def _forward(plan: Plan):
     def forward(floats, rest):
         q, k, v, bias, sinks = floats
         dtype = statistics_dtype(q.dtype)
-        x = _by_row(plan, q, k, v, bias, *rest)
+        x = _padded(plan, q, k, v, bias, *rest)
         axes = varying_axes(x)
 
-        def row(_, index):
-            place = _row_of(plan, x.layout, index)
-            q_tile = _tile_of(plan, x.layout, x.q, place).astype(dtype) * np.asarray(plan.scale, dtype)
-            column = (q_tile.shape[0], 1)
-            start = (jnp.full(column, _lowest(x, dtype), dtype), jnp.zeros(column, dtype), jnp.zeros_like(q_tile))
-            visit = partial(_online_softmax, plan, x, q_tile)
-            most, total, out = _visit_all(plan, x, place, visit, vary(start, axes))
-            if sinks is not None:
-                sink = sinks[_heads(plan, place[1])].astype(dtype).repeat(x.layout.q_tile).reshape(column)
-                highest = jnp.maximum(most, sink)
-                shrink = jnp.exp(most - highest)
-                most, total, out = highest, total * shrink + jnp.exp(sink - highest), out * shrink
-            empty = total == 0
-            log_total = jnp.log(jnp.where(empty, 1, total))
-            lse = most + log_total
-            # What rounding took from lse: where scores are -1e9, as people mask with, that is the whole logarithm.
-            low = jnp.where(empty, 0, (most - lse) + log_total)
-            out = (out / jnp.where(empty, 1, total)).astype(q.dtype)
-            return None, (out, jnp.where(empty, -jnp.inf, lse), low)
+        def head(results, place):
+            one = _one_head(plan, x, place)
 
-        _, (out, *rows) = jax.lax.scan(row, None, _all_rows(plan, x.layout))
-        return _from_rows(plan, x.layout, out), *(_from_rows(plan, x.layout, a)[..., 0] for a in rows)
+            def tile(results, i):
+                new = _attend_tile(plan, one, sinks, (*place, i), axes)
+                return tuple(_write_tile(plan, x, a, part, (*place, i)) for a, part in zip(results, new, strict=True)), None
+
+            return jax.lax.scan(tile, results, _count(x.layout.q_tiles))[0], None
+
+        column = jnp.zeros((*x.q.shape[:3], 1), dtype)
+        (out, *columns), _ = jax.lax.scan(head, vary((jnp.zeros_like(x.q), column, column), axes), _all_heads(plan))
+        return out[:, : plan.T], *(a[:, : plan.T, :, 0] for a in columns)
 
     return forward
+
+
+def _attend_tile(plan: Plan, x: Tensors, sinks, row, axes):
+    """One tile of queries: its output, lse, and what rounding took from lse."""
+    q_tile = _scaled_queries(plan, x, row)
+    dtype, column = q_tile.dtype, (q_tile.shape[0], 1)
+    start = (jnp.full(column, _lowest(x, dtype), dtype), jnp.zeros(column, dtype), jnp.zeros_like(q_tile))
+    visit = partial(_online_softmax, plan, x, q_tile)
+    most, total, out = _visit_all(plan, x, row, visit, vary(start, axes))
+    if sinks is not None:
+        sink = sinks[_heads(plan, row[1])].astype(dtype).repeat(x.layout.q_tile).reshape(column)
+        highest = jnp.maximum(most, sink)
+        shrink = jnp.exp(most - highest)
+        most, total, out = highest, total * shrink + jnp.exp(sink - highest), out * shrink
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    log_total = jnp.log(total)
+    lse = most + log_total
+    # Where scores are -1e9, as people mask with, rounding takes the whole logarithm.
+    low = jnp.where(empty, 0, (most - lse) + log_total)
+    return out / total, jnp.where(empty, -jnp.inf, lse), low
 
 
 def _online_softmax(plan: Plan, x: Tensors, q_tile, at: "Run", allowed, carry):
@@ -193,36 +204,46 @@ def _backward(plan: Plan):
         q, k, v, bias, sinks = floats
         dout, dlse = cotangents
         dtype = statistics_dtype(q.dtype)
-        x = _by_row(plan, q, k, v, bias, *rest)
+        x = _padded(plan, q, k, v, bias, *rest)
         # What the gradient of every weight in a row is measured against.
         delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1) - dlse.astype(dtype)
         # Rows without keys have lse = -inf; any finite level will do, since all their weights are masked.
         finite = jnp.isfinite(lse)
         delta = jnp.where(finite, delta, 0)  # their cotangent may be NaN: that of lse², say
         level = jnp.where(finite, lse, 0)
-        by_row = [_to_rows(plan, x.layout, a) for a in (dout, *(a[..., None] for a in (delta, level, low)))]
+        by_query = [_pad_queries(plan, x.layout, a) for a in (dout, *(a[..., None] for a in (delta, level, low)))]
         axes = varying_axes(x, dout, dlse)
 
-        def row(carry, index):
-            place = _row_of(plan, x.layout, index)
-            q_tile = _tile_of(plan, x.layout, x.q, place).astype(dtype) * np.asarray(plan.scale, dtype)
-            mine = [_tile_of(plan, x.layout, a, place).astype(dtype) for a in by_row]
-            dq = vary(jnp.zeros_like(q_tile), axes)
-            visit = partial(_gradients, plan, x, q_tile, *mine)
-            dq, *carry = _visit_all(plan, x, place, visit, (dq, *carry), _add_gradients)
-            return tuple(carry), (dq * np.asarray(plan.scale, dtype)).astype(q.dtype)
+        def head(carry, place):
+            dq, dk, dv, dbias = carry
+            one = _one_head(plan, x, place)
+            own = vary((jnp.zeros(one.k.shape, dtype), jnp.zeros(one.v.shape, dtype)), axes)
+
+            def tile(carry, i):
+                all_dq, *others = carry
+                mine = [_read_tile(plan, x, a, (*place, i)).astype(dtype) for a in by_query]
+                q_tile = _scaled_queries(plan, one, (*place, i))
+                visit = partial(_gradients, plan, one, q_tile, *mine)
+                start = (vary(jnp.zeros_like(q_tile), axes), *others)
+                dq, *others = _visit_all(plan, one, (*place, i), visit, start, _add_gradients)
+                return (_write_tile(plan, x, all_dq, dq * np.asarray(plan.scale, dtype), (*place, i)), *others), None
+
+            (dq, *own, dbias), _ = jax.lax.scan(tile, (dq, *own, dbias), _count(x.layout.q_tiles))
+            where = _key_place(plan, dk, *place, ZERO)
+            dk, dv = (_add_at(big, part, where) for big, part in zip((dk, dv), own, strict=True))
+            return (dq, dk, dv, dbias), None
 
         dbias = None if x.bias is None else jnp.zeros(x.bias.shape, dtype)
-        zeros = vary((jnp.zeros(x.k.shape, dtype), jnp.zeros(x.v.shape, dtype), dbias), axes)
-        (dk, dv, dbias), dq = jax.lax.scan(row, zeros, _all_rows(plan, x.layout))
-        dk, dv = (a[:, :, : plan.S].swapaxes(1, 2).astype(k.dtype) for a in (dk, dv))
+        zeros = (jnp.zeros_like(x.q), jnp.zeros(x.k.shape, dtype), jnp.zeros(x.v.shape, dtype), dbias)
+        (dq, dk, dv, dbias), _ = jax.lax.scan(head, vary(zeros, axes), _all_heads(plan))
+        dk, dv = (a[:, : plan.S].astype(k.dtype) for a in (dk, dv))
         if bias is not None:
             dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
         dsinks = None
         if sinks is not None:
             weight = jnp.where(finite, jnp.exp(sinks.astype(dtype).reshape(1, 1, -1) - level - low), 0)
             dsinks = -jnp.sum(weight * delta, axis=(0, 1)).astype(sinks.dtype)
-        return _from_rows(plan, x.layout, dq), dk, dv, dbias, dsinks
+        return dq[:, : plan.T], dk, dv, dbias, dsinks
 
     return backward
 
@@ -254,22 +275,27 @@ def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, low, at: "Run
 
 def _add_gradients(plan: Plan, x: Tensors, at: "Run", new: Gradients, carry):
     dq, dk, dv, dbias = carry
-    place = (at.b, _kv_head(plan, at.h), at.start, ZERO)
-    dk, dv = (_add_at(big, part[None, None], place) for big, part in ((dk, new.dk), (dv, new.dv)))
+    place = _key_place(plan, dk, at.b, at.h, at.start)
+    dk, dv = (_add_at(big, part[None, :, None], place) for big, part in ((dk, new.dk), (dv, new.dv)))
     if dbias is not None:
         dbias = _add_at(dbias, new.dbias, _bias_window(plan, x, at)[0])
     return dq + new.dq, dk, dv, dbias
 
 
 class Run(NamedTuple):
-    """One visit: a row (batch row, head step, query tile) and the keys [start, start + width), real before stop."""
+    """One visit: a row (batch row, head step, query tile) and the keys [first, stop) of [start, start + width)."""
 
     b: Any
     h: Any
     i: Any
-    start: Any
+    start: Any  # `first`, or less at the end of the keys, so that the run lies inside of them
+    first: Any
     stop: Any
     width: int
+
+
+def _run(x: Tensors, row, first, stop, width: int) -> Run:
+    return Run(*row, jnp.minimum(first, np.int32(x.k.shape[1] - width)), first, stop, width)
 
 
 def _visit_all(plan: Plan, x: Tensors, row, visit, carry, combine=None):
@@ -282,9 +308,9 @@ def _visit_all(plan: Plan, x: Tensors, row, visit, carry, combine=None):
         stop = stops[p] * tile
 
         def step(state):
-            start, carry = state
-            at = Run(b, h, i, start, stop, plan.width)
-            return start + plan.width, _visit(plan, x, at, visit, carry, combine)
+            first, carry = state
+            at = _run(x, row, first, stop, plan.width)
+            return first + plan.width, _visit(plan, x, at, visit, carry, combine)
 
         return jax.lax.while_loop(lambda state: state[0] < stop, step, (starts[p] * tile, carry))[1]
 
@@ -294,10 +320,10 @@ def _visit_all(plan: Plan, x: Tensors, row, visit, carry, combine=None):
     listed, count = _table(layout.common, b, h), _table(layout.common_count, b, h)
 
     def common(c, carry):
-        start = listed[c] * tile
+        first = listed[c] * tile
         # A tile inside the row's own intervals was visited there; here it becomes an empty run.
         inside = jnp.any((starts <= listed[c]) & (listed[c] < stops))
-        at = Run(b, h, i, start, jnp.where(inside, start, start + tile), tile)
+        at = _run(x, row, first, jnp.where(inside, first, first + tile), tile)
         return _visit(plan, x, at, visit, carry, combine)
 
     return jax.lax.fori_loop(0, count, common, carry)
@@ -309,14 +335,14 @@ def _visit(plan: Plan, x: Tensors, at: Run, visit, carry, combine):
     q_side, kv_side = _sides(plan, x, at)
     end = jnp.minimum(at.stop, plan.S)
     some, every = layout.mask.classify(q_side.run(at.i * size, size), kv_side.run(at.start, at.width))
-    full = jnp.all(every) & (at.start + at.width <= end)
+    full = jnp.all(every) & (at.start == at.first) & (at.start + at.width <= end)
     if x.bias is not None:  # a bias of -inf masks its key, which shows only when it is read
         full = full & False
-    kind = jnp.where(jnp.any(some) & (at.start < at.stop), jnp.where(full, 2, 1), 0)
+    kind = jnp.where(jnp.any(some) & (at.first < at.stop), jnp.where(full, 2, 1), 0)
 
     def masked(carry):
         q_slots, kv_slots = q_side.slots(at.i * size, size), kv_side.slots(at.start, at.width)
-        allowed = layout.mask.allowed(q_slots, kv_slots) & (kv_slots.index < end)
+        allowed = layout.mask.allowed(q_slots, kv_slots) & (kv_slots.index >= at.first) & (kv_slots.index < end)
         allowed = jnp.broadcast_to(allowed, (1, plan.group, size, at.width))
         if x.bias is not None:
             allowed = allowed & (_bias_tile(plan, x, at) != -jnp.inf)
@@ -366,8 +392,8 @@ def _powers(x: Tensors, scores, level, allowed):
 
 def _key_tiles(plan: Plan, x: Tensors, at: Run, allowed):
     """The keys and values of a visit; those that no query of the tile sees may hold anything, and become 0."""
-    place = (at.b, _kv_head(plan, at.h), at.start, ZERO)
-    k, v = (jax.lax.dynamic_slice(a, place, (1, 1, at.width, plan.H))[0, 0] for a in (x.k, x.v))
+    place = _key_place(plan, x.k, at.b, at.h, at.start)
+    k, v = (jax.lax.dynamic_slice(a, place, (1, at.width, 1, plan.H))[0, :, 0] for a in (x.k, x.v))
     dtype = statistics_dtype(k.dtype)
     seen = None if allowed is None else allowed.any(0).reshape(-1, 1)
     return tuple(_where(seen, a.astype(dtype), 0) for a in (k, v))
@@ -390,43 +416,68 @@ def _drop(plan: Plan, x: Tensors, at: Run, weights):
     return jnp.where(kept, weights / (1 - x.dropout.rate), 0)
 
 
-def _by_row(plan: Plan, q, k, v, bias, layout: BlockLayout, dropout: Dropout | None) -> Tensors:
-    """Heads before tokens, padded so that every slice lies inside."""
-    room = (layout.kv_tiles - 1) * layout.kv_tile + max(plan.width, layout.kv_tile) - plan.S
-    k, v = (jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, room), (0, 0))) for a in (k, v))
+def _padded(plan: Plan, q, k, v, bias, layout: BlockLayout, dropout: Dropout | None) -> Tensors:
+    """Pads queries to whole tiles, and keys to at least one visit."""
+    more_k = max(plan.width, layout.kv_tile) - plan.S
+    k, v = (_pad(a, more_k) for a in (k, v))
     if bias is not None:
         more_q = layout.q_tiles * layout.q_tile - plan.T if bias.shape[2] > 1 else 0
-        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more_q), (0, room if bias.shape[3] > 1 else 0)))
-    return Tensors(_to_rows(plan, layout, q), k, v, bias, layout, dropout)
+        bias = _pad(_pad(bias, more_q, axis=2), more_k if bias.shape[3] > 1 else 0, axis=3)
+    return Tensors(_pad_queries(plan, layout, q), k, v, bias, layout, dropout)
 
 
-def _to_rows(plan: Plan, layout: BlockLayout, a):
-    """[B, T, N, X] as [B, steps, group, T', X]."""
-    more = layout.q_tiles * layout.q_tile - plan.T
-    a = jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0)))
-    return a.reshape(plan.B, plan.steps, plan.group, -1, a.shape[-1])
+def _pad_queries(plan: Plan, layout: BlockLayout, a):
+    return _pad(a, layout.q_tiles * layout.q_tile - plan.T)
 
 
-def _from_rows(plan: Plan, layout: BlockLayout, a):
-    """Stacked rows [B·steps·tiles, group·tile, X] as [B, T, N, X]."""
-    a = a.reshape(plan.B, plan.steps, layout.q_tiles, plan.group, layout.q_tile, a.shape[-1])
-    return a.transpose(0, 2, 4, 1, 3, 5).reshape(plan.B, -1, plan.N, a.shape[-1])[:, : plan.T]
+def _pad(a, more: int, axis: int = 1):
+    return a if more <= 0 else jnp.pad(a, [(0, more if i == axis else 0) for i in range(a.ndim)])
 
 
-def _all_rows(plan: Plan, layout: BlockLayout):
-    return jnp.arange(plan.B * plan.steps * layout.q_tiles, dtype=np.int32)
+def _one_head(plan: Plan, x: Tensors, place) -> Tensors:
+    """The same tensors with the keys and values of one head alone, side by side, if its tiles read them all anyway."""
+    if x.layout.q_tiles * plan.width < plan.S:
+        return x
+    b, h = place
+    where, sizes = _key_place(plan, x.k, b, h, ZERO), (1, x.k.shape[1], 1, plan.H)
+    k, v = (jax.lax.dynamic_slice(a, where, sizes) for a in (x.k, x.v))
+    return x._replace(k=k, v=v)
 
 
-def _row_of(plan: Plan, layout: BlockLayout, index):
-    b, rest = index // (plan.steps * layout.q_tiles), index % (plan.steps * layout.q_tiles)
-    return b, rest // layout.q_tiles, rest % layout.q_tiles
+def _key_place(plan: Plan, keys, b, h, start):
+    """Where keys from `start` on begin, in an array [B, S', K, H] of all of them or [1, S', 1, H] of one head's."""
+    return b if keys.shape[0] > 1 else ZERO, start, _kv_head(plan, h) if keys.shape[2] > 1 else ZERO, ZERO
 
 
-def _tile_of(plan: Plan, layout: BlockLayout, a, row):
-    """A row's tile [group·tile, X] of an array by row."""
+def _count(n: int):
+    return jnp.arange(n, dtype=np.int32)
+
+
+def _all_heads(plan: Plan):
+    """Batch rows and head steps of the outer loop."""
+    return tuple(a.reshape(-1) for a in jnp.indices((plan.B, plan.steps), dtype=np.int32))
+
+
+def _scaled_queries(plan: Plan, x: Tensors, row):
+    q_tile = _read_tile(plan, x, x.q, row)
+    dtype = statistics_dtype(q_tile.dtype)
+    return q_tile.astype(dtype) * np.asarray(plan.scale, dtype)
+
+
+def _read_tile(plan: Plan, x: Tensors, a, row):
+    """A row's tile [group·tile, X] of an array [B, T', N, X]."""
+    sizes = (1, x.layout.q_tile, plan.group, a.shape[-1])
+    return jax.lax.dynamic_slice(a, _corner(plan, x, row), sizes)[0].swapaxes(0, 1).reshape(-1, a.shape[-1])
+
+
+def _write_tile(plan: Plan, x: Tensors, a, tile, row):
+    tile = tile.reshape(plan.group, x.layout.q_tile, -1).swapaxes(0, 1)[None]
+    return jax.lax.dynamic_update_slice(a, tile.astype(a.dtype), _corner(plan, x, row))
+
+
+def _corner(plan: Plan, x: Tensors, row):
     b, h, i = row
-    sizes = (1, 1, plan.group, layout.q_tile, a.shape[-1])
-    return jax.lax.dynamic_slice(a, (b, h, ZERO, i * layout.q_tile, ZERO), sizes).reshape(-1, a.shape[-1])
+    return b, i * x.layout.q_tile, h * plan.group, ZERO
 
 
 def _heads(plan: Plan, h):
