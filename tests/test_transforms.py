@@ -183,6 +183,35 @@ def test_nothing_of_the_size_of_the_square_is_ever_alive(engine, mask):
 
 
 @pytest.mark.parametrize("engine", SPARSE)
+def test_a_few_queries_of_long_keys_copy_no_keys(engine):
+    q, k = (jax.ShapeDtypeStruct((3, n, heads, 16), jnp.float32) for n, heads in ((1, 4), (30_000, 2)))
+    lengths = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def decode(q, k, v, lengths):
+        mask = ls.Causal() & ls.Window(255, 0) & ls.KvLengths(lengths)
+        return ls.attention(q, k, v, mask=mask, q_positions=lengths[:, None] - 1, engine=engine)
+
+    memory = jax.jit(decode).lower(q, k, k, lengths).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3 * 30_000 * 2 * 16 * 4 / 4  # a quarter of the keys
+
+
+@pytest.mark.parametrize("engine", SPARSE)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_few_queries_of_long_keys_have_the_same_values_and_gradients(engine, per_head):
+    q, k, v = make_qkv(Shape(B=2, T=5, S=2999, N=4, K=2, H=5), jnp.float32)
+    mask = ls.PerHead((ls.Window(900, 40), ls.Causal(), ls.Full(), ls.Global((0,)))) if per_head else ls.Window(900, 40)
+    mask &= ls.KvLengths(jnp.array([2999, 2500]))
+    bias = jnp.linspace(-1, 1, 2999).reshape(1, 1, 1, -1)
+
+    def value(q, k, v, bias, engine):
+        positions = jnp.array([1, 700, 1500, 2300, 2998])
+        return jnp.sin(ls.attention(q, k, v, mask=mask, bias=bias, q_positions=positions, engine=engine)).sum()
+
+    run = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2, 3)), static_argnums=4)
+    close(run(q, k, v, bias, engine), run(q, k, v, bias, "reference"))
+
+
+@pytest.mark.parametrize("engine", SPARSE)
 @pytest.mark.parametrize("mask", LONG_MASKS, ids=repr)
 def test_the_program_does_not_grow_with_the_length(engine, mask):
     short, long = (len(long_program(engine, T, mask).as_text()) for T in (1024, 65536))

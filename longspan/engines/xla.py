@@ -1,9 +1,10 @@
 """The `xla` engine: block-sparse attention in plain JAX. O(T) memory, forward and backward, anywhere JAX runs.
 
-One loop over rows (batch row, head, query tile), inside it a loop over the key tiles that the layout lists, several
-neighbouring tiles at a time, with an online softmax. The backward pass recomputes tiles from (out, lse) in the same
-order and adds up dk and dv in place, so it needs no transposed layout. Nothing T×T exists, and the program does not
-grow with T.
+One loop over heads, inside it one over tiles of queries, inside that one over the key tiles that the layout lists,
+several neighbouring tiles at a time, with an online softmax. Operands are read and results written where they lie; only
+one head's keys and values at a time are copied side by side. The backward pass recomputes tiles from (out, lse) in the
+same order and adds up dk and dv in place, so it needs no transposed layout. Nothing T×T exists, and the program does
+not grow with T.
 """
 
 from dataclasses import dataclass
@@ -153,8 +154,9 @@ def _forward(plan: Plan):
             one = _one_head(plan, x, place)
 
             def tile(results, i):
-                new = _attend_tile(plan, one, sinks, (*place, i), axes)
-                return tuple(_write_tile(plan, x, a, part, (*place, i)) for a, part in zip(results, new, strict=True)), None
+                row = (*place, i)
+                new = _attend_tile(plan, one, sinks, row, axes)
+                return tuple(_write_tile(plan, x, a, part, row) for a, part in zip(results, new, strict=True)), None
 
             return jax.lax.scan(tile, results, _count(x.layout.q_tiles))[0], None
 
@@ -215,23 +217,19 @@ def _backward(plan: Plan):
         axes = varying_axes(x, dout, dlse)
 
         def head(carry, place):
-            dq, dk, dv, dbias = carry
+            dq, *keys, dbias = carry
             one = _one_head(plan, x, place)
-            own = vary((jnp.zeros(one.k.shape, dtype), jnp.zeros(one.v.shape, dtype)), axes)
+            own = keys if one is x else vary([jnp.zeros(one.k.shape, dtype) for _ in keys], axes)
 
             def tile(carry, i):
-                all_dq, *others = carry
-                mine = [_read_tile(plan, x, a, (*place, i)).astype(dtype) for a in by_query]
-                q_tile = _scaled_queries(plan, one, (*place, i))
-                visit = partial(_gradients, plan, one, q_tile, *mine)
-                start = (vary(jnp.zeros_like(q_tile), axes), *others)
-                dq, *others = _visit_all(plan, one, (*place, i), visit, start, _add_gradients)
-                return (_write_tile(plan, x, all_dq, dq * np.asarray(plan.scale, dtype), (*place, i)), *others), None
+                return _differentiate_tile(plan, one, by_query, carry, (*place, i), axes), None
 
             (dq, *own, dbias), _ = jax.lax.scan(tile, (dq, *own, dbias), _count(x.layout.q_tiles))
-            where = _key_place(plan, dk, *place, ZERO)
-            dk, dv = (_add_at(big, part, where) for big, part in zip((dk, dv), own, strict=True))
-            return (dq, dk, dv, dbias), None
+            if one is not x:
+                b, h = place
+                where = _key_place(plan, x.k, b, h, ZERO)
+                own = [_add_at(big, part, where) for big, part in zip(keys, own, strict=True)]
+            return (dq, *own, dbias), None
 
         dbias = None if x.bias is None else jnp.zeros(x.bias.shape, dtype)
         zeros = (jnp.zeros_like(x.q), jnp.zeros(x.k.shape, dtype), jnp.zeros(x.v.shape, dtype), dbias)
@@ -246,6 +244,17 @@ def _backward(plan: Plan):
         return dq[:, : plan.T], dk, dv, dbias, dsinks
 
     return backward
+
+
+def _differentiate_tile(plan: Plan, x: Tensors, by_query, carry, row, axes):
+    """Adds what one tile of queries contributes to (dq, dk, dv, dbias)."""
+    dq, *others = carry
+    q_tile = _scaled_queries(plan, x, row)
+    mine = [_read_tile(plan, x, a, row).astype(q_tile.dtype) for a in by_query]
+    visit = partial(_gradients, plan, x, q_tile, *mine)
+    start = (vary(jnp.zeros_like(q_tile), axes), *others)
+    new, *others = _visit_all(plan, x, row, visit, start, _add_gradients)
+    return _write_tile(plan, x, dq, new * np.asarray(plan.scale, new.dtype), row), *others
 
 
 class Gradients(NamedTuple):
@@ -295,7 +304,8 @@ class Run(NamedTuple):
 
 
 def _run(x: Tensors, row, first, stop, width: int) -> Run:
-    return Run(*row, jnp.minimum(first, np.int32(x.k.shape[1] - width)), first, stop, width)
+    b, h, i = row
+    return Run(b, h, i, jnp.minimum(first, np.int32(x.k.shape[1] - width)), first, stop, width)
 
 
 def _visit_all(plan: Plan, x: Tensors, row, visit, carry, combine=None):
