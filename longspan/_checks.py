@@ -110,6 +110,16 @@ def check_custom(fn: Any, bounds: Any) -> None:
             raise TypeError(f"Custom.{name} must be a function, got {type(value).__name__}.")
 
 
+def check_truth(got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """What a user's rule returned: of the positions' shape, or one row a batch row or head."""
+    sizes = zip((1,) * (4 - len(got)) + got, expected, strict=False)
+    if len(got) > 4 or any(n not in (1, size) and not (axis < 2 and size == 1) for axis, (n, size) in enumerate(sizes)):
+        raise ValueError(
+            f"Custom's function returned shape {got} for positions of shape {expected}. It must return one truth value "
+            "for every pair of the positions it is given: compare them, and use an array's values at q or k."
+        )
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(repr(c) for c in choices)}.")

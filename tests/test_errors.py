@@ -54,6 +54,11 @@ MASKS = [
     (TypeError, "PerHead.masks must be a non-empty sequence of masks", lambda: ls.PerHead((ls.Full(), 3))),
     (TypeError, "Custom.fn must be a function, got int", lambda: ls.Custom(3)),
     (TypeError, "Custom.bounds must be a function, got int", lambda: ls.Custom(lambda q, k: q >= k, bounds=3)),
+    (
+        ValueError,
+        "returned shape (5,) for positions of shape (1, 1, 7, 7)",
+        lambda: ls.Custom(lambda q, k: jnp.ones(5, bool)).dense(7),
+    ),
     (TypeError, "unsupported operand", lambda: ls.Causal() & np.ones((2, 2), bool)),
     (TypeError, "q_len must be a Python int (it fixes shapes)", lambda: ls.Causal().dense(2.0, 3)),
     (ValueError, "kv_len must be >= 0, got -1", lambda: ls.Causal().dense(2, -1)),

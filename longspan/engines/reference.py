@@ -39,7 +39,9 @@ def run(
     given, dtype = q.dtype, statistics_dtype(q.dtype)
     q_side, kv_side = layout.sides(batch=B, heads=N)
     q_slots, kv_slots = q_side.slots(), kv_side.slots()
-    allowed = jnp.broadcast_to(layout.mask.allowed(q_slots, kv_slots), (B, N, T, S))
+    # Behind a barrier: without a mask this is a constant of T×S elements, which XLA would take seconds to fold.
+    allowed = jax.lax.optimization_barrier(layout.mask.allowed(q_slots, kv_slots))
+    allowed = jnp.broadcast_to(allowed, (B, N, T, S))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (B, N, T, S)).astype(dtype)
         allowed, bias = allowed & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)

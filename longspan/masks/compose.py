@@ -6,7 +6,7 @@ from typing import Any, no_type_check
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import check_custom, check_masks
+from longspan._checks import check_custom, check_masks, check_truth
 from longspan.masks.base import Extent, Mask, Spans, rule, short
 from longspan.masks.side import KEYS, QUERIES
 
@@ -97,7 +97,8 @@ class Custom(Mask):
 
     Args:
         fn: any traceable function of two int arrays and the `arrays`; it returns bool.
-        arrays: data of the rule; new values do not retrace.
+        arrays: data of the rule; new values do not retrace. Traced values belong here: a function that closes over one
+            cannot be differentiated or mapped by `engine="xla"`.
         bounds: `bounds(q, kv, *arrays) -> (may_any, must_all)` for tiles whose positions lie in
             [q.first, q.last] x [kv.first, kv.last]; both must hold for every pair of positions in them.
 
@@ -123,7 +124,9 @@ class Custom(Mask):
         # The user's function may use jax.numpy, whatever namespace the caller plans in.
         q_pos, kv_pos = jnp.asarray(q.position), jnp.asarray(kv.position)
         truth = jnp.asarray(self.fn(q_pos, kv_pos, *self.arrays))
-        truth = truth.astype(bool) & jnp.full(np.broadcast_shapes(q_pos.shape, kv_pos.shape), True)
+        shape = np.broadcast_shapes(q_pos.shape, kv_pos.shape)
+        check_truth(truth.shape, shape)
+        truth = truth.astype(bool) & jnp.full(shape, True)
         return truth if q.side.xp is jnp else np.asarray(truth)
 
     def classify(self, q, kv):
