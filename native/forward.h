@@ -164,11 +164,19 @@ struct ForwardTile {
       }
   }
 
+  // Writes out / sum, and lse. Divided while queries still lie along the lanes.
   void finish(const QueryTile& tile, const Forward& f) {
+    for (int lane = 0; lane < tile.lanes(); lane += L) {
+      const Vec<R> total = load(sum + lane), inverse = R(1) / total;
+      R* x = out + lane / PANEL * p->H * PANEL + lane % PANEL;
+      for (int64_t h = 0; h < p->H; ++h, x += PANEL) store(x, total == R(0) ? splat(R(0)) : load(x) * inverse);
+    }
     for (int lane = 0; lane < tile.lanes(); ++lane) {
       const R* x = out + lane / PANEL * p->H * PANEL + lane % PANEL;
       for (int64_t h = 0; h < p->H; ++h) rows[h] = x[h * PANEL];
-      finish_row(*p, f, tile.offset(*p, lane), rows, top[lane], sum[lane]);
+      const int64_t at = tile.offset(*p, lane);
+      write_row(f.out, f.out_type, at * p->H, rows, p->H);
+      write_lse(f, at, top[lane], sum[lane]);
     }
   }
 };
