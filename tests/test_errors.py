@@ -57,7 +57,7 @@ MASKS = [
     (
         ValueError,
         "returned shape (5,) for positions of shape (1, 1, 7, 7)",
-        lambda: ls.Custom(lambda q, k: jnp.ones(5, bool)).dense(7),
+        lambda: ls.Custom(lambda q, k: jnp.ones(5, bool)).dense(7, 7),
     ),
     (TypeError, "unsupported operand", lambda: ls.Causal() & np.ones((2, 2), bool)),
     (TypeError, "q_len must be a Python int (it fixes shapes)", lambda: ls.Causal().dense(2.0, 3)),
