@@ -7,11 +7,11 @@ from benchmarks import cases
 from benchmarks.measure import alternate, gemm, of_peak, ours, table, useful_flops
 from longspan.engines import xla
 
-TILINGS = [(256, 256, 3), (256, 128, 6), (128, 128, 5), (128, 64, 10), (512, 256, 4)]
+TILINGS = [(128, 128, 5, 1), (128, 128, 5, 2), (128, 128, 5, 4), (128, 128, 5, 8), (128, 64, 10, 4), (256, 256, 3, 4)]
 
 
 def main() -> list[list[str]]:
-    rows = [["queries, keys, tiles at once", "case", "ms", "of GEMM peak"]]
+    rows = [["queries, keys, tiles at once, heads", "case", "ms", "of GEMM peak"]]
     for case in (cases.WINDOW_16K, cases.WINDOW_16K_BOTH):
         runs = {"gemm": gemm()}
         for tiling in TILINGS:
