@@ -189,10 +189,8 @@ def _normalised(plan: Plan, x: Tensors, sinks, row, most, total, out):
 def _online_softmax(plan: Plan, x: Tensors, q_tile, at: Run, allowed, carry):
     """One visit of the forward pass: scores of a run of keys, folded into (max, total, weighted values)."""
     most, total, out = carry
-    k, v = (
-        read_keys(plan, x.k, at, None),
-        read_keys(plan, x.v, at, allowed),
-    )  # k may hold anything: its scores are masked
+    k = read_keys(plan, x.k, at, None)  # it may hold anything: its scores are masked
+    v = read_keys(plan, x.v, at, allowed)
     scores, _ = _scores(plan, x, q_tile, k, at, allowed)
     highest = jnp.maximum(most, _along_keys(jnp.max, scores))
     powers = _powers(x, scores, highest, allowed)
@@ -229,8 +227,8 @@ def _backward(plan: Plan):
             if not copied:
                 return (dq, own[0], dbias), None
             for (b, h, _), parts in zip(rows_of(plan, place, ZERO), own, strict=True):
-                where = key_place(plan, x.k, b, h, ZERO)
-                keys = [add_at(big, part, where) for big, part in zip(keys, parts, strict=True)]
+                begin = key_place(plan, x.k, b, h, ZERO)
+                keys = [add_at(big, part, begin) for big, part in zip(keys, parts, strict=True)]
             return (dq, keys, dbias), None
 
         dbias = None if x.bias is None else jnp.zeros(x.bias.shape, dtype)
