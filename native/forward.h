@@ -127,31 +127,43 @@ struct ForwardTile {
   // Scores in `s` become exp(score - maximum); alpha is what older sums must be multiplied with.
   template <bool MASKED>
   __attribute__((noinline)) void softmax(int panel, int first, int count, R* alpha) {
+    const int lane = panel * PANEL;
+    Vec<R> base[NV], total[NV];
     for (int j = 0; j < NV; ++j) {
-      const int lane = panel * PANEL + j * L;
-      const Vec<R> old = load(top + lane);
-      Vec<R> high = old;
-      R* column = s + j * L;
-      for (int i = 0; i < count; ++i) {
-        Vec<R> x = load(column + i * PANEL);
-        if (MASKED) {
-          x = lanes_of<R>(masker.mask.bytes[first + i] + lane) ? x : splat(-kInf<R>);
-          store(column + i * PANEL, x);
-        }
-        high = x > high ? x : high;
-      }
+      const Vec<R> old = load(top + lane + j * L), high = mask_and_maximum<MASKED>(lane + j * L, first, count, s + j * L, old);
       // A lane that has seen no key yet: (-inf) - (-inf) would be NaN.
-      const Vec<R> base = high == -kInf<R> ? splat(R(0)) : high;
-      const Vec<R> factor = vexp(old - base);
-      Vec<R> total = {};
-      for (int i = 0; i < count; ++i) {
-        const Vec<R> e = vexp(load(column + i * PANEL) - base);
-        total += e;
-        store(column + i * PANEL, e);
+      base[j] = high == -kInf<R> ? splat(R(0)) : high;
+      total[j] = Vec<R>{};
+      store(alpha + j * L, vexp(old - base[j]));
+      store(top + lane + j * L, high);
+    }
+    int i = 0;
+    for (; i + 2 <= count; i += 2) exponentiate<2>(s + i * PANEL, base, total);
+    for (; i < count; ++i) exponentiate<1>(s + i * PANEL, base, total);
+    for (int j = 0; j < NV; ++j) store(sum + lane + j * L, load(sum + lane + j * L) * load(alpha + j * L) + total[j]);
+  }
+
+  template <bool MASKED>
+  Vec<R> mask_and_maximum(int lane, int first, int count, R* column, Vec<R> high) {
+    for (int i = 0; i < count; ++i) {
+      Vec<R> x = load(column + i * PANEL);
+      if (MASKED) {
+        x = lanes_of<R>(masker.mask.bytes[first + i] + lane) ? x : splat(-kInf<R>);
+        store(column + i * PANEL, x);
       }
-      store(alpha + j * L, factor);
-      store(sum + lane, load(sum + lane) * factor + total);
-      store(top + lane, high);
+      high = x > high ? x : high;
+    }
+    return high;
+  }
+
+  template <int KEYS>
+  static inline __attribute__((always_inline)) void exponentiate(R* scores, const Vec<R>* base, Vec<R>* total) {
+    Vec<R> x[KEYS * NV];
+    for (int i = 0; i < KEYS * NV; ++i) x[i] = load(scores + i * L) - base[i % NV];
+    exp_each<KEYS * NV>(x);
+    for (int i = 0; i < KEYS * NV; ++i) {
+      total[i % NV] += x[i];
+      store(scores + i * L, x[i]);
     }
   }
 
@@ -164,18 +176,12 @@ struct ForwardTile {
       }
   }
 
-  // Writes out / sum, and lse. Divided while queries still lie along the lanes.
+  // Writes out / sum, and lse.
   void finish(const QueryTile& tile, const Forward& f) {
-    for (int lane = 0; lane < tile.lanes(); lane += L) {
-      const Vec<R> total = load(sum + lane), inverse = R(1) / total;
-      R* x = out + lane / PANEL * p->H * PANEL + lane % PANEL;
-      for (int64_t h = 0; h < p->H; ++h, x += PANEL) store(x, total == R(0) ? splat(R(0)) : load(x) * inverse);
-    }
+    from_panels<R, PANEL>(rows, out, sum, width, p->H, tile.lanes());
     for (int lane = 0; lane < tile.lanes(); ++lane) {
-      const R* x = out + lane / PANEL * p->H * PANEL + lane % PANEL;
-      for (int64_t h = 0; h < p->H; ++h) rows[h] = x[h * PANEL];
       const int64_t at = tile.offset(*p, lane);
-      write_row(f.out, f.out_type, at * p->H, rows, p->H);
+      write_row(f.out, f.out_type, at * p->H, rows + lane * width, p->H);
       write_lse(f, at, top[lane], sum[lane]);
     }
   }

@@ -64,6 +64,42 @@ template <class R> static inline R sum_of(Vec<R> x) {
   return total[0];
 }
 
+// Lanes 0, 1, 2... as template arguments.
+template <int... J> struct Lanes {};
+template <int N> struct Upto;
+template <> struct Upto<2> { typedef Lanes<0, 1> all; };
+template <> struct Upto<4> { typedef Lanes<0, 1, 2, 3> all; };
+template <> struct Upto<8> { typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7> all; };
+template <> struct Upto<16> { typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> all; };
+
+// Lanes of a and b, in which b's follow a's.
+template <class R, int... J> static inline Vec<R> pick(Vec<R> a, Vec<R> b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, J...);
+#else
+  return __builtin_shuffle(a, b, typename Simd<R>::I{J...});
+#endif
+}
+
+// One step of a transposition: exchanges the blocks of B lanes that lie off the diagonal.
+template <class R, int B, int... J>
+static inline __attribute__((always_inline)) void exchange(Vec<R>* x, Lanes<J...>) {
+  constexpr int L = sizeof...(J);
+  for (int i = 0; i < L; ++i) {
+    if (i & B) continue;
+    const Vec<R> a = x[i], b = x[i + B];
+    x[i] = pick<R, (J & B ? J - B + L : J)...>(a, b);
+    x[i + B] = pick<R, (J & B ? J + L : J + B)...>(a, b);
+  }
+}
+
+// As many vectors as one has lanes, transposed.
+template <class R, int B = Simd<R>::lanes / 2>
+static inline __attribute__((always_inline)) void transpose(Vec<R>* x) {
+  exchange<R, B>(x, typename Upto<Simd<R>::lanes>::all());
+  if constexpr (B > 1) transpose<R, B / 2>(x);
+}
+
 // Lanes that hold infinity or NaN: all bits of the exponent are set.
 template <class R> static inline typename Simd<R>::I not_finite(Vec<R> x) {
   typedef typename Simd<R>::I I;
@@ -74,28 +110,38 @@ template <class R> static inline typename Simd<R>::I not_finite(Vec<R> x) {
 constexpr float kInfF = __builtin_inff();
 template <class R> constexpr R kInf = R(__builtin_inf());
 
-// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. Every comparison is
-// written so that NaN takes the branch that keeps it.
-static inline Vec<float> vexp(Vec<float> x) {
+// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed in
+// step: one alone would wait for each of its operations in turn.
+template <int N>
+static inline __attribute__((always_inline)) void exp_each(Vec<float>* x) {
   typedef Simd<float>::I I;
   const Vec<float> magic = splat(12582912.0f), lowest = splat(-87.33f);
-  const I tiny = x < lowest;
-  x = tiny ? lowest : x;
-  const Vec<float> t = x * 1.44269504088896341f + magic;
-  const Vec<float> n = t - magic;
-  Vec<float> r = x - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r;
-  p = p + 1.0f;
-  // Multiplied, not added to the exponent's bits: a NaN with a payload would become a number.
-  const Vec<float> power = (Vec<float>)(((I)t + 127) << 23);
-  p = p * power;
-  return tiny ? splat(0.0f) : p;
+  I tiny[N];
+  Vec<float> t[N], r[N], p[N];
+  for (int i = 0; i < N; ++i) tiny[i] = x[i] < lowest;
+  for (int i = 0; i < N; ++i) t[i] = x[i] * 1.44269504088896341f + magic;
+  for (int i = 0; i < N; ++i) {
+    const Vec<float> n = t[i] - magic;
+    r[i] = x[i] - n * 0.693359375f;
+    r[i] = r[i] - n * -2.12194440e-4f;
+  }
+  for (int i = 0; i < N; ++i) p[i] = r[i] * 1.9875691500e-4f + 1.3981999507e-3f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 8.3334519073e-3f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 4.1665795894e-2f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 1.6666665459e-1f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 5.0000001201e-1f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * (r[i] * r[i]) + r[i];
+  for (int i = 0; i < N; ++i) {
+    // Multiplied, not added to the exponent's bits: a NaN with a payload would become a number.
+    const Vec<float> power = (Vec<float>)(((I)t[i] + 127) << 23);
+    // What is tiny, down to -inf, is garbage until here.
+    x[i] = (Vec<float>)((I)((p[i] + 1.0f) * power) & ~tiny[i]);
+  }
+}
+
+static inline Vec<float> vexp(Vec<float> x) {
+  exp_each<1>(&x);
+  return x;
 }
 
 static inline Vec<double> vexp(Vec<double> x) {
@@ -123,6 +169,11 @@ static inline Vec<double> vexp(Vec<double> x) {
   const Vec<double> power = (Vec<double>)(((I)t + 1023) << 52);
   p = p * power;
   return tiny ? splat(0.0) : p;
+}
+
+template <int N>
+static inline void exp_each(Vec<double>* x) {
+  for (int i = 0; i < N; ++i) x[i] = vexp(x[i]);
 }
 
 // tanh: near zero 1 - exp(-2x) cancels, so there an odd rational/polynomial form is used.

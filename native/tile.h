@@ -109,13 +109,36 @@ static void read_queries(R* rows, int64_t width, const Problem& p, const void* d
 // panels[panel][h][lane] of rows[lane][h].
 template <class R, int PANEL>
 static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t width, int64_t H, int lanes) {
-  for (int panel = 0; panel * PANEL < lanes; ++panel)
-    for (int64_t h0 = 0; h0 < H; h0 += 8)
-      for (int j = 0; j < PANEL; ++j) {
-        const R* x = rows + (panel * PANEL + j) * width;
-        R* out = panels + int64_t(panel) * H * PANEL + j;
-        for (int64_t h = h0; h < lesser(h0 + 8, H); ++h) out[h * PANEL] = x[h];
+  constexpr int L = Simd<R>::lanes;
+  const int whole = (lanes + PANEL - 1) / PANEL * PANEL;  // dk and dv add up all lanes of a panel
+  for (int lane = 0; lane < whole; lane += L) {
+    R* out = panels + lane / PANEL * H * PANEL + lane % PANEL;
+    for (int64_t h = 0; h < H; h += L) {  // rows are as wide as whole vectors
+      Vec<R> x[L];
+      for (int i = 0; i < L; ++i) x[i] = load(rows + (lane + i) * width + h);
+      transpose<R>(x);
+      for (int i = 0; i < L && h + i < H; ++i) store(out + (h + i) * PANEL, x[i]);
+    }
+  }
+}
+
+// rows[lane][h] of panels[panel][h][lane], each lane divided by its divisor, or zero where that is zero.
+template <class R, int PANEL>
+static void from_panels(R* __restrict rows, const R* __restrict panels, const R* __restrict divisors, int64_t width, int64_t H, int lanes) {
+  constexpr int L = Simd<R>::lanes;
+  for (int lane = 0; lane < lanes; lane += L) {
+    const Vec<R> divisor = load(divisors + lane), factor = R(1) / divisor;
+    const R* in = panels + lane / PANEL * H * PANEL + lane % PANEL;
+    for (int64_t h = 0; h < H; h += L) {
+      Vec<R> x[L];
+      for (int i = 0; i < L; ++i) {
+        const Vec<R> y = h + i < H ? load(in + (h + i) * PANEL) : splat(R(0));
+        x[i] = divisor == R(0) ? splat(R(0)) : y * factor;
       }
+      transpose<R>(x);
+      for (int i = 0; i < L; ++i) store(rows + (lane + i) * width + h, x[i]);
+    }
+  }
 }
 
 // Copies key or value rows of a tile, or zeros for those that are not `seen` (null: all are). False: some are not finite.
