@@ -43,6 +43,17 @@ def test_a_users_rule_by_row_or_head(engine, mask):
 
 
 @every_engine
+def test_heads_computed_side_by_side_keep_their_own_rules(engine):
+    q, k, v = make_qkv(Shape(2, 7, 31, 8, 4, 5), jnp.float32)
+
+    def gradients(name):
+        return jax.grad(lambda *x: jnp.sum(ls.attention(*x, mask=ByHead(), engine=name) ** 2), (0, 1, 2))(q, k, v)
+
+    for got, want in zip(gradients(engine), gradients("reference"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@every_engine
 def test_a_loss_of_lse_beside_rows_without_keys_has_no_nan(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
 
