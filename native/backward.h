@@ -60,9 +60,9 @@ struct BackwardTile {
   void find_garbage() {
     garbage = false;
     for (int i = 0; i < kLanes; ++i) {
-      R zero = 0;
-      for (int64_t h = 0; h < p->H; ++h) zero += q_rows[i * width + h] * 0 + do_rows[i * width + h] * 0;
-      bad[i] = !(zero == 0);
+      typename Simd<R>::I some = {};
+      for (int64_t h = i * width; h < (i + 1) * width; h += L) some |= not_finite<R>(load(q_rows + h)) | not_finite<R>(load(do_rows + h));
+      bad[i] = any_of<R>(some);
       garbage |= bad[i] != 0;
     }
   }
@@ -118,27 +118,38 @@ struct BackwardTile {
 
   template <bool MASKED, bool DROP>
   __attribute__((noinline)) void weigh(int panel, int first, int count) {
+    const int last = first + count;
+    int i = first;
+    for (; i + 2 <= last; i += 2) weigh_keys<2, MASKED, DROP>(panel * PANEL, i);
+    for (; i < last; ++i) weigh_keys<1, MASKED, DROP>(panel * PANEL, i);
+  }
+
+  template <int KEYS, bool MASKED, bool DROP>
+  inline __attribute__((always_inline)) void weigh_keys(int panel_lane, int first) {
     const R factor = R(p->dropout.inverse_keep);
-    for (int j = 0; j < PANEL; j += L) {
-      const int lane = panel * PANEL + j;
-      const Vec<R> shift = load(lse + lane), low = load(lse_low + lane), minus = load(delta + lane);
-      for (int i = first; i < first + count; ++i) {
-        R *wp = w + i * kLanes + lane, *dp = ds + i * kLanes + lane;
-        Vec<R> weight = vexp((load(wp) - shift) - low), grad = load(dp), kept = weight;
-        if (DROP) {
-          const auto keep = drop.template keep<R>(lane, masker.kv.pos[i]);
-          grad = keep ? grad * factor : splat(R(0));
-          kept = keep ? weight * factor : splat(R(0));
-        }
-        grad = weight * (grad - minus);
-        if (MASKED) {
-          const auto allowed = lanes_of<R>(masker.mask.bytes[i] + lane);
-          kept = allowed ? kept : splat(R(0));
-          grad = allowed ? grad : splat(R(0));
-        }
-        store(wp, kept);
-        store(dp, grad);
+    Vec<R> weights[KEYS * NV];
+    for (int n = 0; n < KEYS * NV; ++n) {
+      const int lane = panel_lane + n % NV * L;
+      weights[n] = (load(w + (first + n / NV) * kLanes + lane) - load(lse + lane)) - load(lse_low + lane);
+    }
+    exp_each<KEYS * NV>(weights);
+    for (int n = 0; n < KEYS * NV; ++n) {
+      const int i = first + n / NV, lane = panel_lane + n % NV * L;
+      R *wp = w + i * kLanes + lane, *dp = ds + i * kLanes + lane;
+      Vec<R> grad = load(dp), kept = weights[n];
+      if (DROP) {
+        const auto keep = drop.template keep<R>(lane, masker.kv.pos[i]);
+        grad = keep ? grad * factor : splat(R(0));
+        kept = keep ? kept * factor : splat(R(0));
       }
+      grad = weights[n] * (grad - load(delta + lane));
+      if (MASKED) {
+        const auto allowed = lanes_of<R>(masker.mask.bytes[i] + lane);
+        kept = allowed ? kept : splat(R(0));
+        grad = allowed ? grad : splat(R(0));
+      }
+      store(wp, kept);
+      store(dp, grad);
     }
   }
 
@@ -176,16 +187,16 @@ struct BackwardTile {
     const TileMask<PANEL>& m = masker.mask;
     if (garbage) hide_garbage(tile, g->dout);
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
-    const bool ahead = next && !cache.has(*next);
+    Ahead ahead;
+    if (next) ahead = cache.ahead(tile.b, tile.n / (p->N / p->K), *next, panels * p->H / kMicroRows);
     for (int panel = 0; panel < panels; ++panel) {
       const int first = m.first[panel], count = m.last[panel] - first;
-      if (ahead) prefetch_keys(*p, tile.b, tile.n / (p->N / p->K), *next, panel, panels);
       if (m.kind != kIsFull) clear_outside(panel);
       if (count <= 0) continue;
       scores(panel);
       if (p->soft_cap != 0) apply_slope(panel);
       gemm<R, NV, true, kAdd>(p->H, count, k + first * width, width, ds + first * kLanes + panel * PANEL, kLanes,
-                              dq + panel * p->H * PANEL, PANEL);
+                              dq + panel * p->H * PANEL, PANEL, nullptr, ahead);
     }
     for (int i = m.lo; i < m.hi;) {
       // Keys in steps of the micro-kernel, queries only of the panels that see one of these keys.

@@ -52,13 +52,15 @@ struct ForwardTile {
   }
 
   // Keys [from, to) of what the tile visits; the sink joins the softmax if `with_sink`.
-  void run(const QueryTile& tile, int64_t from, int64_t to, bool with_sink) {
+  void run(const QueryTile& tile, const Forward& f, int64_t from, int64_t to, bool with_sink) {
     begin(tile, with_sink);
     Pieces pieces(*p, tile, keys, from, to);
     Piece now, next;
     for (bool some = pieces.next(now); some; now = next) {
       some = pieces.next(next);
-      if (masker.read(now)) visit_keys(tile, now, some ? &next : nullptr);
+      if (!masker.read(now)) continue;
+      const int64_t steps = tile_panels(tile) * (now.count + p->H) / kMicroRows;
+      visit_keys(tile, now, some ? cache.ahead(tile.b, kv_head(tile), next, steps) : ahead_of(tile, f, steps));
     }
   }
 
@@ -66,8 +68,7 @@ struct ForwardTile {
     masker.begin(tile);
     read_queries(rows, width, *p, p->q, tile, R(p->scale));
     to_panels<R, PANEL>(q, rows, width, p->H, tile.lanes());
-    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
-    __builtin_memset(out, 0, sizeof(R) * size_t(panels * PANEL * p->H));
+    __builtin_memset(out, 0, sizeof(R) * size_t(tile_panels(tile) * PANEL * p->H));
     for (int i = 0; i < kLanes; ++i) {
       const bool sink = with_sink && p->sinks && i < tile.lanes();
       top[i] = sink ? static_cast<const R*>(p->sinks)[tile.head(i)] : -kInf<R>;
@@ -76,28 +77,34 @@ struct ForwardTile {
     if (p->dropout.on) drop.begin(*p, tile, masker.q);
   }
 
-  void visit_keys(const QueryTile& tile, const Piece& piece, const Piece* next) {
+  static int tile_panels(const QueryTile& tile) { return (tile.lanes() + PANEL - 1) / PANEL; }
+  int64_t kv_head(const QueryTile& tile) const { return tile.n / (p->N / p->K); }
+
+  // During a tile's last piece: the next tile's queries, and where this one's output goes.
+  Ahead ahead_of(const QueryTile& tile, const Forward& f, int64_t steps) const {
+    const int64_t size = size_of(p->type), at = tile.offset(*p, 0) * p->H, row = p->N * p->H;
+    const int64_t rows = lesser<int64_t>(tile.rows, p->T - tile.t - tile.rows), each = 1 + rows / greater<int64_t>(1, steps);
+    const char* q = static_cast<const char*>(p->q) + (at + tile.rows * row) * size;
+    const char* out = static_cast<const char*>(f.out) + at * size_of(f.out_type);
+    return {q, out, row * size, tile.heads * p->H * size, rows, each};
+  }
+
+  void visit_keys(const QueryTile& tile, const Piece& piece, Ahead ahead) {
     const TileMask<PANEL>& m = masker.mask;
-    const int64_t head = tile.n / (p->N / p->K);
     const R *k, *v;
-    cache.get(k, v, tile.b, head, piece, m.kind == kIsPartial, m.seen);
-    const bool ahead = next && !cache.has(*next);
-    const int panels = (tile.lanes() + PANEL - 1) / PANEL;
-    for (int panel = 0; panel < panels; ++panel) {
-      if (ahead) prefetch_keys(*p, tile.b, head, *next, panel, panels);
-      attend(panel, k, v);
-    }
+    cache.get(k, v, tile.b, kv_head(tile), piece, m.kind == kIsPartial, m.seen);
+    for (int panel = 0; panel < tile_panels(tile); ++panel) attend(panel, k, v, ahead);
   }
 
   // One panel's queries and the keys of the tile that it sees.
-  void attend(int panel, const R* k, const R* v) {
+  void attend(int panel, const R* k, const R* v, Ahead& ahead) {
     const TileMask<PANEL>& m = masker.mask;
     const int first = m.first[panel], count = m.last[panel] - first;
     if (count <= 0) return;
     alignas(64) R alpha[PANEL];
-    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL);
+    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL, nullptr, ahead);
     weigh(panel, first, count, alpha);
-    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL, alpha);
+    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL, alpha, ahead);
   }
 
   // Products of queries and keys, in `s`, become weights.
@@ -128,14 +135,16 @@ struct ForwardTile {
   template <bool MASKED>
   __attribute__((noinline)) void softmax(int panel, int first, int count, R* alpha) {
     const int lane = panel * PANEL;
-    Vec<R> base[NV], total[NV];
+    Vec<R> high[NV], base[NV], total[NV];
+    for (int j = 0; j < NV; ++j) high[j] = load(top + lane + j * L);
+    mask_and_maximum<MASKED>(lane, first, count, high);
     for (int j = 0; j < NV; ++j) {
-      const Vec<R> old = load(top + lane + j * L), high = mask_and_maximum<MASKED>(lane + j * L, first, count, s + j * L, old);
+      const Vec<R> old = load(top + lane + j * L);
       // A lane that has seen no key yet: (-inf) - (-inf) would be NaN.
-      base[j] = high == -kInf<R> ? splat(R(0)) : high;
+      base[j] = high[j] == -kInf<R> ? splat(R(0)) : high[j];
       total[j] = Vec<R>{};
       store(alpha + j * L, vexp(old - base[j]));
-      store(top + lane + j * L, high);
+      store(top + lane + j * L, high[j]);
     }
     int i = 0;
     for (; i + 2 <= count; i += 2) exponentiate<2>(s + i * PANEL, base, total);
@@ -144,16 +153,16 @@ struct ForwardTile {
   }
 
   template <bool MASKED>
-  Vec<R> mask_and_maximum(int lane, int first, int count, R* column, Vec<R> high) {
-    for (int i = 0; i < count; ++i) {
-      Vec<R> x = load(column + i * PANEL);
-      if (MASKED) {
-        x = lanes_of<R>(masker.mask.bytes[first + i] + lane) ? x : splat(-kInf<R>);
-        store(column + i * PANEL, x);
+  inline __attribute__((always_inline)) void mask_and_maximum(int lane, int first, int count, Vec<R>* high) {
+    for (int i = 0; i < count; ++i)
+      for (int j = 0; j < NV; ++j) {
+        Vec<R> x = load(s + i * PANEL + j * L);
+        if (MASKED) {
+          x = lanes_of<R>(masker.mask.bytes[first + i] + lane + j * L) ? x : splat(-kInf<R>);
+          store(s + i * PANEL + j * L, x);
+        }
+        high[j] = x > high[j] ? x : high[j];
       }
-      high = x > high ? x : high;
-    }
-    return high;
   }
 
   template <int KEYS>

@@ -57,7 +57,7 @@ struct ForwardJob {
     for (int64_t j = run * run_length; j < lesser(tiling.per_head, (run + 1) * run_length); ++j) {
       QueryTile tile;
       if (!tiling.at(*p, b, g, j, tile)) continue;
-      work.run(tile, p->S * split / splits, p->S * (split + 1) / splits, split == 0);
+      work.run(tile, *f, p->S * split / splits, p->S * (split + 1) / splits, split == 0);
       if (splits == 1)
         work.finish(tile, *f);
       else

@@ -48,16 +48,21 @@ static __attribute__((noinline)) void rest(int m, int64_t kd, const R* a, int64_
   }
 }
 
-template <class R, int NV, bool COLUMNS, Mode MODE>
+struct Nothing {
+  void operator()() {}
+};
+
+// `between` is called between blocks of rows.
+template <class R, int NV, bool COLUMNS, Mode MODE, class Between = Nothing>
 static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, int64_t as, const R* b, int64_t ldb, R* c,
-                                           int64_t ldc, const R* alpha = nullptr) {
+                                           int64_t ldc, const R* alpha = nullptr, Between&& between = Between()) {
   constexpr int MR = kMicroRows;
   int64_t i = 0;
   // With one vector of lanes twice the rows fit, and are needed to hide the latency of the multiply-add.
   if constexpr (NV == 1)
-    for (; i + 2 * MR <= m; i += 2 * MR)
+    for (; i + 2 * MR <= m; i += 2 * MR, between())
       micro<R, 2 * MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
-  for (; i + MR <= m; i += MR)
+  for (; i + MR <= m; i += MR, between())
     micro<R, MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
   if (i < m)
     rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);

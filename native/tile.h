@@ -69,6 +69,8 @@ template <class R> static inline void write_row(void* data, Type type, int64_t a
   }
 }
 
+static inline int64_t size_of(Type type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
+
 // Cuts one thread's scratch into aligned pieces; with a null base it only measures.
 struct Arena {
   char* base;
@@ -165,15 +167,28 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
       for (int64_t h = 0; h < width; h += L) bad |= not_finite<R>(load(row + h));
     }
   }
-  bool finite = true;
-  for (int i = 0; i < L; ++i) finite &= bad[i] == 0;
-  return finite;
+  return !any_of<R>(bad);
 }
 
 // A run of keys that is handled at once: at most `keys` of them, all in one layout tile if there are bit tiles.
 struct Piece {
   int64_t first, kv_tile, visit;
   int count;
+};
+
+// Asks for the key and value rows of the next piece, a few between every two blocks of a product: no hardware prefetcher
+// follows rows that lie far apart, and many requests at once would be waited for.
+struct Ahead {
+  const char *k = nullptr, *v = nullptr;
+  int64_t stride = 0, bytes = 0, rows = 0, each = 1;
+
+  void operator()() {
+    for (int64_t i = 0; i < each && rows > 0; ++i, --rows, k += stride, v += stride)
+      for (int64_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(k + at);
+        __builtin_prefetch(v + at);
+      }
+  }
 };
 
 // Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy is worth
@@ -207,6 +222,16 @@ struct KeyCache {
   bool has(const Piece& piece) const {
     const int64_t i = piece.first / keys % slots;
     return first[i] == piece.first && count[i] >= piece.count;
+  }
+  // Where the rows of a piece are now, to be asked for in about `steps` steps.
+  Ahead ahead(int64_t b, int64_t head, const Piece& piece, int64_t steps) const {
+    const int64_t each = 1 + piece.count / greater<int64_t>(1, steps);
+    if (has(piece)) {
+      const int64_t at = piece.first / keys % slots * keys * width, bytes = width * int64_t(sizeof(R));
+      return {reinterpret_cast<const char*>(k + at), reinterpret_cast<const char*>(v + at), bytes, bytes, piece.count, each};
+    }
+    const int64_t bytes = p->H * size_of(p->type), at = ((b * p->S + piece.first) * p->K + head) * bytes;
+    return {static_cast<const char*>(p->k) + at, static_cast<const char*>(p->v) + at, p->K * bytes, bytes, piece.count, each};
   }
   // Points to the rows of a piece. Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
   // garbage has no effect, because its weight is zero.
@@ -310,21 +335,6 @@ struct Pieces {
     return true;
   }
 };
-
-// Asks for the key and value rows of a later piece, one part of them at a time: no hardware prefetcher follows rows that
-// lie far apart.
-static inline void prefetch_keys(const Problem& p, int64_t b, int64_t head, const Piece& piece, int part, int parts) {
-  const int64_t size = p.type == F64 ? 8 : p.type == F32 ? 4 : 2, bytes = p.H * size;
-  const int64_t first = piece.first + int64_t(piece.count) * part / parts;
-  const int64_t last = piece.first + int64_t(piece.count) * (part + 1) / parts;
-  for (int64_t s = first; s < last; ++s) {
-    const int64_t at = ((b * p.S + s) * p.K + head) * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(static_cast<const char*>(p.k) + at + i);
-      __builtin_prefetch(static_cast<const char*>(p.v) + at + i);
-    }
-  }
-}
 
 // The largest tile of queries that one task takes, and how many of them there are: from shapes alone.
 struct Tiling {

@@ -213,6 +213,7 @@ def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider)
     assert max(visits) <= most_visits(layout)
 
 
+@needs_library
 def test_rules_as_bits_have_room_where_intervals_are_too_many_to_intersect():
     tables = [rng.permuted(np.tile(np.arange(16), (16, 1)), axis=1)[None, :, :width] for width in (9, 8)]
     many, more = (ls.Blocks(jnp.asarray(table, jnp.int32), 128) for table in tables)
