@@ -48,9 +48,24 @@ class PoolRunner final : public Runner {
   };
   ffi::ThreadPool& pool_;
 
+  // A thread keeps its scratch for the next call: the system would hand out and zero its pages anew each time.
+  struct Scratch {
+    void* data = nullptr;
+    size_t bytes = 0;
+    ~Scratch() { std::free(data); }
+    void* at_least(size_t wanted) {
+      if (wanted > bytes) {
+        std::free(data);
+        data = std::aligned_alloc(64, wanted);
+        bytes = data ? wanted : 0;
+      }
+      return data;
+    }
+  };
   static void* make_scratch(size_t bytes) {
-    void* scratch = std::aligned_alloc(64, (bytes + kFreshBytes + 63) / 64 * 64);
-    return scratch ? std::memset(scratch, 0, kFreshBytes) : nullptr;
+    static thread_local Scratch scratch;
+    void* data = scratch.at_least((bytes + kFreshBytes + 63) / 64 * 64);
+    return data ? std::memset(data, 0, kFreshBytes) : nullptr;
   }
 
   static void work(Shared& shared, TaskFn fn, void* ctx, size_t scratch_bytes) {
@@ -61,7 +76,6 @@ class PoolRunner final : public Runner {
       if (!scratch && !failed) scratch = make_scratch(scratch_bytes), failed = !scratch;
       if (!failed) fn(ctx, i, scratch);
     }
-    std::free(scratch);
     if (!finished) return;
     std::lock_guard<std::mutex> lock(shared.mutex);
     shared.done += finished;
