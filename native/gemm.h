@@ -20,6 +20,7 @@ static inline __attribute__((always_inline)) void micro(int64_t kd, const R* __r
       if constexpr (MODE == kAdd) acc[i][j] = load(c + i * ldc + j * L);
       if constexpr (MODE == kScaleAdd) acc[i][j] = load(c + i * ldc + j * L) * load(alpha + j * L);
     }
+#pragma GCC unroll 2
   for (int64_t k = 0; k < kd; ++k) {
     Vec<R> bv[NV];
 #pragma GCC unroll 4
