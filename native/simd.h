@@ -116,30 +116,32 @@ template <class R> static inline bool any_of(typename Simd<R>::I x) {
 constexpr float kInfF = __builtin_inff();
 template <class R> constexpr R kInf = R(__builtin_inf());
 
-// exp of floats: that of x (1 - 1.3e-8), since log2(e) is rounded to one float, to about one unit in the last place. Scores
-// are rounded more coarsely than that. 0 below the smallest normal number, NaN stays NaN. The vectors are computed in step:
-// one alone would wait for each of its operations in turn.
+// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed in
+// step: one alone would wait for each of its operations in turn.
 template <int N>
 static inline __attribute__((always_inline)) void exp_each(Vec<float>* x) {
   typedef Simd<float>::I I;
-  // Adding it leaves the nearest integer in the lowest bits, with the bias of an exponent.
-  const Vec<float> magic = splat(12582912.0f + 127.0f);
+  const Vec<float> magic = splat(12582912.0f), lowest = splat(-87.33f);
   I tiny[N];
   Vec<float> t[N], r[N], p[N];
-  for (int i = 0; i < N; ++i) tiny[i] = x[i] < -87.33f;
-  for (int i = 0; i < N; ++i) t[i] = x[i] * 1.44269504f + magic;
-  for (int i = 0; i < N; ++i) r[i] = x[i] * 1.44269504f - (t[i] - magic);
-  for (int i = 0; i < N; ++i) p[i] = r[i] * 1.5353362e-4f + 1.3398875e-3f;
-  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 9.6184370e-3f;
-  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 5.5503324e-2f;
-  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 2.4022648e-1f;
-  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 6.9314718e-1f;
-  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 1.0f;
+  for (int i = 0; i < N; ++i) tiny[i] = x[i] < lowest;
+  for (int i = 0; i < N; ++i) t[i] = x[i] * 1.44269504088896341f + magic;
+  for (int i = 0; i < N; ++i) {
+    const Vec<float> n = t[i] - magic;
+    r[i] = x[i] - n * 0.693359375f;
+    r[i] = r[i] - n * -2.12194440e-4f;
+  }
+  for (int i = 0; i < N; ++i) p[i] = r[i] * 1.9875691500e-4f + 1.3981999507e-3f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 8.3334519073e-3f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 4.1665795894e-2f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 1.6666665459e-1f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 5.0000001201e-1f;
+  for (int i = 0; i < N; ++i) p[i] = p[i] * (r[i] * r[i]) + r[i];
   for (int i = 0; i < N; ++i) {
     // Multiplied, not added to the exponent's bits: a NaN with a payload would become a number.
-    const Vec<float> power = (Vec<float>)((I)t[i] << 23);
+    const Vec<float> power = (Vec<float>)(((I)t[i] + 127) << 23);
     // What is tiny, down to -inf, is garbage until here.
-    x[i] = (Vec<float>)((I)(p[i] * power) & ~tiny[i]);
+    x[i] = (Vec<float>)((I)((p[i] + 1.0f) * power) & ~tiny[i]);
   }
 }
 
