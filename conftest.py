@@ -50,10 +50,10 @@ def pytest_runtest_setup(item):
     """Without the native library the other engines' tests remain; test_cpu_engine.py fails where it could be built."""
     call = getattr(item, "callspec", None)
     if call is not None and any(isinstance(value, str) and value == "cpu" for value in call.params.values()):
-        from longspan.engines import _native
+        from longspan.engines.cpu import library
 
-        if _native.missing():
-            pytest.skip(f"engine='cpu': {_native.missing()}")
+        if library.missing():
+            pytest.skip(f"engine='cpu': {library.missing()}")
 
 
 @pytest.fixture(autouse=True)

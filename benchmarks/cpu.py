@@ -10,7 +10,7 @@ import numpy as np
 import longspan as ls
 from benchmarks import cases, peers
 from benchmarks.measure import alternate, gemm, of_peak, ours, ratio, seconds, useful_flops
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 from longspan.testing import Shape, make_qkv
 
 BIG_BIRD = Shape(1, 4096, 4096, 8, 8, 64)

@@ -3,11 +3,17 @@
 Write a mask once; the same object runs block-sparse attention, explains itself and draws itself.
 """
 
+import importlib as _importlib
+import importlib.util as _util
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from longspan import testing as testing
+from longspan._attention import attention as attention
+from longspan._explain import Explanation as Explanation
+from longspan._explain import explain as explain
+from longspan._merge import merge as merge
 from longspan._version import __version__ as __version__
-from longspan.attention import Explanation as Explanation
-from longspan.attention import attention as attention
-from longspan.attention import explain as explain
 from longspan.layout import BlockLayout as BlockLayout
 from longspan.maskinfo import MaskInfo as MaskInfo
 from longspan.maskinfo import MaskSharding as MaskSharding
@@ -38,7 +44,69 @@ from longspan.masks import Segments as Segments
 from longspan.masks import TokenTypes as TokenTypes
 from longspan.masks import Window as Window
 from longspan.patterns import bigbird as bigbird
+from longspan.patterns import bigbird_attention as bigbird_attention
 from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
 from longspan.patterns import longformer as longformer
-from longspan.recipes import bigbird_attention as bigbird_attention
-from longspan.recipes import longformer_attention as longformer_attention
+from longspan.patterns import longformer_attention as longformer_attention
+
+if _TYPE_CHECKING:
+    from longspan import hf as hf
+    from longspan import models as models
+    from longspan import nn as nn
+
+__all__ = [  # noqa: RUF022 (sorted as a reader would)
+    "attention",
+    "attention_mask_to_qkv_cu_seqlens",
+    "Band",
+    "bigbird",
+    "bigbird_attention",
+    "bigbird_random_blocks",
+    "BlockLayout",
+    "Blocks",
+    "Causal",
+    "Chunk",
+    "cu_seqlens_to_mask",
+    "Custom",
+    "Dense",
+    "Empty",
+    "explain",
+    "Explanation",
+    "Full",
+    "get_debug_mode",
+    "Global",
+    "KvLengths",
+    "longformer",
+    "longformer_attention",
+    "Mask",
+    "mask_to_segment_ids",
+    "MaskInfo",
+    "MaskSharding",
+    "merge",
+    "PerHead",
+    "Prefix",
+    "qkv_cu_seqlens_to_attention_mask",
+    "qkv_cu_seqlens_to_qkv_masks",
+    "qkv_masks_to_cu_seqlens",
+    "segment_ids_to_mask",
+    "segment_ids_to_qkv_masks",
+    "Segments",
+    "set_debug_mode",
+    "testing",
+    "TokenTypes",
+    "Window",
+]
+
+# Rooms that need an optional dependency, and which: they are loaded when somebody asks for them.
+_LAZY = {"hf": "flax", "models": "flax", "nn": "flax"}
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name in _LAZY:
+        return _importlib.import_module(f"longspan.{name}")
+    raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names; of rooms that need something else, those that can be loaded here."""
+    absent = {name for name, needed in _LAZY.items() if _util.find_spec(needed) is None}
+    return sorted({*__all__, *_LAZY, "__version__"} - absent)

@@ -16,8 +16,8 @@ def check_number(mask: Any, name: str) -> None:
     """A rule's number: a Python int, or an int array of shape () or [B]. NumPy integers become Python ints."""
     value = getattr(mask, name)
     label = f"{type(mask).__name__}.{name}"
-    if _is_array(value):
-        if not _is_int(value):
+    if is_array(value):
+        if not is_int(value):
             raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. Cast it with `.astype('int32')`.")
         if value.ndim > 1:
             raise ValueError(
@@ -38,7 +38,7 @@ def check_number(mask: Any, name: str) -> None:
 
 def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
     """A number with a lower bound; a traced or array number is taken at its word."""
-    if static and _is_array(getattr(mask, name)):
+    if static and is_array(getattr(mask, name)):
         raise TypeError(
             f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
             "`int(...)` outside jit."
@@ -61,12 +61,12 @@ def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = 
     if optional and value is None:
         return
     array: Any = value
-    if not _is_array(value):
+    if not is_array(value):
         if not isinstance(value, Sequence):
             raise TypeError(f"{label} must be an array [{_axes(axes)}], got {type(value).__name__}.")
         array = np.asarray(value)
         object.__setattr__(mask, name, array)
-    wanted = _is_int(array) if kind == "int" else array.dtype == bool
+    wanted = is_int(array) if kind == "int" else array.dtype == bool
     if not wanted:
         cure = "Cast it with `.astype('int32')`." if kind == "int" else "Compare it, e.g. `array != 0`, to get bools."
         noun = "integers" if kind == "int" else "bools"
@@ -171,8 +171,8 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
     """Positions [L], [1, L] or [B, L], where None is any B; returns how many batch rows they tell apart."""
     if positions is None:
         return 1
-    if not _is_array(positions) or not _is_int(positions):
-        got = f"dtype {positions.dtype}" if _is_array(positions) else type(positions).__name__
+    if not is_array(positions) or not is_int(positions):
+        got = f"dtype {positions.dtype}" if is_array(positions) else type(positions).__name__
         raise TypeError(f"{name} must be an int array, got {got}.")
     if positions.ndim not in (1, 2) or positions.shape[-1] != length:
         raise ValueError(
@@ -184,7 +184,13 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
     return rows
 
 
-def _is_array(value: Any) -> bool:
+def is_abstract(value: Any) -> bool:
+    """Whether a value has a shape but no numbers yet."""
+    return isinstance(value, jax.ShapeDtypeStruct | Tracer)
+
+
+def is_array(value: Any) -> bool:
+    """An array, or the shape of one."""
     return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
 
 
@@ -212,7 +218,8 @@ def _as_int32(label: str, array: Any) -> Any:
     return array.astype(np.int32)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether an array holds integers."""
     return np.issubdtype(value.dtype, np.integer)
 
 
@@ -278,31 +285,6 @@ def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -
     return full
 
 
-def check_sinks(sinks: Any, heads: int) -> None:
-    if not hasattr(sinks, "shape") or tuple(sinks.shape) != (heads,) or sinks.dtype.name not in FLOATS:
-        got = f"shape {tuple(sinks.shape)}, {sinks.dtype}" if hasattr(sinks, "shape") else type(sinks).__name__
-        raise ValueError(f"`sinks` must be one float logit a query head, shape [{heads}], got {got}.")
-
-
-def check_dropout(rate: Any, key: Any) -> None:
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < 1:
-        raise ValueError(f"`dropout_rate` must be a Python float in [0, 1), got {rate!r}.")
-    if rate > 0 and key is None:
-        raise ValueError(f"dropout_rate={rate} needs a `dropout_key`. Pass `dropout_key=jax.random.key(seed)`.")
-
-
-def check_soft_cap(soft_cap: Any) -> None:
-    if soft_cap is not None and (not isinstance(soft_cap, int | float) or not soft_cap > 0):
-        raise ValueError(f"`soft_cap` must be a Python float > 0 or None, got {soft_cap!r}.")
-
-
-def check_scale(scale: Any) -> None:
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    shape, dtype = getattr(scale, "shape", None), getattr(scale, "dtype", None)
-    if scale is not None and not number and (shape != () or getattr(dtype, "name", None) not in FLOATS):
-        raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
-
-
 def check_bound_lengths(what: str, mine: Sequence[int], call: Sequence[int]) -> None:
     """A mask that was bound or planned for some lengths is used with those."""
     if tuple(mine) != tuple(call):
@@ -322,174 +304,3 @@ def check_static_size(name: str, value: Any, least: int) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{name}` must be a Python int >= {least}, got {value!r}.")
     return int(value)
-
-
-def check_bigbird_blocks(q_len: Any, kv_len: Any, block_size: Any) -> int:
-    """How many blocks BigBird's tokens fill: at least 5, as many for queries as for keys."""
-    size = check_static_size("block_size", block_size, 1)
-    q_len, kv_len = check_static_size("seq_len", q_len, 0), check_static_size("seq_len", kv_len, 0)
-    if q_len != kv_len:
-        raise ValueError(
-            f"BigBird needs as many query blocks as key blocks, got {q_len} queries and {kv_len} keys. Use it for "
-            "self-attention only."
-        )
-    if q_len % size:
-        raise ValueError(
-            f"BigBird needs a length that is a multiple of block_size={size}, got {q_len}. Pad it to "
-            f"{-(-q_len // size) * size} tokens and mark the padding in `q_mask` and `kv_mask`."
-        )
-    if q_len // size < 5:
-        raise ValueError(
-            f"BigBird needs at least 5 blocks, got {q_len // size} ({q_len} tokens in blocks of {size}). Use full "
-            f"attention for so short an input, or block_size <= {q_len // 5}."
-        )
-    return q_len // size
-
-
-def check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> None:
-    """BigBird's random blocks, int [N or 1, blocks - 2, r], each one of the blocks (if known here)."""
-    wanted = f"ints [{'N' if heads is None else heads} or 1, {blocks - 2}, r]"
-    if not _is_array(rand_attn):
-        raise TypeError(
-            f"`rand_attn` must be an array of {wanted}, got {type(rand_attn).__name__}. Make it with "
-            "`bigbird_random_blocks(...)`."
-        )
-    if not _is_int(rand_attn):
-        raise TypeError(
-            f"`rand_attn` must hold {wanted}, got dtype {rand_attn.dtype}. Cast it with `.astype('int32')`."
-        )
-    shape = tuple(rand_attn.shape)
-    if len(shape) != 3 or shape[0] == 0 or shape[1] != blocks - 2 or (heads and shape[0] not in (1, heads)):
-        raise ValueError(
-            f"`rand_attn` must be {wanted} for {blocks} blocks (no row for the first and the last), got shape {shape}. "
-            "Make it with `bigbird_random_blocks(...)` for this length."
-        )
-    if isinstance(rand_attn, np.ndarray) and rand_attn.size and (rand_attn.min() < 0 or rand_attn.max() >= blocks):
-        raise ValueError(
-            f"`rand_attn` must name blocks 0 to {blocks - 1}, got {rand_attn.min()} to {rand_attn.max()}. Make it with "
-            "`bigbird_random_blocks(...)` for this length."
-        )
-
-
-def check_random_plan(blocks: int, num_random_blocks: int) -> None:
-    """Enough blocks for a generated plan of random blocks."""
-    least = 2 * num_random_blocks + 6
-    if blocks < least:
-        raise ValueError(
-            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got {blocks} "
-            "(with fewer, the original fails or repeats blocks). Use full attention for so short an input, or fewer "
-            "random blocks."
-        )
-
-
-def check_token_mask(name: str, mask: Any, batch: int, length: int) -> None:
-    """A mask of tokens [B or 1, L]: bools, ints or 0/1 floats; True (not 0) = a real token."""
-    wanted = f"[{batch}, {length}] (or [1, {length}])"
-    if not _is_array(mask):
-        raise TypeError(f"`{name}` must be an array {wanted}, got {type(mask).__name__}.")
-    if not (mask.dtype == bool or _is_int(mask) or mask.dtype.name in FLOATS):
-        raise TypeError(f"`{name}` must hold bools, ints or 0/1 floats, got dtype {mask.dtype}.")
-    if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != length:
-        raise ValueError(
-            f"`{name}` must have shape {wanted}, one entry a token, got {tuple(mask.shape)}. "
-            "Drop axes of size 1, e.g. `mask[:, 0, 0, :]`."
-        )
-
-
-def check_zero_one(name: str, mask: Any) -> None:
-    """A mask of floats is 0 or 1, not added to scores, as far as that can be known here."""
-    if mask.dtype.name not in FLOATS or isinstance(mask, Tracer | jax.ShapeDtypeStruct):
-        return
-    values = np.asarray(mask).astype(np.float32)
-    if not ((values == 0) | (values == 1)).all():
-        raise ValueError(
-            f"`{name}` must hold 0 (padding) and 1 (a token), got values from {values.min():g} to {values.max():g}. "
-            "A mask that is added to scores becomes one of bools by `mask == 0`."
-        )
-
-
-def check_window(window: Any) -> None:
-    """Longformer's window: a Python int >= 0, or an int array of shape () or [B]."""
-    if _is_array(window):
-        if not _is_int(window) or window.ndim > 1:
-            raise TypeError(
-                f"`window` must be an int, or an int array of shape () or [B], got {window.dtype} {list(window.shape)}."
-            )
-    elif not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0:
-        raise ValueError(
-            f"`window` must be an int >= 0, the keys on each side of a query, got {window!r}. Hugging Face's "
-            "`attention_window` counts both sides: give half of it."
-        )
-
-
-def check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int, ...]:
-    """Longformer's dilation: an int >= 1, or one a head; a tuple or an int."""
-    wanted = "an int >= 1, or a sequence of them, one a head"
-    if isinstance(dilation, Tracer):
-        raise TypeError(f"`dilation` must be {wanted}, got a traced array. It is static: pass Python ints.")
-    try:
-        values = tuple(operator.index(d) for d in (dilation if np.ndim(dilation) else (dilation,)))
-    except TypeError:
-        raise TypeError(f"`dilation` must be {wanted}, got {dilation!r}.") from None
-    if not values or min(values) < 1 or isinstance(dilation, bool):
-        raise ValueError(f"`dilation` must be {wanted}, got {dilation!r}.")
-    if not np.ndim(dilation):
-        return values[0]
-    if heads is not None and len(values) != heads:
-        raise ValueError(f"`dilation` has {len(values)} entries, but `q` has {heads} heads. Give one int, or {heads}.")
-    return values
-
-
-def check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> None:
-    """The second set of queries, keys and values is shaped like the first."""
-    for name, local, other in zip("qkv", qkv, global_qkv, strict=True):
-        if other is None:
-            raise ValueError(
-                f"`{name}_global` is None, but `token_kinds` may hold global tokens. Give all of `q_global`, "
-                "`k_global` and `v_global`, or leave `token_kinds` out."
-            )
-        if getattr(other, "shape", None) != local.shape or other.dtype != local.dtype:
-            got = f"{other.dtype} {list(other.shape)}" if hasattr(other, "shape") else type(other).__name__
-            raise ValueError(f"`{name}_global` must be like `{name}`, {local.dtype} {list(local.shape)}, got {got}.")
-
-
-def check_few_random_blocks(choices: int, block: int, num_random_blocks: int) -> None:
-    """A legacy draw has enough blocks to choose from."""
-    if choices < num_random_blocks:
-        raise ValueError(
-            f"Block {block} can draw {choices} random blocks, but num_random_blocks={num_random_blocks}. Use fewer "
-            "random blocks, a smaller block_size, or a greater max_seq_len."
-        )
-
-
-def check_legacy_length(seq_len: int, max_seq_len: Any) -> None:
-    """A legacy length fits into the length that blocks are drawn for."""
-    most = check_static_size("max_seq_len", max_seq_len, 1)
-    if seq_len > most:
-        raise ValueError(
-            f"seq_len={seq_len} is a legacy length, whose blocks are drawn for max_seq_len={most}: it must not be "
-            "longer. Raise `max_seq_len`, or take the length out of `legacy_lengths`."
-        )
-
-
-def check_token_kinds(token_kinds: Any, batch: int | None = None, length: int | None = None) -> None:
-    """Kinds of tokens [B or 1, T]: -1, 0 or +1."""
-    wanted = "[B, T]" if batch is None else f"[{batch}, {length}] (or [1, {length}])"
-    if not _is_array(token_kinds):
-        raise TypeError(
-            f"`token_kinds` must be an array {wanted} of -1 (padding), 0 (local) and +1 (global), got "
-            f"{type(token_kinds).__name__}."
-        )
-    if not (token_kinds.dtype == bool or _is_int(token_kinds) or token_kinds.dtype.name in FLOATS):
-        raise TypeError(f"`token_kinds` must hold -1, 0 and +1, got dtype {token_kinds.dtype}.")
-    shape = tuple(token_kinds.shape)
-    if len(shape) != 2 or (batch is not None and (shape[0] not in (1, batch) or shape[1] != length)):
-        raise ValueError(f"`token_kinds` must have shape {wanted}, one kind a token, got {shape}. Add or drop axes.")
-
-
-def check_same_lengths(q_len: int, kv_len: int) -> None:
-    if q_len != kv_len:
-        raise ValueError(
-            f"Longformer's attention is self-attention: `q` has {q_len} tokens and `k` has {kv_len}, they must agree. "
-            "For other lengths use `attention` with `longformer(...)` as its mask."
-        )

@@ -20,10 +20,10 @@ from longspan._types import Array
 class Dropout:
     """What to drop: two random words from the key, the rate, and the counters of the batch rows and heads."""
 
-    words: Any  # uint32 [2]
-    rows: Any  # int [B]: the number of each batch row
-    heads: Any  # int [N]: the number of each head
-    rate: float = field(metadata=dict(static=True))
+    words: Any = None  # uint32 [2]; None while a call is only judged
+    rows: Any = None  # int [B]: the number of each batch row
+    heads: Any = None  # int [N]: the number of each head
+    rate: float = field(default=0.0, metadata=dict(static=True))
 
     @property
     def threshold(self) -> int:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._attention import attention
 from longspan._types import statistics_dtype
-from longspan.attention import attention
 from longspan.layout import plan
 from longspan.masks import (
     Band,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 from longspan.testing import Shape, make_qkv
 
 SHAPE = Shape(B=2, T=5, S=7, N=6, K=3, H=4)

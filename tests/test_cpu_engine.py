@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
-from longspan.engines import _native, cpu
-from longspan.engines._program import most_visits
+from longspan.engines.cpu import library
+from longspan.engines.cpu.operands import Plan
+from longspan.engines.cpu.program import most_visits
 from longspan.layout import plan
 from longspan.testing import Shape, assert_matches_reference, make_qkv, masks
 
-LIBRARY_MISSING = _native.missing()
+LIBRARY_MISSING = library.missing()
 needs_library = pytest.mark.skipif(LIBRARY_MISSING is not None, reason=str(LIBRARY_MISSING))
 COMMUNICATION = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute")
 
@@ -43,22 +44,22 @@ def test_switched_off_by_the_environment_it_says_so(monkeypatch):
 
 
 def test_a_missing_library_is_explained_with_the_cure(monkeypatch, tmp_path):
-    monkeypatch.setattr(_native, "LIBRARY", tmp_path / "none.so")
-    _native._load.cache_clear()
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
+    library._load.cache_clear()
     try:
-        assert re.search("was not built.*LONGSPAN_NATIVE=require pip install", _native.missing() or "")
+        assert re.search("was not built.*LONGSPAN_NATIVE=require pip install", library.missing() or "")
     finally:
-        _native._load.cache_clear()
+        library._load.cache_clear()
 
 
 @needs_library
 def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv("LONGSPAN_CPU_ISA", "abacus")
-    assert "this machine and build have: " in (_native.missing() or "")
+    assert "this machine and build have: " in (library.missing() or "")
 
 
 @needs_library
-@pytest.mark.parametrize("isa", _native.instruction_sets() if LIBRARY_MISSING is None else ())
+@pytest.mark.parametrize("isa", library.instruction_sets() if LIBRARY_MISSING is None else ())
 def test_every_instruction_set_of_this_machine_matches_the_reference(monkeypatch, isa):
     monkeypatch.setenv("LONGSPAN_CPU_ISA", isa)
     q, k, v = make_qkv(Shape(B=2, T=75, S=139, N=6, K=3, H=21), jnp.float32)
@@ -174,14 +175,14 @@ def test_a_mask_may_be_nested_deeply():
 def test_wrong_calls_are_errors_with_a_message():
     q = jnp.ones((1, 4, 2, 8))
     tables = [jnp.zeros((1, 1, 1, 1), jnp.int32), jnp.ones((1, 1, 1, 1), jnp.int32)]
-    good = cpu.Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * 9, ((),) * 2)
+    good = Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * 9, ((),) * 2)
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 2)
 
     def call(*operands, results=results, **changes):
-        jax.block_until_ready(_native.call("longspan_forward", results, operands, **(good.attributes() | changes)))
+        jax.block_until_ready(library.call("longspan_forward", results, operands, **(good.attributes() | changes)))
 
     call(q, q, q, *tables)
-    ints = _native.static_ints
+    ints = library.static_ints
     for message, operands, changes in (
         ("too few operands", (q, q), {}),
         ("must have one type", (q, q.astype(jnp.bfloat16), q, *tables), {}),

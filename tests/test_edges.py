@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 from longspan.masks.base import Mask, rule
 from longspan.testing import Shape, make_qkv
 

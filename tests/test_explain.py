@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 
 IDS = np.repeat(np.arange(6), 70)[None, :389]
 MASKS = [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 
 rng = np.random.default_rng()  # made anew by each case, so that its data do not depend on which cases ran before

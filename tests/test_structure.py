@@ -16,8 +16,8 @@ import pytest
 
 # From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
 ORDER = (
-    "_version", "_types", "_checks", "dropout", "masks", "patterns", "layout", "render", "maskinfo", "rope", "cache",
-    "engines", "attention", "recipes", "parallel", "nn", "models", "hf", "testing", "cli",
+    "_version", "_types", "_checks", "dropout", "masks", "layout", "render", "maskinfo", "rope", "_merge", "engines",
+    "_attention", "cache", "parallel", "_explain", "patterns", "nn", "models", "hf", "testing", "cli",
 )  # fmt: skip
 
 NEVER_LOADED = (
@@ -107,7 +107,8 @@ def complaint(i: Import) -> str | None:
     if ORDER.index(there) > ORDER.index(here):
         return f"{where}: that points upwards, `{there}` comes after `{here}`. Move it, or import inside the function."
     names = i.importer.split("."), i.target.split(".")
-    if here == there == "engines" and all(len(n) > 2 for n in names) and not names[1][2].startswith("_"):
+    inside = here == there == "engines" and all(len(n) > 2 for n in names)
+    if inside and names[0][2] != names[1][2] and not names[1][2].startswith("_"):
         return f"{where}: engines do not import each other. Move what they share to engines/_*.py."
     return None
 

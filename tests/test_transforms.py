@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 from longspan.testing import Shape, make_qkv
 
 SHAPE = Shape(B=2, T=37, S=37, N=4, K=2, H=5)

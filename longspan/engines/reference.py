@@ -1,69 +1,107 @@
 """The `reference` engine: dense, readable, the definition of correct. T×S memory."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import Key, LogSumExp, Output, Query, statistics_dtype
-from longspan.dropout import Dropout, keep
-from longspan.engines._request import Request, without_pairs
+from longspan._types import statistics_dtype
+from longspan.dropout import keep
+from longspan.engines._contract import Engine, Request
 from longspan.layout import BlockLayout
 
 
-def unsupported(request: Request) -> str | None:
-    """The reference computes everything, everywhere."""
-    return None
+class Reference(Engine):
+    """Softmax attention over the pairs that the mask allows, written out; everything, everywhere."""
+
+    name = "reference"
+    differentiable = True
+
+    def tiles(self, request: Request) -> tuple[int, int]:
+        """It has no tiles; these are what `explain` counts in."""
+        return 128, 128
+
+    def notes(self, request: Request) -> tuple[str, ...]:
+        B, N, T, S = (request.dims[axis] for axis in "BNTS")
+        return (f"dense: every pair is computed, and several arrays [B, N, T, S] of {B * N * T * S:,} numbers exist",)
+
+    def run(self, request: Request, layout: BlockLayout):
+        """(out, lse), which JAX differentiates as often as asked."""
+        pairs = _pairs(request, layout)
+        scores, _ = _scores(request, pairs)
+        N = request.dims["N"]
+        sinks = None if request.sinks is None else request.sinks.astype(scores.dtype).reshape(1, N, 1, 1)
+        weights, lse = _softmax(scores, pairs.times, sinks)
+        out = jnp.einsum("bnts,bsnh->btnh", _dropped(request, pairs, weights), pairs.v)
+        return out.astype(request.q.dtype), lse.swapaxes(1, 2)
+
+    def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
+        """The gradients of weights exp(score - lse - low), for a lse of these keys or of more."""
+        pairs = _pairs(request, layout)
+        scores, slope = _scores(request, pairs)
+        level, low, delta = (_column(jnp.where(jnp.isfinite(lse), a, 0)) for a in (lse, low, delta))
+        none = pairs.times == 0
+        weights = jnp.where(none, 0, pairs.times * jnp.exp(jnp.where(none, 0, scores - level - low)))
+        dout = dout.astype(scores.dtype)
+        dv = jnp.einsum("bnts,btnh->bsnh", _dropped(request, pairs, weights), dout)
+        dweights = _dropped(request, pairs, jnp.einsum("btnh,bsnh->bnts", dout, pairs.v))
+        dbias = dscores = weights * (dweights - delta)
+        dscores = dscores * slope * np.asarray(request.scale, scores.dtype)
+        dq = jnp.einsum("bnts,bsnh->btnh", dscores, pairs.k)
+        dk = jnp.einsum("bnts,btnh->bsnh", dscores, pairs.q)
+        dk, dv = (_sum_groups(x, request.dims["K"]).astype(request.k.dtype) for x in (dk, dv))
+        return dq.astype(request.q.dtype), dk, dv, None if request.bias is None else _sum_to(dbias, request.bias.shape)
 
 
-def tiles(request: Request) -> tuple[int, int]:
-    """It has no tiles; these are what `explain` counts in."""
-    return 128, 128
+ENGINE = Reference()
 
 
-def run(
-    q: Query,
-    k: Key,
-    v: Key,
-    layout: BlockLayout,
-    *,
-    bias,
-    sinks,
-    scale: float,
-    soft_cap: float | None,
-    dropout: Dropout | None,
-) -> tuple[Output, LogSumExp]:
-    """Softmax attention over the pairs that the mask allows, written out."""
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    if 0 in (B, T, N, S, H):
-        return without_pairs(q, sinks)
-    given, dtype = q.dtype, statistics_dtype(q.dtype)
+class _Pairs(NamedTuple):
+    """A request written out: what is seen, with keys and values repeated for every query head."""
+
+    times: Any  # [B, N, T, S]: how often each pair counts, 0 where it is not allowed
+    q: Any  # [B, T, N, H], 0 where a query sees nothing
+    k: Any  # [B, S, N, H], 0 where nobody sees a key
+    v: Any
+    bias: Any  # [B, N, T, S], finite, or None
+    kept: Any  # bool [B, N, T, S]: what dropout leaves, or None
+
+
+def _pairs(request: Request, layout: BlockLayout) -> _Pairs:
+    B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
+    dtype, bias, kept = statistics_dtype(request.q.dtype), None, None
     q_side, kv_side = layout.sides(batch=B, heads=N)
     q_slots, kv_slots = q_side.slots(), kv_side.slots()
     # Behind a barrier: without a mask this is a constant of T×S elements, which XLA would take seconds to fold.
     allowed = jax.lax.optimization_barrier(layout.mask.allowed(q_slots, kv_slots))
     allowed = jnp.broadcast_to(allowed, (B, N, T, S))
-    if bias is not None:
-        bias = jnp.broadcast_to(bias, (B, N, T, S)).astype(dtype)
+    if request.bias is not None:
+        bias = jnp.broadcast_to(request.bias, (B, N, T, S)).astype(dtype)
         allowed, bias = allowed & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
     times = allowed.astype(dtype) * _multiplicity(layout, (B, N, T, S), dtype)
-
     # Where nobody looks there may be anything, NaN included: zeroed here, so that 0 * NaN never happens.
-    q = jnp.where(allowed.any(-1).swapaxes(1, 2)[..., None], q.astype(dtype), 0)
+    q = jnp.where(allowed.any(-1).swapaxes(1, 2)[..., None], request.q.astype(dtype), 0)
     seen = allowed.reshape(B, K, N // K * T, S).any(2).swapaxes(1, 2)[..., None]
-    k, v = (jnp.repeat(jnp.where(seen, x.astype(dtype), 0), N // K, axis=2) for x in (k, v))
+    k, v = (jnp.repeat(jnp.where(seen, x.astype(dtype), 0), N // K, axis=2) for x in (request.k, request.v))
+    if request.dropout is not None:
+        rows, heads = request.dropout.rows.reshape(B, 1, 1, 1), request.dropout.heads.reshape(1, N, 1, 1)
+        kept = keep(request.dropout, rows, heads, q_slots.position, kv_slots.position)
+    return _Pairs(times, q, k, v, bias, kept)
 
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * np.asarray(scale, dtype)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if bias is not None:
-        scores = scores + bias
-    weights, lse = _softmax(scores, times, None if sinks is None else sinks.astype(dtype).reshape(1, N, 1, 1))
-    if dropout is not None:
-        rows, heads = dropout.rows.reshape(B, 1, 1, 1), dropout.heads.reshape(1, N, 1, 1)
-        kept = keep(dropout, rows, heads, q_slots.position, kv_slots.position)
-        weights = jnp.where(kept, weights / (1 - dropout.rate), 0)
-    out = jnp.einsum("bnts,bsnh->btnh", weights, v)
-    return out.astype(given), lse.swapaxes(1, 2)
+
+def _scores(request: Request, pairs: _Pairs):
+    """Scores [B, N, T, S], and the slope of the soft cap."""
+    scores = jnp.einsum("btnh,bsnh->bnts", pairs.q, pairs.k) * np.asarray(request.scale, pairs.q.dtype)
+    slope = np.ones((), pairs.q.dtype)
+    if request.soft_cap is not None:
+        bent = jnp.tanh(scores / request.soft_cap)
+        scores, slope = request.soft_cap * bent, 1 - bent * bent
+    return scores if pairs.bias is None else scores + pairs.bias, slope
+
+
+def _dropped(request: Request, pairs: _Pairs, weights):
+    return weights if request.dropout is None else jnp.where(pairs.kept, weights / (1 - request.dropout.rate), 0)
 
 
 def _softmax(scores, times, sink):
@@ -93,3 +131,18 @@ def _multiplicity(layout: BlockLayout, shape, dtype):
     count = jnp.asarray(inside).sum(3, dtype=dtype)  # [b, n, q tiles, kv tiles]
     by_slot = count.repeat(layout.q_tile, axis=2).repeat(layout.kv_tile, axis=3)
     return by_slot[:, :, : shape[2], : shape[3]]
+
+
+def _column(by_query):
+    """[B, T, N] as [B, N, T, 1]."""
+    return by_query.swapaxes(1, 2)[..., None]
+
+
+def _sum_groups(x, kv_heads: int):
+    """Sums [B, S, N, H] over the query heads that share a key/value head."""
+    B, S, N, H = x.shape
+    return x.reshape(B, S, kv_heads, N // kv_heads, H).sum(3)
+
+
+def _sum_to(x, shape):
+    return x.sum(tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)

@@ -294,7 +294,7 @@ class Views(Bound):
             >>> info.explain(engine="reference").engine
             'reference'
         """
-        from longspan.attention import explain
+        from longspan._explain import explain
 
         heads = self.mask.heads if heads is None else check_size("heads", heads, least=1)
         q, kv = (

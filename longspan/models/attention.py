@@ -10,12 +10,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from longspan.attention import attention
+from longspan._attention import attention
 from longspan.masks import Full, Global, Segments, Window
 from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig
 from longspan.models.dense import linear, side_by_side
-from longspan.patterns import bigbird_random_blocks
-from longspan.recipes import bigbird_attention, longformer_attention
+from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 # Up to so many global tokens in a row of the batch, a Longformer does not project every token for them.
 FEW = 8

@@ -1,4 +1,24 @@
 """Thin Flax modules: `longspan.nn.linen` and `longspan.nn.nnx` have the same names, arguments and parameter trees.
 
-Flax is imported by those two only: it is an optional dependency (`pip install longspan[flax]`).
+Flax is an optional dependency (`pip install longspan[flax]`); each of the two is loaded when somebody asks for it.
 """
+
+import importlib as _importlib
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from longspan.nn import linen as linen
+    from longspan.nn import nnx as nnx
+
+_LAZY = ("linen", "nnx")
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name in _LAZY:
+        return _importlib.import_module(f"longspan.nn.{name}")
+    raise AttributeError(f"module 'longspan.nn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(_LAZY)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
-from longspan.attention import attention
+from longspan._attention import attention
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Band, Causal, Chunk, Custom, Dense, Full, Mask, Window
 

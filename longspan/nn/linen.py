@@ -30,13 +30,12 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int, Num
 
-from longspan.attention import attention
+from longspan._attention import attention
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, split_of
-from longspan.patterns import bigbird_random_blocks
-from longspan.recipes import bigbird_attention, longformer_attention
+from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
 

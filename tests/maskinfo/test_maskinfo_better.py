@@ -7,7 +7,7 @@ import pytest
 
 import longspan as ls
 from longspan import MaskInfo
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 
 IDS = np.array([[0, 0, 0, 1, 1, -1], [2, 2, 2, 2, -1, -1]])
 READS = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
 from tests.patterns import plain
 
 EVERY_ENGINE = pytest.mark.parametrize("engine", sorted(ENGINES))

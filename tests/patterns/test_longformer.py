@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan import recipes
-from longspan.attention import ENGINES
+from longspan.engines import ENGINES
+from longspan.patterns.longformer import _global_rows, _local_layout, _sort_tokens
 from tests.patterns import plain
 
 B, T, N, K, H = 2, 23, 6, 3, 5
@@ -240,10 +240,10 @@ def visits_of(positions, length=4096, window=64):
     """How many pairs of 128x128 tiles both calls visit if the tokens at some positions are global."""
     kinds = np.zeros((1, length), np.int32)
     kinds[:, positions] = 1
-    tokens = recipes._sort_tokens(jnp.asarray(kinds))
+    tokens = _sort_tokens(jnp.asarray(kinds))
     near = ls.Window(window, window)
-    local = recipes._local_layout(tokens, window, 1, False, near, (128, 128)).visits()
-    rows = recipes._global_rows(tokens, False).layout(length, length, q_positions=tokens.order).visits()
+    local = _local_layout(tokens, window, 1, False, near, (128, 128)).visits()
+    rows = _global_rows(tokens, False).layout(length, length, q_positions=tokens.order).visits()
     return local, rows
 
 

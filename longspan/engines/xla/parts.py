@@ -1,4 +1,4 @@
-"""What the `xla` engine reads and writes: a call's arrays, and where in them the parts of one visit lie."""
+"""The parts of a call's arrays that one visit of the `xla` engine reads and writes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,6 +69,7 @@ class Run(NamedTuple):
 
 
 def run_of(x: Tensors, row, first, stop, width: int) -> Run:
+    """The visit of keys [first, stop), moved back where it would pass the end."""
     b, h, i = row
     return Run(b, h, i, jnp.minimum(first, np.int32(x.k.shape[1] - width)), first, stop, width)
 
@@ -89,6 +90,7 @@ def padded(plan: Plan, q, k, v, bias, layout: BlockLayout, dropout: Dropout | No
 
 
 def pad_queries(plan: Plan, layout: BlockLayout, a):
+    """An array [B, T, ...] of queries, padded to whole tiles."""
     return _pad(a, layout.q_tiles * layout.q_tile - plan.T)
 
 
@@ -121,6 +123,7 @@ def rows_of(plan: Plan, place, i):
 
 
 def indices(n: int):
+    """0, 1, ..., n - 1."""
     return jnp.arange(n, dtype=np.int32)
 
 
@@ -146,6 +149,7 @@ def read_keys(plan: Plan, a, at: Run, allowed):
 
 
 def scaled_queries(plan: Plan, x: Tensors, row):
+    """A row's queries, wide and scaled."""
     q_tile = read_tile(plan, x, x.q, row)
     dtype = statistics_dtype(q_tile.dtype)
     return q_tile.astype(dtype) * np.asarray(plan.scale, dtype)
@@ -158,6 +162,7 @@ def read_tile(plan: Plan, x: Tensors, a, row):
 
 
 def write_tile(plan: Plan, x: Tensors, a, tile, row):
+    """The array with a row's tile in its place."""
     tile = tile.reshape(plan.group, x.layout.q_tile, -1).swapaxes(0, 1)[None]
     return jax.lax.dynamic_update_slice(a, tile.astype(a.dtype), _corner(plan, x, row))
 
@@ -168,6 +173,7 @@ def _corner(plan: Plan, x: Tensors, row):
 
 
 def sides(plan: Plan, x: Tensors, at: Run, count: int = 1):
+    """Both sides as rules see them, for the batch row and heads of a visit."""
     sides = x.layout.sides(batch=plan.B, heads=plan.N)
     here = dict(batch=at.b.reshape(1, 1, 1, 1), head=query_heads(plan, at.h, count).reshape(1, -1, 1, 1))
     return tuple(side.at(**here) for side in sides)
@@ -187,6 +193,7 @@ def bias_window(plan: Plan, x: Tensors, at: Run):
 
 
 def bias_tile(plan: Plan, x: Tensors, at: Run):
+    """A visit's part of the bias."""
     return jax.lax.dynamic_slice(x.bias, *bias_window(plan, x, at))
 
 
@@ -198,6 +205,7 @@ def sum_to_bias(plan: Plan, x: Tensors, at: Run, dscores):
 
 
 def add_at(big, part, place):
+    """The array with a part added in its place."""
     return jax.lax.dynamic_update_slice(big, jax.lax.dynamic_slice(big, place, part.shape) + part, place)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-LIBRARY = Path(__file__).with_name("_longspan.so")
+LIBRARY = Path(__file__).parent.with_name("_longspan.so")
 TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient")
 
 

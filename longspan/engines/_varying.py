@@ -1,4 +1,4 @@
-"""What engines need inside `shard_map`: loop carries and gradients whose types say along which axes they vary."""
+"""What `shard_map` wants to know of loop carries, foreign calls and gradients: along which mesh axes they vary."""
 
 import jax
 

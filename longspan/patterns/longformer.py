@@ -1,90 +1,68 @@
-"""Attention as BigBird and Longformer compute it, exactly, out of `attention` and layouts."""
+"""Longformer (arXiv:2004.05150): as a mask, and its attention with second projections for global tokens."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Num
+from jax.core import Tracer
+from jaxtyping import Num
 
-from longspan._checks import (
-    check_bigbird_blocks,
-    check_dilation,
-    check_global_projections,
-    check_qkv,
-    check_rand_attn,
-    check_same_lengths,
-    check_token_kinds,
-    check_token_mask,
-    check_window,
-    check_zero_one,
-)
-from longspan._types import Array, Key, Number, Output, Query
-from longspan.attention import ENGINES, attention, choose
-from longspan.engines._request import Request
+from longspan._attention import attention
+from longspan._checks import FLOATS, check_qkv, is_array, is_int
+from longspan._types import Array, EngineName, Key, Number, Output, Query, edge
+from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
-from longspan.masks import Causal, Full, Global, Mask, Segments
-from longspan.patterns import kinds_of, padding_ids, window_mask
+from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
+from longspan.patterns._padding import padding_ids
 
 
-@no_type_check
-def bigbird_attention(
-    q: Query,
-    k: Key,
-    v: Key,
+@edge
+def longformer(
+    window: Number,
     *,
-    block_size: int,
-    rand_attn: Int[Array, "N_or_1 rows r"],
-    q_mask: Num[Array, "B_or_1 T"] | None = None,
-    kv_mask: Num[Array, "B_or_1 S"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key=None,
-    engine: str = "auto",
-) -> Output:
-    """BigBird's block-sparse attention (arXiv:2007.14062): one softmax over a multiset of key blocks.
+    token_kinds: Num[Array, "B_or_1 T"] | None = None,
+    dilation: int | Sequence[int] = 1,
+    causal: bool = False,
+) -> Mask:
+    """Longformer: a sliding window, and global tokens that see everything and are seen by all (arXiv:2004.05150).
 
-    With nb blocks, query block i in 2 ... nb-3 sees blocks 0, i-1, i, i+1, nb-1 and `rand_attn[head, i-1]`; blocks 1
-    and nb-2 likewise, with 0 and nb-1 once; blocks 0 and nb-1 see every block once. A block that is listed twice
-    counts twice in the softmax, as in the original. Scale 1/sqrt(H).
+    Allows keys i + d·j, |j| <= window (j <= 0 if causal), and pairs in which either token is global. Padding neither
+    sees nor is seen.
 
     Args:
-        q: queries [B, T, N, H], T a multiple of `block_size`, at least 5 blocks.
-        k: keys [B, T, K, H], where N is a multiple of K.
-        v: values [B, T, K, H].
-        block_size: tokens in a block.
-        rand_attn: int [N or 1, T / block_size - 2, r], from `bigbird_random_blocks`; row 0 belongs to block 1. It is
-            data: new blocks do not retrace. (In a traced array, a number that is no block is left out.)
-        q_mask: [B or 1, T], 0 where a query is padding: its output is 0. Bools, ints or 0/1 floats.
-        kv_mask: [B or 1, T], 0 where a key is padding: it gets no weight.
-        dropout_rate: as in `attention`; a pair that counts twice is kept or dropped as one.
-        dropout_key: as in `attention`.
-        engine: as in `attention`.
-
-    Returns:
-        The output [B, T, N, H]; 0 for padded queries and for those that see no key.
+        window: keys on each side of a query, an int >= 0 or an int array of shape () or [B]. Hugging Face's
+            `attention_window` counts both sides: give half of it.
+        token_kinds: [B or 1, T]: -1 padding, 0 local, +1 global. By default all tokens are local.
+        dilation: distance between the keys of a window, an int or one per head.
+        causal: also ask k <= q of every pair, global or not.
 
     Example:
-        >>> q = k = v = jnp.ones((1, 16, 2, 4))
-        >>> blocks = ls.bigbird_random_blocks(16, block_size=2, num_random_blocks=1, num_heads=2, seed=0)
-        >>> bigbird_attention(q, k, v, block_size=2, rand_attn=blocks).shape
-        (1, 16, 2, 4)
+        >>> print(longformer(1, token_kinds=np.array([[1, 0, 0, 0, -1]])).show(5, 5))
+        ####.
+        ###..
+        ####.
+        #.##.
+        .....
+
+    Differs from `longformer_attention`: a mask has no second set of projections for global queries.
     """
-    check_qkv(q, k, v)
-    (B, T, N, _), S = q.shape, k.shape[1]
-    blocks = check_bigbird_blocks(T, S, block_size)
-    check_rand_attn(rand_attn, blocks, N)
-    for name, mask, length in (("q_mask", q_mask, T), ("kv_mask", kv_mask, S)):
-        if mask is not None:
-            check_token_mask(name, mask, B, length)
-            check_zero_one(name, mask)
-    layout = _bigbird_layout(_padding(q_mask, kv_mask, T), int(block_size), blocks, rand_attn)
-    return attention(q, k, v, mask=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    _check_window(window)
+    near = _window_mask(window, _check_dilation(dilation), causal)
+    if token_kinds is None:
+        return near
+    _check_token_kinds(token_kinds)
+    is_global, is_token = _kinds_of(token_kinds)
+    mask = near | Global(q_flags=is_global, kv_flags=is_global)
+    if causal:
+        mask = mask & Causal()
+    return mask & Segments(padding_ids(is_token))
 
 
-@no_type_check
+@edge
 def longformer_attention(
     q: Query,
     k: Key,
@@ -98,8 +76,8 @@ def longformer_attention(
     dilation: int | Sequence[int] = 1,
     causal: bool = False,
     dropout_rate: float = 0.0,
-    dropout_key=None,
-    engine: str = "auto",
+    dropout_key: jax.Array | None = None,
+    engine: EngineName | Engine = "auto",
 ) -> Output:
     """Longformer's attention (arXiv:2004.05150): windows, and global tokens with projections of their own.
 
@@ -118,7 +96,7 @@ def longformer_attention(
             `attention_window` counts both sides: give half of it.
         token_kinds: [B or 1, T]: -1 padding, 0 local, +1 global. It is data: new kinds do not retrace, and the
             number of global tokens may differ from row to row. By default all tokens are local.
-        dilation: distance between the keys of a window, an int or one a head.
+        dilation: distance between the keys of a window, an int or one per head.
         causal: also ask k <= q of every pair, global or not.
         dropout_rate: as in `attention`.
         dropout_key: as in `attention`.
@@ -135,25 +113,39 @@ def longformer_attention(
     """
     check_qkv(q, k, v)
     B, T, N, _ = q.shape
-    check_same_lengths(T, k.shape[1])
-    check_window(window)
-    dilation = check_dilation(dilation, N)
-    near = window_mask(window, dilation, causal)
+    _check_same_lengths(T, k.shape[1])
+    _check_window(window)
+    dilation = _check_dilation(dilation, N)
+    near = _window_mask(window, dilation, causal)
     options = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
     if token_kinds is None:
         return attention(q, k, v, mask=near, **options)
-    check_token_kinds(token_kinds, B, T)
-    check_global_projections((q, k, v), (q_global, k_global, v_global))
+    _check_token_kinds(token_kinds, B, T)
+    _check_global_projections((q, k, v), (q_global, k_global, v_global))
     tokens = _sort_tokens(jnp.broadcast_to(jnp.asarray(token_kinds), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
-    request = Request(q, k, near, None, None, None, dropout_rate, jax.default_backend())
-    tiles = ENGINES[choose(engine, request)[0]].tiles(request)
+    request = Request(q, k, v, near, platform=jax.default_backend())
+    tiles = choose(engine, request)[0].tiles(request)
     layout = _local_layout(tokens, window, dilation, causal, near, tiles)
     out = attention(q, *(tokens.sorted(x) for x in (k, v)), mask=layout, **options)
     rows = _global_rows(tokens, causal)
     out_global = attention(tokens.sorted(q_global), k_global, v_global, mask=rows, q_positions=tokens.order, **options)
     return jnp.where(tokens.is_global[:, :, None, None], tokens.unsorted(out_global), out)
+
+
+def _window_mask(window: Number, dilation: int | tuple[int, ...], causal: bool) -> Mask:
+    """Longformer's window, one for all heads or one per head."""
+    right = 0 if causal else window
+    if isinstance(dilation, int):
+        return Window(window, right, dilation)
+    return PerHead(tuple(Window(window, right, d) for d in dilation))
+
+
+def _kinds_of(token_kinds) -> tuple[Array, Array]:
+    """(is global, is a token and not padding), bool."""
+    kinds = token_kinds.astype(np.int32)
+    return kinds > 0, kinds >= 0
 
 
 @jax.tree_util.register_dataclass
@@ -202,7 +194,7 @@ def _take_unless(in_order, x, index):
 
 @jax.jit
 def _sort_tokens(kinds) -> _Tokens:
-    is_global, is_token = kinds_of(kinds)
+    is_global, is_token = _kinds_of(kinds)
     is_local = is_token & ~is_global
     rank = jnp.where(is_global, 0, jnp.where(is_token, 1, 2))
     order = jnp.argsort(rank, axis=1, stable=True).astype(np.int32)
@@ -268,51 +260,69 @@ def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, t
     )
 
 
-def _padding(q_mask, kv_mask, length: int) -> Mask:
-    """A rule that pads out tokens, all others seeing each other."""
-    if q_mask is None and kv_mask is None:
-        return Full()
-    q_ids, kv_ids = (
-        jnp.zeros((1, length), np.int32) if mask is None else padding_ids(jnp.asarray(mask).astype(bool))
-        for mask in (q_mask, kv_mask)
-    )
-    return Segments(q_ids, kv_ids)
+def _check_window(window: Any) -> None:
+    """Longformer's window: a Python int >= 0, or an int array of shape () or [B]."""
+    if is_array(window):
+        if not is_int(window) or window.ndim > 1:
+            raise TypeError(
+                f"`window` must be an int, or an int array of shape () or [B], got {window.dtype} {list(window.shape)}."
+            )
+    elif not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 0:
+        raise ValueError(
+            f"`window` must be an int >= 0, the keys on each side of a query, got {window!r}. Hugging Face's "
+            "`attention_window` counts both sides: give half of it."
+        )
 
 
-def _bigbird_layout(padding: Mask, block_size: int, blocks: int, rand_attn) -> BlockLayout:
-    """The key blocks that each query block sees, as often as they count."""
-    starts, stops = _bigbird_intervals(jnp.asarray(rand_attn).astype(np.int32), blocks)
-    length = blocks * block_size
-    return BlockLayout(
-        padding,
-        starts,
-        stops,
-        common=None,
-        common_count=None,
-        q_positions=None,
-        kv_positions=None,
-        forward=None,
-        q_len=length,
-        kv_len=length,
-        q_tile=block_size,
-        kv_tile=block_size,
-        repeats=True,
-    )
+def _check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int, ...]:
+    """Longformer's dilation: an int >= 1, or one per head; a tuple or an int."""
+    wanted = "an int >= 1, or a sequence of them, one per head"
+    if isinstance(dilation, Tracer):
+        raise TypeError(f"`dilation` must be {wanted}, got a traced array. It is static: pass Python ints.")
+    try:
+        values = tuple(operator.index(d) for d in (dilation if np.ndim(dilation) else (dilation,)))
+    except TypeError:
+        raise TypeError(f"`dilation` must be {wanted}, got {dilation!r}.") from None
+    if not values or min(values) < 1 or isinstance(dilation, bool):
+        raise ValueError(f"`dilation` must be {wanted}, got {dilation!r}.")
+    if not np.ndim(dilation):
+        return values[0]
+    if heads is not None and len(values) != heads:
+        raise ValueError(f"`dilation` has {len(values)} entries, but `q` has {heads} heads. Give one int, or {heads}.")
+    return values
 
 
-@partial(jax.jit, static_argnames="blocks")
-def _bigbird_intervals(rand_attn, blocks: int):
-    """For each query block, intervals of key blocks: the first, the window, the last and the random ones."""
-    known = (rand_attn >= 0) & (rand_attn < blocks)
-    rand_attn = jnp.pad(jnp.where(known, rand_attn, -1), ((0, 0), (1, 1), (0, 0)), constant_values=-1)[None]
-    row = jnp.arange(blocks, dtype=np.int32).reshape(1, 1, -1, 1)
-    ends = (row == 0) | (row == blocks - 1)
-    first = (jnp.zeros_like(row), jnp.where(ends, blocks, 1))  # the first and the last block see everything
-    window = (jnp.where(ends, 0, jnp.maximum(row - 1, 1)), jnp.where(ends, 0, jnp.minimum(row + 2, blocks - 1)))
-    last = (jnp.where(ends, 0, blocks - 1), jnp.where(ends, 0, blocks))
-    drawn = (jnp.maximum(rand_attn, 0), rand_attn + 1)
-    shape = (*rand_attn.shape[:3], 1)
-    return tuple(
-        jnp.concatenate([*(jnp.broadcast_to(a, shape) for a in near), random], axis=3).astype(np.int32)
-        for *near, random in zip(first, window, last, drawn, strict=True)
-    )
+def _check_token_kinds(token_kinds: Any, batch: int | None = None, length: int | None = None) -> None:
+    """Kinds of tokens [B or 1, T]: -1, 0 or +1."""
+    wanted = "[B, T]" if batch is None else f"[{batch}, {length}] (or [1, {length}])"
+    if not is_array(token_kinds):
+        raise TypeError(
+            f"`token_kinds` must be an array {wanted} of -1 (padding), 0 (local) and +1 (global), got "
+            f"{type(token_kinds).__name__}."
+        )
+    if not (token_kinds.dtype == bool or is_int(token_kinds) or token_kinds.dtype.name in FLOATS):
+        raise TypeError(f"`token_kinds` must hold -1, 0 and +1, got dtype {token_kinds.dtype}.")
+    shape = tuple(token_kinds.shape)
+    if len(shape) != 2 or (batch is not None and (shape[0] not in (1, batch) or shape[1] != length)):
+        raise ValueError(f"`token_kinds` must have shape {wanted}, one kind per token, got {shape}. Add or drop axes.")
+
+
+def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> None:
+    """The second set of queries, keys and values is shaped like the first."""
+    for name, local, other in zip("qkv", qkv, global_qkv, strict=True):
+        if other is None:
+            raise ValueError(
+                f"`{name}_global` is None, but `token_kinds` may hold global tokens. Give all of `q_global`, "
+                "`k_global` and `v_global`, or leave `token_kinds` out."
+            )
+        if getattr(other, "shape", None) != local.shape or other.dtype != local.dtype:
+            got = f"{other.dtype} {list(other.shape)}" if hasattr(other, "shape") else type(other).__name__
+            raise ValueError(f"`{name}_global` must be like `{name}`, {local.dtype} {list(local.shape)}, got {got}.")
+
+
+def _check_same_lengths(q_len: int, kv_len: int) -> None:
+    if q_len != kv_len:
+        raise ValueError(
+            f"Longformer's attention is self-attention: `q` has {q_len} tokens and `k` has {kv_len}, they must agree. "
+            "For other lengths use `attention` with `longformer(...)` as its mask."
+        )

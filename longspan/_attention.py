@@ -1,0 +1,332 @@
+"""`attention`: check, bind the mask to the batch, plan the tiles, run an engine."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float
+
+from longspan._checks import (
+    FLOATS,
+    check_bound_lengths,
+    check_broadcast,
+    check_extents,
+    check_positions,
+    check_qkv,
+    is_abstract,
+)
+from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, edge
+from longspan.dropout import Dropout, make_dropout
+from longspan.engines import Engine, Request, choose
+from longspan.engines._contract import without_pairs
+from longspan.engines._gradient import attend
+from longspan.layout import BlockLayout, plan
+from longspan.maskinfo import MaskInfo
+from longspan.masks import Dense, Full, Mask
+
+
+@overload
+def attention(
+    q: Query,
+    k: Key,
+    v: Key,
+    *,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
+    bias: Float[Array, "..."] | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "N"] | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    q_positions: Positions | None = ...,
+    kv_positions: Positions | None = ...,
+    engine: EngineName | Engine = ...,
+    return_lse: Literal[False] = ...,
+) -> Output: ...
+
+
+@overload
+def attention(
+    q: Query,
+    k: Key,
+    v: Key,
+    *,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
+    bias: Float[Array, "..."] | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "N"] | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    q_positions: Positions | None = ...,
+    kv_positions: Positions | None = ...,
+    engine: EngineName | Engine = ...,
+    return_lse: Literal[True],
+) -> tuple[Output, LogSumExp]: ...
+
+
+@overload
+def attention(
+    q: Query,
+    k: Key,
+    v: Key,
+    *,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
+    bias: Float[Array, "..."] | None = ...,
+    scale: float | Float[Array, ""] | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "N"] | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    q_positions: Positions | None = ...,
+    kv_positions: Positions | None = ...,
+    engine: EngineName | Engine = ...,
+    return_lse: bool,
+) -> Output | tuple[Output, LogSumExp]: ...
+
+
+@edge
+def attention(
+    q: Query,
+    k: Key,
+    v: Key,
+    *,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    engine: EngineName | Engine = "auto",
+    return_lse: bool = False,
+) -> Output | tuple[Output, LogSumExp]:
+    """Attention over the pairs that a mask allows: softmax(soft_cap(q·k·scale) + bias) · v.
+
+    A query that sees no key gives zeros and zero gradient. Keys that no query may see are never read.
+
+    Args:
+        q: queries [B, T, N, H].
+        k: keys [B, S, K, H], where N is a multiple of K (grouped queries share a key/value head).
+        v: values [B, S, K, H].
+        mask: a `Mask`, a `MaskInfo`, a `BlockLayout` planned earlier, or bools [T, S] or broadcastable to
+            [B, N, T, S]; `True` = may attend. By default everything.
+        bias: floats [T, S] or broadcastable to [B, N, T, S], added after the soft cap; -inf is a masked key.
+        scale: what scores are multiplied by; 1/sqrt(H) by default.
+        soft_cap: if given, scores become soft_cap·tanh(scores / soft_cap).
+        sinks: one logit per head, [N], that takes part in the softmax and has no value.
+        dropout_rate: the share of weights to drop; the rest is scaled by 1 / (1 - rate).
+        dropout_key: a JAX random key. The weight of a pair is dropped by its batch row, head and positions alone, so
+            the result does not depend on the engine.
+        q_positions: int [T] or [B, T]; by default each slot's index.
+        kv_positions: int [S] or [B, S]; by default each slot's index.
+        engine: "auto" (the first that can run), or the name of one, which raises if it cannot; or a
+            `longspan.engines.Engine` of your own.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        The output [B, T, N, H]; with `return_lse` also lse [B, T, N], float32 (float64 for float64), natural log, the
+        sink included.
+
+    Example:
+        >>> q = k = v = jnp.ones((1, 8, 2, 4))
+        >>> ls.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0)).shape
+        (1, 8, 2, 4)
+    """
+    request = bind(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    chosen, _ = choose(engine, request)
+    if _is_array(scale):
+        # A traced scale becomes part of the queries: engines take a static one.
+        by = _scale_dense if getattr(chosen, "differentiable", False) else _scaled
+        request = replace(request, q=by(request.q, jnp.asarray(scale)))
+    out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
+    return (out, lse) if return_lse else out
+
+
+def bind(
+    q,
+    k,
+    v,
+    *,
+    mask,
+    bias,
+    scale,
+    soft_cap,
+    sinks,
+    dropout_rate,
+    dropout_key,
+    q_positions,
+    kv_positions,
+) -> Request:
+    """Checks a call, resolves its mask to a rule, positions and perhaps a layout, and makes a request of it all."""
+    check_qkv(q, k, v)
+    (B, T, N, H), S = q.shape, k.shape[1]
+    if bias is not None:
+        bias = _reshaped(bias, check_broadcast("bias", bias, (B, N, T, S), kind="float"))
+    if sinks is not None:
+        _check_sinks(sinks, N)
+    _check_dropout(dropout_rate, dropout_key)
+    _check_soft_cap(soft_cap)
+    _check_scale(scale)
+    rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
+    check_extents(rule, q_len=T, kv_len=S, batch=B, heads=N)
+    return Request(
+        *(_as_jax(x) for x in (q, k, v)),
+        rule,
+        bias=bias,
+        sinks=_as_jax(sinks),
+        dropout=Dropout(rate=float(dropout_rate)) if dropout_rate > 0 else None,
+        q_positions=_as_int32(positions[0]),
+        kv_positions=_as_int32(positions[1]),
+        layout=layout,
+        scale=1 / math.sqrt(max(H, 1)) if scale is None else 1.0 if _is_array(scale) else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        platform=jax.default_backend(),
+    )
+
+
+def _on_auto_axes(request: Request, dropout_key, *, engine: Engine):
+    """Runs where XLA places intermediate values by itself, also if the caller's mesh has explicit axes."""
+    placed = jax.typeof(request.q).sharding
+    if AxisType.Explicit not in placed.mesh.axis_types:
+        return _run(request, dropout_key, engine=engine)
+    spec = (*placed.spec, *[None] * (4 - len(placed.spec)))
+    results = tuple(NamedSharding(placed.mesh, P(*part)) for part in (spec, spec[:3]))
+    with jax.sharding.use_abstract_mesh(placed.mesh):
+        return jax.sharding.auto_axes(partial(_run, engine=engine), out_sharding=results)(request, dropout_key)
+
+
+@partial(jax.jit, static_argnames="engine")
+def _run(request: Request, dropout_key, *, engine: Engine):
+    dims, layout = request.dims, request.layout
+    if 0 in dims.values():
+        return without_pairs(request)
+    if layout is None:
+        # In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
+        positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
+        layout = plan(request.mask, dims["T"], dims["S"], *engine.tiles(request), **positions, xp=jnp)
+    if request.dropout is not None:
+        request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, dims["B"], dims["N"]))
+    return attend(engine, replace(request, layout=None), layout)
+
+
+def _scale_dense(q, scale):
+    wide = jnp.promote_types(q.dtype, np.float32)
+    return (q.astype(wide) * scale.astype(wide)).astype(q.dtype)
+
+
+_scaled = jax.custom_vjp(_scale_dense)
+
+
+def _scaled_fwd(q, scale):
+    return _scale_dense(q, scale), (q, scale)
+
+
+def _scaled_bwd(residuals, dout):
+    # Queries that see nothing may hold anything, NaN included, and have no gradient.
+    (q, scale), wide = residuals, jnp.promote_types(dout.dtype, np.float32)
+    terms = jnp.where(dout == 0, 0, dout.astype(wide) * q.astype(wide))
+    return (dout.astype(wide) * scale.astype(wide)).astype(q.dtype), jnp.sum(terms).astype(scale.dtype)
+
+
+_scaled.defvjp(_scaled_fwd, _scaled_bwd)
+
+
+def _resolve(mask, shape, given) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
+    """(rule, layout if planned, positions of the call or of the mask)."""
+    rule, layout, own = _rule_of(mask, shape)
+    B, _, T, S = shape
+    positions = []
+    for name, mine, theirs, length in zip(("q_positions", "kv_positions"), given, own, (T, S), strict=True):
+        if mine is not None and theirs is not None:
+            raise ValueError(f"`{name}` is given both to the call and in its mask. Keep one of them.")
+        positions.append(theirs if mine is None else mine)
+        check_positions(name, positions[-1], length, B)
+    if layout is not None and any(p is not None for p in given):
+        raise ValueError("A BlockLayout is planned for its positions. Pass positions to `mask.layout(...)` instead.")
+    return rule, layout, (positions[0], positions[1])
+
+
+def _rule_of(mask, shape) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
+    """(rule, layout if planned, positions if the mask brings its own)."""
+    _, _, T, S = shape
+    if mask is None:
+        return Full(), None, (None, None)
+    if isinstance(mask, Mask):
+        return mask, None, (None, None)
+    if isinstance(mask, MaskInfo):
+        check_bound_lengths("MaskInfo", (mask.q_len, mask.kv_len), (T, S))
+        return mask.mask, None, (mask.q_positions, mask.kv_positions)
+    if isinstance(mask, BlockLayout):
+        check_bound_lengths("BlockLayout", (mask.q_len, mask.kv_len), (T, S))
+        return mask.mask, mask.forward or mask, (mask.q_positions, mask.kv_positions)
+    if hasattr(mask, "shape") and hasattr(mask, "dtype"):
+        full = check_broadcast("mask", mask, shape, kind="bool")
+        return Dense(mask if is_abstract(mask) else mask.reshape(full)), None, (None, None)
+    raise TypeError(
+        f"`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got {type(mask).__name__}."
+    )
+
+
+def _is_array(scale) -> bool:
+    return scale is not None and not isinstance(scale, int | float)
+
+
+def _as_jax(x):
+    return x if x is None or is_abstract(x) else jnp.asarray(x)
+
+
+def _reshaped(x, shape):
+    return (
+        jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x).reshape(shape)
+    )
+
+
+def _as_int32(positions):
+    return positions if positions is None or is_abstract(positions) else positions.astype(np.int32)
+
+
+def _check_sinks(sinks: Any, heads: int) -> None:
+    if not hasattr(sinks, "shape") or tuple(sinks.shape) != (heads,) or sinks.dtype.name not in FLOATS:
+        got = f"shape {tuple(sinks.shape)}, {sinks.dtype}" if hasattr(sinks, "shape") else type(sinks).__name__
+        raise ValueError(f"`sinks` must be one float logit per query head, shape [{heads}], got {got}.")
+
+
+def _check_dropout(rate: Any, key: Any) -> None:
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` must be a Python float in [0, 1), got {rate!r}.")
+    if rate > 0 and key is None:
+        raise ValueError(f"dropout_rate={rate} needs a `dropout_key`. Pass `dropout_key=jax.random.key(seed)`.")
+
+
+def _check_soft_cap(soft_cap: Any) -> None:
+    if soft_cap is not None and (not isinstance(soft_cap, int | float) or not soft_cap > 0):
+        raise ValueError(f"`soft_cap` must be a Python float > 0 or None, got {soft_cap!r}.")
+
+
+def _check_scale(scale: Any) -> None:
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    shape, dtype = getattr(scale, "shape", None), getattr(scale, "dtype", None)
+    if scale is not None and not number and (shape != () or getattr(dtype, "name", None) not in FLOATS):
+        raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")

@@ -1,0 +1,196 @@
+"""`explain`: what `attention` would do with the same arguments, as a report that prints itself."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from longspan._attention import bind
+from longspan._checks import is_abstract
+from longspan._types import Array, EngineName, Key, Positions, Query, edge
+from longspan.engines import ENGINES, Engine, Request, choose
+from longspan.layout import BlockLayout, Counts, count, plan
+from longspan.maskinfo import MaskInfo
+from longspan.masks import Custom, Mask, Not
+
+
+@edge
+def explain(
+    q: Query | jax.ShapeDtypeStruct,
+    k: Key | jax.ShapeDtypeStruct,
+    v: Key | jax.ShapeDtypeStruct,
+    *,
+    mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | jax.ShapeDtypeStruct | None = None,
+    bias: Float[Array, "..."] | jax.ShapeDtypeStruct | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | jax.ShapeDtypeStruct | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    engine: EngineName | Engine = "auto",
+    return_lse: bool = False,
+) -> "Explanation":
+    """What `attention` would do with the same arguments, which may be `jax.ShapeDtypeStruct`s: engine, tiles, FLOPs.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
+        >>> report = ls.explain(x, x, x, mask=ls.Causal(), engine="reference")
+        >>> report.engine, report.tiles_empty, report.tiles_partial, report.tiles_full
+        ('reference', 28, 8, 28)
+    """
+    request = bind(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    chosen, refused = choose(engine, request)
+    layout, dims = request.layout, request.dims
+    q_tile, kv_tile = chosen.tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)
+    counts = None
+    if _is_known(request) and 0 not in dims.values():
+        with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
+            if layout is None:
+                positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
+                layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions)
+            counts = count(layout)
+    return Explanation(
+        engine=chosen.name,
+        reason=f"the first of {', '.join(ENGINES)} that can run this" if engine == "auto" else "as asked",
+        refused=refused,
+        mask=repr(request.mask),
+        q_tile=q_tile,
+        kv_tile=kv_tile,
+        notes=(*_notes(request), *chosen.notes(request)),
+        **_sizes(request),
+        **_work(dims, q_tile, kv_tile, counts, layout),
+    )
+
+
+def _is_known(request: Request) -> bool:
+    """Whether the arrays that decide what is visited have values here."""
+    deciding = (request.mask, request.layout, request.q_positions, request.kv_positions)
+    return not any(is_abstract(leaf) for leaf in jax.tree.leaves(deciding))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `attention` does; it prints itself as a table. Counts are None where they depend on data.
+
+    Tiles are those of the batch rows and heads that the mask tells apart; FLOPs and bytes are those of the whole call.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+        >>> ls.explain(x, x, x, mask=ls.Causal(), engine="reference").useful_flops
+        16842752
+    """
+
+    engine: str
+    reason: str  # why this engine
+    refused: dict[str, str]  # engine -> why it was not taken
+    mask: str
+    q_tile: int
+    kv_tile: int
+    tiles_total: int | None
+    tiles_empty: int | None
+    tiles_partial: int | None
+    tiles_full: int | None
+    useful_flops: int | None  # 4·H for each allowed pair and head, forward
+    executed_flops: int | None  # 4·H for each pair in a tile that is computed, forward
+    array_bytes: int  # q, k, v, out, lse, bias and sinks
+    dense_mask_bytes: int  # what bools [B, N, T, S] would have taken, over the rows and heads told apart
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            ("engine", f"{self.engine}, {self.reason}"),
+            *((f"  not {name}", why) for name, why in self.refused.items()),
+            ("mask", self.mask),
+            ("tiles", f"{self.q_tile} x {self.kv_tile}"),
+            ("  empty", _share(self.tiles_empty, self.tiles_total)),
+            ("  partial", _share(self.tiles_partial, self.tiles_total)),
+            ("  full", _share(self.tiles_full, self.tiles_total)),
+            ("useful FLOPs", _short(self.useful_flops, "FLOP", 1000)),
+            ("executed FLOPs", _short(self.executed_flops, "FLOP", 1000)),
+            ("arrays", _short(self.array_bytes, "B", 1024)),
+            ("a dense mask", _short(self.dense_mask_bytes, "B", 1024)),
+            *(("note", note) for note in self.notes),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _notes(request: Request) -> tuple[str, ...]:
+    notes = []
+    if any(isinstance(m, Custom) and m.bounds is None for m in _parts(request.mask)):
+        notes.append("Custom without bounds: no tile of it can be skipped or known to be full")
+    if not _is_known(request):
+        notes.append("the mask's arrays are not known here: what is skipped depends on them")
+    if request.has_positions:
+        notes.append("with given positions, tiles are found by bisection only where positions grow with the slots")
+    return tuple(notes)
+
+
+def _parts(mask: Mask):
+    """A mask and all masks inside it."""
+    yield mask
+    inside = (mask.mask,) if isinstance(mask, Not) else getattr(mask, "masks", ())
+    for part in inside:
+        yield from _parts(part)
+
+
+def _sizes(request: Request) -> dict[str, int]:
+    B, T, S, N, K, H = (request.dims[axis] for axis in "BTSNKH")
+    item = np.dtype(request.q.dtype).itemsize
+    arrays = item * B * H * (2 * T * N + 2 * S * K) + max(item, 4) * B * T * N
+    more = (request.bias, request.sinks)
+    arrays += sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in more if x is not None)
+    return dict(array_bytes=arrays, dense_mask_bytes=request.mask.batch * request.mask.heads * T * S)
+
+
+def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, int | None]:
+    B, N, H = (dims[axis] for axis in "BNH")
+    if counts is None or layout is None:
+        names = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")
+        return dict.fromkeys(names, 0 if 0 in dims.values() else None)
+    q, _ = layout.sides(xp=np)
+    planes = np.array(list(layout.planes()))[-1] + 1
+    apart = max(q.batch.size, planes[0]) * max(q.head.size, planes[1])
+    copies = B * N // max(int(apart), 1)
+    computed = counts.partial + counts.full
+    total = layout.q_tiles * layout.kv_tiles * int(apart)
+    return dict(
+        tiles_total=total,
+        tiles_empty=total - computed,
+        tiles_partial=counts.partial,
+        tiles_full=counts.full,
+        useful_flops=4 * H * counts.pairs * copies,
+        executed_flops=4 * H * q_tile * kv_tile * computed * copies,
+    )
+
+
+def _share(part: int | None, total: int | None) -> str:
+    if part is None or total is None:
+        return "depends on data"
+    return f"{part:,} ({part / max(total, 1):.1%})"
+
+
+def _short(amount: int | None, unit: str, step: int) -> str:
+    if amount is None:
+        return "depends on data"
+    value, letters = float(amount), ["", "k", "M", "G", "T", "P"]
+    while value >= step and len(letters) > 1:
+        value, letters = value / step, letters[1:]
+    return f"{value:.4g} {letters[0]}{unit}"

@@ -1,0 +1,119 @@
+"""The one contract between `attention` and its engines: `Request`, what is asked, and `Engine`, who answers."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from longspan._types import statistics_dtype
+from longspan.dropout import Dropout
+from longspan.layout import BlockLayout
+from longspan.masks import Mask
+
+ENGINE_METHODS = ("unsupported", "tiles", "notes", "run", "backward")  # what every engine must have
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Request:
+    """One call of `attention`: its arrays and numbers, checked. It is built once per call.
+
+    Engines judge it by shapes, dtypes and what is there (`unsupported`, `tiles`, `notes`: arrays may then be
+    `jax.ShapeDtypeStruct`s), and run it.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((2, 7, 6, 5), jnp.float32)
+        >>> Request(x, x, x, ls.Causal(), scale=1.0).dims
+        {'B': 2, 'T': 7, 'S': 7, 'N': 6, 'K': 6, 'H': 5}
+    """
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, H]
+    mask: Mask
+    bias: Any = None  # floats, [B or 1, N or 1, T or 1, S or 1]
+    sinks: Any = None  # floats, [N]
+    dropout: Dropout | None = None
+    q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
+    kv_positions: Any = None
+    layout: BlockLayout | None = None  # planned by the caller; None: `attention` plans with the engine's own tiles
+    scale: float = field(default=1.0, metadata=dict(static=True))
+    soft_cap: float | None = field(default=None, metadata=dict(static=True))
+    platform: str = field(default="cpu", metadata=dict(static=True))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of every axis, by its letter."""
+        (batch, q_len, heads, size), (_, kv_len, kv_heads, _) = self.q.shape, self.k.shape
+        return dict(B=batch, T=q_len, S=kv_len, N=heads, K=kv_heads, H=size)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether tokens have positions other than their slots' indices."""
+        return self.q_positions is not None or self.kv_positions is not None
+
+
+class Engine(Protocol):
+    """A way to compute attention. Engines never import each other; `attention(..., engine=)` takes one, or its name.
+
+    Subclass it and define `run`; with `backward` its results can be differentiated. Instances are part of what is
+    compiled, so they must be hashable: keep no arrays in them.
+
+    Example:
+        >>> from longspan.engines import ENGINES
+        >>> class Mine(Engine):
+        ...     name = "mine"
+        ...     def run(self, request, layout):
+        ...         return ENGINES["reference"].run(request, layout)
+        >>> q = k = v = jnp.ones((1, 8, 2, 4))
+        >>> ls.attention(q, k, v, mask=ls.Causal(), engine=Mine()).shape
+        (1, 8, 2, 4)
+    """
+
+    name: str
+    differentiable: bool = False  # whether JAX can differentiate `run` by itself, also twice: `backward` is not used
+
+    def unsupported(self, request: Request) -> str | None:
+        """Why this engine cannot run a request, in words that the user can act on; None if it can."""
+        return None
+
+    def tiles(self, request: Request) -> tuple[int, int]:
+        """How many queries and how many keys a tile has, where the caller has not planned a layout."""
+        return 128, 128
+
+    def notes(self, request: Request) -> tuple[str, ...]:
+        """What `explain` should tell of how this engine runs a request."""
+        return ()
+
+    def run(self, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
+        """(out, lse): the output [B, T, N, H] in q's dtype, and lse [B, T, N] with the sinks included, float32 or 64.
+
+        A query that sees no key gives zeros and the sink's logit (-inf without one). What no query may see, or a query
+        that sees nothing, may hold NaN and must change nothing else.
+        """
+        ...
+
+    def forward(self, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(out, lse, low) for a pass that is differentiated: out may keep more bits, low is what lse's rounding lost.
+
+        With scores near -1e9, as people mask with, a float32 lse holds nothing of the logarithm of the sum.
+        """
+        out, lse = self.run(request, layout)
+        return out, lse, jnp.zeros_like(lse)
+
+    def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout) -> tuple[Any, Any, Any, Any]:
+        """(dq, dk, dv, dbias), the last None without a bias, of weights exp(score - lse - low) that are *given*.
+
+        lse and delta [B, T, N] may be those of more keys than the request's own (a ring over devices): delta is
+        sum(dout · out) - dlse over all of them, and 0 where lse is not finite. Sinks need nothing here.
+        """
+        raise NotImplementedError(f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'.")
+
+
+def without_pairs(request: Request) -> tuple[jax.Array, jax.Array]:
+    """The result of a call without queries, keys or heads: zeros, and the sinks' logits as lse."""
+    B, T, N, _ = request.q.shape
+    dtype = statistics_dtype(request.q.dtype)
+    sink = jnp.full((N,), -jnp.inf, dtype) if request.sinks is None else request.sinks.astype(dtype)
+    return jnp.zeros_like(request.q), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))

@@ -1,0 +1,92 @@
+"""What differentiating any engine has in common: delta, the sinks' gradient, replicated operands, no second time."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longspan.engines._contract import Engine, Request
+from longspan.engines._varying import vary, varying_axes
+from longspan.layout import BlockLayout
+
+
+class Floats(NamedTuple):
+    """The operands of a request that have gradients."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    sinks: Any
+
+
+def attend(engine: Engine, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a request, differentiable once through the engine's backward pass."""
+    if getattr(engine, "differentiable", False):
+        return engine.run(request, layout)
+    floats = Floats(*(getattr(request, name) for name in Floats._fields))
+    rest = replace(request, **dict.fromkeys(Floats._fields)), layout
+    # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
+    floats = vary(floats, varying_axes(floats, rest))
+    return _attend(engine, floats, rest)
+
+
+def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:
+    request, layout = rest
+    return replace(request, **floats._asdict()), layout
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(engine: Engine, floats: Floats, rest):
+    return engine.run(*_joined(floats, rest))
+
+
+def _attend_fwd(engine: Engine, floats: Floats, rest):
+    out, lse, low = _forward_once(engine, floats, rest)  # type: ignore[misc]
+    return (out.astype(floats.q.dtype), lse), (floats, rest, out, lse, low)
+
+
+def _attend_bwd(engine: Engine, residuals, cotangents):
+    return _backward_once(engine, *residuals, cotangents), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forward_once(engine: Engine, floats: Floats, rest):
+    # An engine from outside may have no `forward` of its own, nor Engine's.
+    forward = getattr(engine, "forward", partial(Engine.forward, engine))
+    return tuple(forward(*_joined(floats, rest)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _backward_once(engine: Engine, floats: Floats, rest, out, lse, low, cotangents) -> Floats:
+    dout, dlse = cotangents
+    finite = jnp.isfinite(lse)
+    # What the gradient of every weight in a row is measured against. A row without keys may get NaN: from lse², say.
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse.astype(lse.dtype)
+    delta = jnp.where(finite, delta, 0)
+    request, layout = _joined(floats, rest)
+    dq, dk, dv, dbias = engine.backward(request, layout, lse, low, delta, dout.astype(floats.q.dtype))
+    dsinks = None
+    if floats.sinks is not None:
+        sink = floats.sinks.astype(lse.dtype).reshape(1, 1, -1)
+        weight = jnp.where(finite, jnp.exp(sink - jnp.where(finite, lse, 0) - low), 0)
+        dsinks = -jnp.sum(weight * delta, axis=(0, 1)).astype(floats.sinks.dtype)
+    if floats.bias is not None:
+        dbias = dbias.astype(floats.bias.dtype)
+    return Floats(dq, dk, dv, dbias, dsinks)
+
+
+def _second_derivative(engine: Engine, *_):
+    raise NotImplementedError(
+        f"engine={engine.name!r} has no second derivatives: its backward pass cannot itself be differentiated. "
+        "Use engine='reference' where you differentiate twice."
+    )
+
+
+_forward_once.defvjp(_second_derivative, _second_derivative)
+_backward_once.defvjp(_second_derivative, _second_derivative)

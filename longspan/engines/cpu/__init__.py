@@ -1,0 +1,61 @@
+"""The `cpu` engine: a native block-sparse kernel, forward and backward, called through the XLA FFI (see native/).
+
+`operands` turns a request into what the kernel reads, `program` the mask; `call` teaches JAX how such a call is batched
+and sharded; `library` finds the kernel.
+"""
+
+import numpy as np
+
+from longspan.engines._contract import Engine, Request
+from longspan.engines.cpu import library
+from longspan.engines.cpu.call import call
+from longspan.engines.cpu.operands import prepare
+from longspan.layout import BlockLayout
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MOST_HEAD_SIZE = 256
+TILE = 128  # what the kernel handles at once; larger tiles of a given layout are cut up inside
+
+
+class Cpu(Engine):
+    """Everything the reference computes, on CPUs, if the native library is there."""
+
+    name = "cpu"
+
+    def unsupported(self, request: Request) -> str | None:
+        if request.platform != "cpu":
+            return f"it runs on CPUs, and this runs on {request.platform}"
+        if np.dtype(request.q.dtype).name not in DTYPES:
+            return f"it computes {', '.join(DTYPES)}, not {np.dtype(request.q.dtype).name}"
+        if request.dims["H"] > MOST_HEAD_SIZE:
+            return f"its heads have at most {MOST_HEAD_SIZE} elements, not {request.dims['H']}"
+        return library.missing()
+
+    def tiles(self, request: Request) -> tuple[int, int]:
+        """The kernel's own tiles, smaller for short sides."""
+        return min(TILE, max(request.dims["T"], 1)), min(TILE, max(request.dims["S"], 1))
+
+    def run(self, request: Request, layout: BlockLayout):
+        return tuple(_forward("forward", request, layout)[:2])
+
+    def forward(self, request: Request, layout: BlockLayout):
+        # Gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.
+        wide = (request.bias is not None or request.sinks is not None) and request.q.dtype.itemsize == 2
+        return _forward("wide_forward" if wide else "forward", request, layout)
+
+    def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
+        plan, floats, operands = prepare(request, layout)
+        qkv, own = (request.q, request.k, request.v), (lse, low, dout, delta)
+        dq, dk, dv = call("backward", plan, qkv, floats, operands, own)
+        dbias = None
+        if request.bias is not None:
+            (dbias,) = call("bias_gradient", plan, qkv, floats, operands, own)
+        return dq, dk, dv, dbias
+
+
+ENGINE = Cpu()
+
+
+def _forward(kind: str, request: Request, layout: BlockLayout):
+    plan, floats, operands = prepare(request, layout)
+    return call(kind, plan, (request.q, request.k, request.v), floats, operands)

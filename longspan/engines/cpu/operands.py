@@ -1,0 +1,105 @@
+"""A request as the native kernel reads it: a static plan, and operands that roles and a mask's words name."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan._types import statistics_dtype
+from longspan.engines._contract import Request
+from longspan.engines.cpu.library import static_ints
+from longspan.engines.cpu.program import encode, knows
+from longspan.layout import BlockLayout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static part of a call."""
+
+    scale: float
+    soft_cap: float
+    dropout_rate: float
+    dropout_threshold: int
+    q_tile: int
+    kv_tile: int
+    words: tuple[int, ...]
+    roles: tuple[int, ...]  # which of the further operands is the bias, ..., as `enum Role` in native/program.h
+    axes: tuple[tuple[str, ...], ...]  # of starts, stops, bias, sinks (if given) and all further operands
+
+    def attributes(self) -> dict[str, Any]:
+        """What every call passes along."""
+        return dict(
+            scale=np.float64(self.scale),
+            soft_cap=np.float64(self.soft_cap),
+            dropout_rate=np.float64(self.dropout_rate),
+            dropout_threshold=np.int64(self.dropout_threshold),
+            q_tile=np.int64(self.q_tile),
+            kv_tile=np.int64(self.kv_tile),
+            roles=static_ints(self.roles),
+            program=static_ints(self.words),
+        )
+
+
+ROLES = ("bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids", "head_ids", "seed")
+
+
+def prepare(request: Request, layout: BlockLayout) -> tuple[Plan, tuple, tuple]:
+    """The plan of a call; the bias and sinks that are there; starts, stops, and what roles or words name."""
+    B, N = (request.dims[axis] for axis in "BN")
+    layout, dropout = _broadcast_layout(layout, B, N), request.dropout
+    bias, sinks = request.bias, request.sinks
+    sinks = None if sinks is None else sinks.astype(statistics_dtype(request.q.dtype))
+    floats = tuple(a for a in (bias, sinks) if a is not None)
+    roles: dict[str, int] = dict.fromkeys(ROLES, -1)
+    if bias is not None:
+        roles["bias"] = 0
+    if sinks is not None:
+        roles["sinks"] = len(floats) - 1
+    program = encode(layout, B, N, len(floats))
+    extras: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("q_pos", layout.q_positions, ("b", "")),
+        ("kv_pos", layout.kv_positions, ("b", "")),
+        ("columns", layout.common, ("l", "n", "")),
+        ("column_count", layout.common_count, ("l", "n")),
+    ]
+    if dropout is not None:
+        extras += [("row_ids", dropout.rows, ("B",)), ("seed", dropout.words, ("",))]
+    if dropout is not None or program.needs_head_ids:
+        extras.append(("head_ids", np.arange(N) if dropout is None else dropout.heads, ("n",)))
+    for name, array, axes in extras:
+        if array is not None:
+            wanted = np.uint32 if name == "seed" else np.int32
+            roles[name] = program.add(jnp.asarray(array).astype(wanted), *axes)
+    tables = [jnp.asarray(a).astype(np.int32) for a in (layout.starts, layout.stops)]
+    float_axes = [("b", "n", "", "")] * (bias is not None) + [("n",)] * (sinks is not None)
+    plan = Plan(
+        scale=request.scale,
+        soft_cap=request.soft_cap or 0.0,
+        dropout_rate=0.0 if dropout is None else dropout.rate,
+        dropout_threshold=0 if dropout is None else dropout.threshold,
+        q_tile=layout.q_tile,
+        kv_tile=layout.kv_tile,
+        words=tuple(program.words),
+        roles=tuple(roles.values()),
+        axes=(*[("l", "n", "", "")] * 2, *float_axes, *program.axes),
+    )
+    return plan, floats, (*tables, *program.operands)
+
+
+def _broadcast_layout(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
+    """The layout with all its tables of one size; bit tiles follow them, so by batch row where positions differ."""
+    tables = [a for a in (layout.starts, layout.common) if a is not None]
+    b, n = (max(a.shape[axis] for a in tables) for axis in (0, 1))
+    if not knows(layout.mask):
+        q, kv = layout.sides(batch=batch, heads=heads)
+        # Asked of the rule, for its arrays do not tell: a user's may read the number of the row or head.
+        told = jax.eval_shape(lambda: layout.mask.allowed(q.slots(), kv.slots())).shape
+        b, n = max(b, told[0]), max(n, told[1])
+    wide = {
+        name: jnp.broadcast_to(table, (b, n, *table.shape[2:]))
+        for name in ("starts", "stops", "common", "common_count")
+        if (table := getattr(layout, name)) is not None and table.shape[:2] != (b, n)
+    }
+    return replace(layout, **wide) if wide else layout

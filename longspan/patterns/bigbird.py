@@ -1,0 +1,345 @@
+"""BigBird (arXiv:2007.14062): as a mask, its attention exactly as the original computes it, and its random blocks."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Int, Num
+
+from longspan._attention import attention
+from longspan._checks import FLOATS, check_qkv, is_array, is_int
+from longspan._types import Array, EngineName, Key, Output, Query, edge
+from longspan.engines import Engine
+from longspan.layout import BlockLayout
+from longspan.masks import Blocks, Full, Global, Mask, Segments
+from longspan.patterns._padding import padding_ids
+
+LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 tokens
+
+
+@edge
+def bigbird(seq_len: int, *, block_size: int, rand_attn: Int[Array, "N_or_1 rows r"]) -> Mask:
+    """BigBird: sliding window + global blocks + random blocks (arXiv:2007.14062).
+
+    Query block i sees blocks i-1, i, i+1, the first and the last block, and `rand_attn[head, i-1]`; the first and the
+    last block see everything.
+
+    Args:
+        seq_len: number of tokens T, a multiple of `block_size`, at least 5 blocks.
+        block_size: tokens in a block.
+        rand_attn: int [N or 1, T / block_size - 2, r]; row 0 belongs to block 1. A NumPy table is static, a JAX array
+            is data.
+
+    Example:
+        >>> print(bigbird(5, block_size=1, rand_attn=np.zeros((1, 3, 0), int)).show(5, 5))
+        #####
+        ###.#
+        #####
+        #.###
+        #####
+
+    Differs from `bigbird_attention`: as in every mask, a block that is listed twice counts once.
+    """
+    blocks = _check_blocks(seq_len, seq_len, block_size)
+    _check_rand_attn(rand_attn, blocks)
+    xp = np if isinstance(rand_attn, np.ndarray) else jnp
+    rand_attn = rand_attn.astype(np.int32)
+    row = xp.arange(1, blocks - 1, dtype=np.int32).reshape(1, -1, 1)
+    near = xp.broadcast_to(xp.concatenate([row - 1, row, row + 1], axis=2), (rand_attn.shape[0], blocks - 2, 3))
+    middle = xp.concatenate([near, rand_attn], axis=2)
+    # The first and the last block see everything: that is said by `Global`, not by a row with every block.
+    table = xp.pad(middle, ((0, 0), (1, 1), (0, 0)), constant_values=-1)
+    ends = (*range(block_size), *range(seq_len - block_size, seq_len))
+    return Blocks(table, block_size) | Global(ends)
+
+
+@edge
+def bigbird_attention(
+    q: Query,
+    k: Key,
+    v: Key,
+    *,
+    block_size: int,
+    rand_attn: Int[Array, "N_or_1 rows r"],
+    q_mask: Num[Array, "B_or_1 T"] | None = None,
+    kv_mask: Num[Array, "B_or_1 S"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    engine: EngineName | Engine = "auto",
+) -> Output:
+    """BigBird's block-sparse attention (arXiv:2007.14062): one softmax over a multiset of key blocks.
+
+    With nb blocks, query block i in 2 ... nb-3 sees blocks 0, i-1, i, i+1, nb-1 and `rand_attn[head, i-1]`; blocks 1
+    and nb-2 likewise, with 0 and nb-1 once; blocks 0 and nb-1 see every block once. A block that is listed twice
+    counts twice in the softmax, as in the original. Scale 1/sqrt(H).
+
+    Args:
+        q: queries [B, T, N, H], T a multiple of `block_size`, at least 5 blocks.
+        k: keys [B, T, K, H], where N is a multiple of K.
+        v: values [B, T, K, H].
+        block_size: tokens in a block.
+        rand_attn: int [N or 1, T / block_size - 2, r], from `bigbird_random_blocks`; row 0 belongs to block 1. It is
+            data: new blocks do not retrace. (In a traced array, a number that is no block is left out.)
+        q_mask: [B or 1, T], 0 where a query is padding: its output is 0. Bools, ints or 0/1 floats.
+        kv_mask: [B or 1, T], 0 where a key is padding: it gets no weight.
+        dropout_rate: as in `attention`; a pair that counts twice is kept or dropped as one.
+        dropout_key: as in `attention`.
+        engine: as in `attention`.
+
+    Returns:
+        The output [B, T, N, H]; 0 for padded queries and for those that see no key.
+
+    Example:
+        >>> q = k = v = jnp.ones((1, 16, 2, 4))
+        >>> blocks = ls.bigbird_random_blocks(16, block_size=2, num_random_blocks=1, num_heads=2, seed=0)
+        >>> bigbird_attention(q, k, v, block_size=2, rand_attn=blocks).shape
+        (1, 16, 2, 4)
+    """
+    check_qkv(q, k, v)
+    (B, T, N, _), S = q.shape, k.shape[1]
+    blocks = _check_blocks(T, S, block_size)
+    _check_rand_attn(rand_attn, blocks, N)
+    for name, mask, length in (("q_mask", q_mask, T), ("kv_mask", kv_mask, S)):
+        if mask is not None:
+            _check_token_mask(name, mask, B, length)
+            _check_zero_one(name, mask)
+    layout = _bigbird_layout(_padding(q_mask, kv_mask, T), int(block_size), blocks, rand_attn)
+    return attention(q, k, v, mask=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+
+
+@edge
+def bigbird_random_blocks(
+    seq_len: int,
+    *,
+    block_size: int,
+    num_random_blocks: int,
+    num_heads: int,
+    seed: int,
+    max_seq_len: int = 4096,
+    legacy_lengths: Sequence[int] = (1024, 3072, 4096),
+) -> Int[np.ndarray, "N rows r"]:
+    """The random blocks that the original implementations draw, so that a checkpoint sees those it was trained with.
+
+    NumPy's legacy generator is asked in the original's order. Blocks next to the query block and global blocks are
+    never drawn, but for the last block at length 1024 (it then counts twice in `bigbird_attention`).
+
+    Args:
+        seq_len: number of tokens T (padded to whole blocks).
+        block_size: tokens in a block.
+        num_random_blocks: random blocks per query block, r.
+        num_heads: heads N, each with its own blocks.
+        seed: in a model, the number of the layer.
+        max_seq_len: the model's greatest length; legacy lengths draw for it and keep the first rows.
+        legacy_lengths: lengths whose blocks are drawn from the first 1024 tokens, as for the paper. Hugging Face has
+            these three, the original code also 2048. All other lengths need at least 2r + 6 blocks.
+
+    Returns:
+        int32 [N, T / block_size - 2, r]; row 0 belongs to block 1.
+
+    Example:
+        >>> bigbird_random_blocks(9, block_size=1, num_random_blocks=1, num_heads=2, seed=0)[:, :, 0].tolist()
+        [[3, 5, 5, 1, 3, 2, 5], [3, 5, 1, 2, 3, 4, 2]]
+    """
+    blocks = _check_blocks(seq_len, seq_len, block_size)
+    r = check_static_size("num_random_blocks", num_random_blocks, 0)
+    heads = check_static_size("num_heads", num_heads, 1)
+    draw = np.random.RandomState(seed)
+    if seq_len in legacy_lengths:
+        _check_legacy_length(seq_len, max_seq_len)
+        all_blocks = max_seq_len // block_size
+        reach = LEGACY_REACH // block_size if 2 * block_size < LEGACY_REACH else all_blocks
+        return np.stack([_legacy_rows(draw, all_blocks, reach, r)[: blocks - 2] for _ in range(heads)])
+    _check_random_plan(blocks, r)
+    return _planned_rows(draw, blocks, r, heads)
+
+
+def _padding(q_mask, kv_mask, length: int) -> Mask:
+    """A rule that pads out tokens, all others seeing each other."""
+    if q_mask is None and kv_mask is None:
+        return Full()
+    q_ids, kv_ids = (
+        jnp.zeros((1, length), np.int32) if mask is None else padding_ids(jnp.asarray(mask).astype(bool))
+        for mask in (q_mask, kv_mask)
+    )
+    return Segments(q_ids, kv_ids)
+
+
+def _bigbird_layout(padding: Mask, block_size: int, blocks: int, rand_attn) -> BlockLayout:
+    """The key blocks that each query block sees, as often as they count."""
+    starts, stops = _bigbird_intervals(jnp.asarray(rand_attn).astype(np.int32), blocks)
+    length = blocks * block_size
+    return BlockLayout(
+        padding,
+        starts,
+        stops,
+        common=None,
+        common_count=None,
+        q_positions=None,
+        kv_positions=None,
+        forward=None,
+        q_len=length,
+        kv_len=length,
+        q_tile=block_size,
+        kv_tile=block_size,
+        repeats=True,
+    )
+
+
+@partial(jax.jit, static_argnames="blocks")
+def _bigbird_intervals(rand_attn, blocks: int):
+    """For each query block, intervals of key blocks: the first, the window, the last and the random ones."""
+    known = (rand_attn >= 0) & (rand_attn < blocks)
+    rand_attn = jnp.pad(jnp.where(known, rand_attn, -1), ((0, 0), (1, 1), (0, 0)), constant_values=-1)[None]
+    row = jnp.arange(blocks, dtype=np.int32).reshape(1, 1, -1, 1)
+    ends = (row == 0) | (row == blocks - 1)
+    first = (jnp.zeros_like(row), jnp.where(ends, blocks, 1))  # the first and the last block see everything
+    window = (jnp.where(ends, 0, jnp.maximum(row - 1, 1)), jnp.where(ends, 0, jnp.minimum(row + 2, blocks - 1)))
+    last = (jnp.where(ends, 0, blocks - 1), jnp.where(ends, 0, blocks))
+    drawn = (jnp.maximum(rand_attn, 0), rand_attn + 1)
+    shape = (*rand_attn.shape[:3], 1)
+    return tuple(
+        jnp.concatenate([*(jnp.broadcast_to(a, shape) for a in near), random], axis=3).astype(np.int32)
+        for *near, random in zip(first, window, last, drawn, strict=True)
+    )
+
+
+def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> None:
+    """BigBird's random blocks, int [N or 1, blocks - 2, r], each one of the blocks (if known here)."""
+    wanted = f"ints [{'N' if heads is None else heads} or 1, {blocks - 2}, r]"
+    if not is_array(rand_attn):
+        raise TypeError(
+            f"`rand_attn` must be an array of {wanted}, got {type(rand_attn).__name__}. Make it with "
+            "`bigbird_random_blocks(...)`."
+        )
+    if not is_int(rand_attn):
+        raise TypeError(
+            f"`rand_attn` must hold {wanted}, got dtype {rand_attn.dtype}. Cast it with `.astype('int32')`."
+        )
+    shape = tuple(rand_attn.shape)
+    if len(shape) != 3 or shape[0] == 0 or shape[1] != blocks - 2 or (heads and shape[0] not in (1, heads)):
+        raise ValueError(
+            f"`rand_attn` must be {wanted} for {blocks} blocks (no row for the first and the last), got shape {shape}. "
+            "Make it with `bigbird_random_blocks(...)` for this length."
+        )
+    if isinstance(rand_attn, np.ndarray) and rand_attn.size and (rand_attn.min() < 0 or rand_attn.max() >= blocks):
+        raise ValueError(
+            f"`rand_attn` must name blocks 0 to {blocks - 1}, got {rand_attn.min()} to {rand_attn.max()}. Make it with "
+            "`bigbird_random_blocks(...)` for this length."
+        )
+
+
+def _check_token_mask(name: str, mask: Any, batch: int, length: int) -> None:
+    """A mask of tokens [B or 1, L]: bools, ints or 0/1 floats; True (not 0) = a real token."""
+    wanted = f"[{batch}, {length}] (or [1, {length}])"
+    if not is_array(mask):
+        raise TypeError(f"`{name}` must be an array {wanted}, got {type(mask).__name__}.")
+    if not (mask.dtype == bool or is_int(mask) or mask.dtype.name in FLOATS):
+        raise TypeError(f"`{name}` must hold bools, ints or 0/1 floats, got dtype {mask.dtype}.")
+    if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != length:
+        raise ValueError(
+            f"`{name}` must have shape {wanted}, one entry per token, got {tuple(mask.shape)}. "
+            "Drop axes of size 1, e.g. `mask[:, 0, 0, :]`."
+        )
+
+
+def _check_zero_one(name: str, mask: Any) -> None:
+    """A mask of floats is 0 or 1, not added to scores, as far as that can be known here."""
+    if mask.dtype.name not in FLOATS or isinstance(mask, Tracer | jax.ShapeDtypeStruct):
+        return
+    values = np.asarray(mask).astype(np.float32)
+    if not ((values == 0) | (values == 1)).all():
+        raise ValueError(
+            f"`{name}` must hold 0 (padding) and 1 (a token), got values from {values.min():g} to {values.max():g}. "
+            "A mask that is added to scores becomes one of bools by `mask == 0`."
+        )
+
+
+def _legacy_rows(draw: np.random.RandomState, blocks: int, reach: int, r: int) -> np.ndarray:
+    """One head's random blocks for blocks 1 to blocks - 2, from those below `reach` (and block `reach` - 1 itself)."""
+    middle = np.arange(1, blocks - 1, dtype=np.int32)
+    rows = np.zeros((blocks - 2, r), np.int32)
+    for i in range(1, blocks - 1):
+        choices = _legacy_choices(middle, i, blocks, reach - 1)
+        _check_few_random_blocks(len(choices), i, r)
+        rows[i - 1] = draw.permutation(choices)[:r]
+    return rows
+
+
+def _legacy_choices(middle: np.ndarray, i: int, blocks: int, last: int) -> np.ndarray:
+    """What block i may draw; `middle` is 1, 2, ..., and `last` of them are within reach."""
+    if i in (1, 2):
+        return middle[i + 1 : last]
+    if i in (blocks - 3, blocks - 2):
+        return middle[:last]
+    before = middle[: min(i - 2, last)]
+    # Where the window touches the end of the reach nothing lies behind it; far behind the reach all of it is before.
+    return before if i + 1 >= last else np.concatenate([before, middle[i + 1 : last]])
+
+
+def _planned_rows(draw: np.random.RandomState, blocks: int, r: int, heads: int) -> np.ndarray:
+    """Every row draws among the first 2r + 5 blocks, as if those were all there are."""
+    first = 2 * r + 5
+    rows = np.zeros((heads, blocks, r), np.int32)
+    for i in range(1, blocks):
+        taken = {0, first - 1, i - 1, i, i + 1}
+        taken |= {1: {first - 2}, first - 2: {1}}.get(i, set())
+        for head in range(heads):
+            order = draw.permutation(np.arange(first, dtype=np.int32)) if r else np.zeros(0, np.int32)
+            rows[head, i] = [j for j in order if j not in taken][:r]
+    return rows[:, 1:-1]
+
+
+def _check_blocks(q_len: Any, kv_len: Any, block_size: Any) -> int:
+    """How many blocks BigBird's tokens fill: at least 5, as many for queries as for keys."""
+    size = check_static_size("block_size", block_size, 1)
+    q_len, kv_len = check_static_size("seq_len", q_len, 0), check_static_size("seq_len", kv_len, 0)
+    if q_len != kv_len:
+        raise ValueError(
+            f"BigBird needs as many query blocks as key blocks, got {q_len} queries and {kv_len} keys. Use it for "
+            "self-attention only."
+        )
+    if q_len % size:
+        raise ValueError(
+            f"BigBird needs a length that is a multiple of block_size={size}, got {q_len}. Pad it to "
+            f"{-(-q_len // size) * size} tokens and mark the padding in `q_mask` and `kv_mask`."
+        )
+    if q_len // size < 5:
+        raise ValueError(
+            f"BigBird needs at least 5 blocks, got {q_len // size} ({q_len} tokens in blocks of {size}). Use full "
+            f"attention for so short an input, or block_size <= {q_len // 5}."
+        )
+    return q_len // size
+
+
+def _check_random_plan(blocks: int, num_random_blocks: int) -> None:
+    """Enough blocks for a generated plan of random blocks."""
+    least = 2 * num_random_blocks + 6
+    if blocks < least:
+        raise ValueError(
+            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got {blocks} "
+            "(with fewer, the original fails or repeats blocks). Use full attention for so short an input, or fewer "
+            "random blocks."
+        )
+
+
+def _check_few_random_blocks(choices: int, block: int, num_random_blocks: int) -> None:
+    """A legacy draw has enough blocks to choose from."""
+    if choices < num_random_blocks:
+        raise ValueError(
+            f"Block {block} can draw {choices} random blocks, but num_random_blocks={num_random_blocks}. Use fewer "
+            "random blocks, a smaller block_size, or a greater max_seq_len."
+        )
+
+
+def _check_legacy_length(seq_len: int, max_seq_len: Any) -> None:
+    """A legacy length fits into the length that blocks are drawn for."""
+    most = check_static_size("max_seq_len", max_seq_len, 1)
+    if seq_len > most:
+        raise ValueError(
+            f"seq_len={seq_len} is a legacy length, whose blocks are drawn for max_seq_len={most}: it must not be "
+            "longer. Raise `max_seq_len`, or take the length out of `legacy_lengths`."
+        )
