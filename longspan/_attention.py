@@ -24,7 +24,7 @@ from longspan._checks import (
 from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, edge
 from longspan.dropout import Dropout, make_dropout
 from longspan.engines import Engine, Request, choose
-from longspan.engines._contract import without_pairs
+from longspan.engines._contract import is_differentiable, without_pairs
 from longspan.engines._gradient import attend
 from longspan.layout import BlockLayout, plan
 from longspan.maskinfo import MaskInfo
@@ -158,7 +158,7 @@ def attention(
     chosen, _ = choose(engine, request)
     if _is_array(scale):
         # A traced scale becomes part of the queries: engines take a static one.
-        by = _scale_dense if getattr(chosen, "differentiable", False) else _scaled
+        by = _scale_dense if is_differentiable(chosen) else _scaled
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
     out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
     return (out, lse) if return_lse else out

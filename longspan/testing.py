@@ -19,6 +19,7 @@ import numpy as np
 
 from longspan._attention import attention
 from longspan._types import statistics_dtype
+from longspan.engines import Engine
 from longspan.layout import plan
 from longspan.masks import (
     Band,
@@ -66,7 +67,14 @@ def make_qkv(shape: Shape, dtype: Any, seed: int = 0):
 
 
 def assert_matches_reference(
-    engine: str | Sequence[str], q, k, v, mask: Any = None, *, run: Callable | None = None, **features: Any
+    engine: str | Engine | Sequence[str | Engine],
+    q,
+    k,
+    v,
+    mask: Any = None,
+    *,
+    run: Callable | None = None,
+    **features: Any,
 ) -> None:
     """Asserts that an engine is as close to float64 as the reference is, in outputs, lse and all gradients.
 
@@ -74,7 +82,7 @@ def assert_matches_reference(
     float64 as the reference, plus a few rounding units.
 
     Args:
-        engine: the engine under test, or several.
+        engine: the engine under test by name, one of your own, or several.
         q: queries, as for `attention`.
         k: keys.
         v: values.
@@ -114,12 +122,12 @@ def assert_matches_reference(
     if "sinks" in floats:
         scales["dsinks"] = _sink_scale(np.asarray(floats["sinks"], np.float64), exact, weights)
     scales |= _score_scales(wide, exact, weights, mask, features)
-    for name in [engine] if isinstance(engine, str) else engine:
+    for name in engine if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]:
         got = _as_numpy(everything(run or attention, name, floats, weights, mask))
         for part in exact:
             rounding = ROUNDING_UNITS * _unit(part, q.dtype, floats) * scales[part]
             allowed = TIMES * shrink * _distance(near[part], exact[part]) + rounding
-            _assert_close(f"{name}: {part}", got[part], exact[part], allowed)
+            _assert_close(f"{getattr(name, 'name', name)}: {part}", got[part], exact[part], allowed)
 
 
 def assert_obeys_laws(

@@ -1,7 +1,7 @@
 """The one contract between `attention` and its engines: `Request`, what is asked, and `Engine`, who answers."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,17 @@ class Request:
         return self.q_positions is not None or self.kv_positions is not None
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A way to compute attention. Engines never import each other; `attention(..., engine=)` takes one, or its name.
 
-    Subclass it and define `run`; with `backward` its results can be differentiated. Instances are part of what is
-    compiled, so they must be hashable: keep no arrays in them.
+    Subclass it and define `name` and `run`; with `backward` its results can be differentiated. Instances are part of
+    what is compiled, so they must be hashable: keep no arrays in them. An engine may also have
+
+    - `forward(request, layout) -> (out, lse, low)`: `run` for a pass that is differentiated. There `out` may keep more
+      bits, and `low` is what lse lost by rounding: with scores near -1e9, as people mask with, a float32 lse holds
+      nothing of the logarithm of the sum.
+    - `differentiable = True`: JAX can differentiate `run` by itself, also twice, and `backward` is not used for it.
 
     Example:
         >>> from longspan.engines import ENGINES
@@ -72,7 +78,6 @@ class Engine(Protocol):
     """
 
     name: str
-    differentiable: bool = False  # whether JAX can differentiate `run` by itself, also twice: `backward` is not used
 
     def unsupported(self, request: Request) -> str | None:
         """Why this engine cannot run a request, in words that the user can act on; None if it can."""
@@ -94,14 +99,6 @@ class Engine(Protocol):
         """
         ...
 
-    def forward(self, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(out, lse, low) for a pass that is differentiated: out may keep more bits, low is what lse's rounding lost.
-
-        With scores near -1e9, as people mask with, a float32 lse holds nothing of the logarithm of the sum.
-        """
-        out, lse = self.run(request, layout)
-        return out, lse, jnp.zeros_like(lse)
-
     def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout) -> tuple[Any, Any, Any, Any]:
         """(dq, dk, dv, dbias), the last None without a bias, of weights exp(score - lse - low) that are *given*.
 
@@ -109,6 +106,11 @@ class Engine(Protocol):
         sum(dout · out) - dlse over all of them, and 0 where lse is not finite. Sinks need nothing here.
         """
         raise NotImplementedError(f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'.")
+
+
+def is_differentiable(engine: Engine) -> bool:
+    """Whether JAX differentiates an engine by itself."""
+    return getattr(engine, "differentiable", False)
 
 
 def without_pairs(request: Request) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longspan.engines._contract import Engine, Request
+from longspan.engines._contract import Engine, Request, is_differentiable
 from longspan.engines._varying import vary, varying_axes
 from longspan.layout import BlockLayout
 
@@ -24,7 +24,7 @@ class Floats(NamedTuple):
 
 def attend(engine: Engine, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a request, differentiable once through the engine's backward pass."""
-    if getattr(engine, "differentiable", False):
+    if is_differentiable(engine):
         return engine.run(request, layout)
     floats = Floats(*(getattr(request, name) for name in Floats._fields))
     rest = replace(request, **dict.fromkeys(Floats._fields)), layout
@@ -57,9 +57,11 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _forward_once(engine: Engine, floats: Floats, rest):
-    # An engine from outside may have no `forward` of its own, nor Engine's.
-    forward = getattr(engine, "forward", partial(Engine.forward, engine))
-    return tuple(forward(*_joined(floats, rest)))
+    forward = getattr(engine, "forward", None)
+    if forward is not None:
+        return tuple(forward(*_joined(floats, rest)))
+    out, lse = engine.run(*_joined(floats, rest))
+    return out, lse, jnp.zeros_like(lse)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

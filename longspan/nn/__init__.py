@@ -1,6 +1,12 @@
 """Thin Flax modules: `longspan.nn.linen` and `longspan.nn.nnx` have the same names, arguments and parameter trees.
 
 Flax is an optional dependency (`pip install longspan[flax]`); each of the two is loaded when somebody asks for it.
+
+Example:
+    >>> from flax import nnx
+    >>> layer = ls.nn.nnx.SelfAttention(num_heads=4, in_features=16, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 8, 16)), mask=ls.Causal()).shape
+    (1, 8, 16)
 """
 
 import importlib as _importlib

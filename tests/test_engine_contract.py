@@ -1,0 +1,212 @@
+"""The contract between `attention` and engines: given statistics, engines from outside, who differentiates what."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan._attention import bind
+from longspan.dropout import make_dropout
+from longspan.engines import ENGINES, Engine, Request, choose
+from longspan.layout import plan
+from longspan.testing import Shape, assert_matches_reference, make_qkv
+
+EVERY_ENGINE = pytest.mark.parametrize("engine", sorted(ENGINES))
+SHAPE = Shape(B=2, T=7, S=23, N=6, K=3, H=5)
+MASK = ls.Causal(9) & ls.Window(14, 20) | ls.Global((3,), rows=False)
+rng = np.random.default_rng(0)
+
+FEATURES = {
+    "plain": {},
+    "bias": dict(bias=jnp.asarray(rng.normal(size=(2, 1, 7, 23)), jnp.float32), soft_cap=2.5, scale=0.7),
+    "dropout": dict(dropout_rate=0.3, dropout_key=jax.random.key(1)),
+    "sinks": dict(sinks=jnp.asarray(rng.normal(size=6), jnp.float32)),
+}
+
+
+def request_of(q, k, v, slots, *, dropout_rate=0.0, dropout_key=None, bias=None, sinks=None, **features) -> Request:
+    """A part of a call, the keys in some slots, as a ring over devices would ask for it."""
+    options = dict(scale=None, soft_cap=None, q_positions=None) | features
+    request = bind(
+        q,
+        k[:, slots],
+        v[:, slots],
+        mask=MASK,
+        bias=None if bias is None else bias[..., slots],
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        kv_positions=np.asarray(slots, np.int32),
+        **options,
+    )
+    if dropout_rate:
+        request = replace(request, dropout=make_dropout(dropout_key, dropout_rate, q.shape[0], q.shape[2]))
+    return request
+
+
+def layout_of(engine: Engine, request: Request):
+    q_len, kv_len = request.dims["T"], request.dims["S"]
+    return plan(request.mask, q_len, kv_len, *engine.tiles(request), kv_positions=request.kv_positions, xp=jnp)
+
+
+@EVERY_ENGINE
+@pytest.mark.parametrize("feature", FEATURES)
+def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature):
+    """Parts of the keys, each differentiated with the lse and delta of all of them, add up to the whole gradient."""
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    features, chosen = FEATURES[feature], ENGINES[engine]
+    weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (q.shape, q.shape[:3])]
+    floats = dict(q=q, k=k, v=v, **{name: features[name] for name in ("bias", "sinks") if name in features})
+    others = {name: value for name, value in features.items() if name not in floats}
+
+    def loss(floats):
+        out, lse = ls.attention(**floats, mask=MASK, engine="reference", return_lse=True, **others)
+        return jnp.vdot(out, weights[0]) + jnp.vdot(lse, weights[1]), (out, lse)
+
+    want, (out, lse) = jax.grad(loss, has_aux=True)(floats)
+    delta = jnp.sum(out * weights[0], axis=-1) - weights[1]
+    slots = [[0, 3, 1, 20, 2], [4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 22, 21]]
+
+    @partial(jax.jit, static_argnums=0)
+    def part(kept, lse, delta, dout):
+        request = request_of(q, k, v, list(kept), **{**features, "sinks": None})
+        return chosen.backward(request, layout_of(chosen, request), lse, jnp.zeros_like(lse), delta, dout)
+
+    got = [part(tuple(kept), lse, delta, weights[0]) for kept in slots]
+    dq = np.sum([np.asarray(g[0], np.float64) for g in got], axis=0)
+    dk, dv = (np.zeros(k.shape), np.zeros(k.shape))
+    for kept, (_, dk_part, dv_part, dbias) in zip(slots, got, strict=True):
+        dk[:, kept], dv[:, kept] = np.asarray(dk_part), np.asarray(dv_part)
+        if "bias" in floats:
+            np.testing.assert_allclose(np.asarray(dbias), np.asarray(want["bias"])[..., kept], rtol=0, atol=2e-5)
+        else:
+            assert dbias is None
+    for mine, name in ((dq, "q"), (dk, "k"), (dv, "v")):
+        np.testing.assert_allclose(mine, np.asarray(want[name]), rtol=0, atol=5e-5, err_msg=name)
+
+
+@EVERY_ENGINE
+def test_run_gives_out_and_lse_and_merged_parts_are_the_whole(engine):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    chosen, slots = ENGINES[engine], [list(range(0, 23, 2)), list(range(1, 23, 2))]
+    requests = [request_of(q, k, v, kept) for kept in slots]
+    parts = [chosen.run(request, layout_of(chosen, request)) for request in requests]
+    whole = ls.attention(q, k, v, mask=MASK, engine="reference", return_lse=True)
+    for got, want in zip(ls.merge(*zip(*parts, strict=True)), whole, strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
+
+
+class FiveMethods:
+    """An engine from outside that shares no code with ours: dense, one loop per head, with a backward pass."""
+
+    name = "five methods"
+
+    def unsupported(self, request):
+        return "it has no soft cap" if request.soft_cap is not None else None
+
+    def tiles(self, request):
+        return 16, 8
+
+    def notes(self, request):
+        return ("written in a test",)
+
+    def run(self, request, layout):
+        weights, lse = self._weights(request, layout)
+        return jnp.einsum("bnts,bsnh->btnh", weights, self._repeated(request, request.v)), lse
+
+    def backward(self, request, layout, lse, low, delta, dout):
+        weights, _ = self._weights(request, layout, lse + low)
+        k, v = (self._repeated(request, x) for x in (request.k, request.v))
+        dscores = weights * (jnp.einsum("btnh,bsnh->bnts", dout, v) - delta.swapaxes(1, 2)[..., None])
+        groups = (*request.k.shape[:3], -1, request.k.shape[3])
+        dv = jnp.einsum("bnts,btnh->bsnh", weights, dout).reshape(groups).sum(3)
+        dk = jnp.einsum("bnts,btnh->bsnh", dscores * request.scale, request.q).reshape(groups).sum(3)
+        return jnp.einsum("bnts,bsnh->btnh", dscores * request.scale, k), dk, dv, None
+
+    def _weights(self, request, layout, lse=None):
+        q_side, kv_side = layout.sides(batch=request.dims["B"], heads=request.dims["N"])
+        allowed = layout.mask.allowed(q_side.slots(), kv_side.slots())
+        scores = jnp.einsum("btnh,bsnh->bnts", request.q, self._repeated(request, request.k)) * request.scale
+        scores = jnp.where(allowed, scores, -jnp.inf)
+        if lse is None:
+            lse = jax.nn.logsumexp(scores, axis=-1).swapaxes(1, 2)
+        level = jnp.where(jnp.isfinite(lse), lse, 0).swapaxes(1, 2)[..., None]
+        return jnp.exp(scores - level), lse
+
+    def _repeated(self, request, x):
+        return jnp.repeat(x, request.dims["N"] // request.dims["K"], axis=2)
+
+
+class Delegating(Engine):
+    """An engine from outside that defines only what it must."""
+
+    name = "delegating"
+
+    def run(self, request, layout):
+        return ENGINES["reference"].run(request, layout)
+
+
+def test_an_engine_from_outside_runs_and_is_differentiated_through_its_own_backward():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    assert_matches_reference(FiveMethods(), q, k, v, MASK)
+
+
+def test_explain_and_recipes_take_an_engine_from_outside():
+    q, k, v = make_qkv(Shape(B=1, T=16, S=16, N=2, K=2, H=4), jnp.float32)
+    engine = FiveMethods()
+    report = ls.explain(q, k, v, mask=ls.Causal(), engine=engine)
+    assert (report.engine, report.q_tile, report.kv_tile, report.notes) == (
+        "five methods",
+        16,
+        8,
+        ("written in a test",),
+    )
+    kinds = jnp.array([[1] + [0] * 14 + [-1]])
+    for run in (
+        partial(ls.longformer_attention, q, k, v, q, k, v, window=2, token_kinds=kinds),
+        partial(ls.longformer_attention, q, k, v, None, None, None, window=2),
+    ):
+        np.testing.assert_allclose(np.asarray(run(engine=engine)), np.asarray(run(engine="reference")), atol=1e-5)
+
+
+def test_an_engine_may_leave_out_all_but_run_and_says_what_it_lacks():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    got, want = (ls.attention(q, k, v, mask=MASK, engine=e) for e in (Delegating(), "reference"))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    with pytest.raises(NotImplementedError, match="engine='delegating' has no backward pass"):
+        jax.grad(lambda q: ls.attention(q, k, v, engine=Delegating()).sum())(q)
+
+
+@dataclass
+class Unhashable(Delegating):
+    size: int = 3
+
+
+def test_what_is_no_engine_is_refused(unchecked):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    for wrong in (4, None, Delegating, object()):
+        with pytest.raises(TypeError, match=r"`engine` must be one of 'auto', .* or a longspan.engines.Engine, got"):
+            ls.attention(q, k, v, engine=wrong)
+    with pytest.raises(TypeError, match="does not hash, and an engine is part of what is compiled"):
+        ls.attention(q, k, v, engine=Unhashable())
+    with pytest.raises(NotImplementedError, match="engine='five methods' cannot run this: it has no soft cap"):
+        ls.attention(q, k, v, engine=FiveMethods(), soft_cap=2.0)
+
+
+@pytest.mark.parametrize("engine", sorted({*ENGINES} - {"reference"}))
+def test_second_derivatives_are_refused_by_name(engine):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    with pytest.raises(NotImplementedError, match=rf"engine='{engine}' has no second derivatives.*engine='reference'"):
+        jax.grad(lambda q: jax.grad(lambda q: ls.attention(q, k, v, engine=engine).sum())(q).sum())(q)
+
+
+def test_a_request_answers_what_engines_judge():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    request = request_of(q, k, v, list(range(23)), **FEATURES["dropout"])
+    assert request.has_positions and request.dropout.rate == 0.3 and request.v.shape == k.shape
+    assert choose("auto", request)[0].name in ENGINES
+    assert jax.tree.structure(request) == jax.tree.structure(jax.tree.map(lambda x: x, request))
