@@ -100,10 +100,12 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
 _LAZY = {"hf": "flax", "models": "flax", "nn": "flax"}
 
 
-def __getattr__(name: str) -> _ModuleType:
-    if name in _LAZY:
-        return _importlib.import_module(f"longspan.{name}")
-    raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+if not _TYPE_CHECKING:  # a checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> _ModuleType:
+        if name in _LAZY:
+            return _importlib.import_module(f"longspan.{name}")
+        raise AttributeError(f"module 'longspan' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

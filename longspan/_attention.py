@@ -192,7 +192,9 @@ def bind(
     rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
     check_extents(rule, q_len=T, kv_len=S, batch=B, heads=N)
     return Request(
-        *(_as_jax(x) for x in (q, k, v)),
+        _as_jax(q),
+        _as_jax(k),
+        _as_jax(v),
         rule,
         bias=bias,
         sinks=_as_jax(sinks),
@@ -214,7 +216,8 @@ def _on_auto_axes(request: Request, dropout_key, *, engine: Engine):
     spec = (*placed.spec, *[None] * (4 - len(placed.spec)))
     results = tuple(NamedSharding(placed.mesh, P(*part)) for part in (spec, spec[:3]))
     with jax.sharding.use_abstract_mesh(placed.mesh):
-        return jax.sharding.auto_axes(partial(_run, engine=engine), out_sharding=results)(request, dropout_key)
+        run: Any = jax.sharding.auto_axes(partial(_run, engine=engine), out_sharding=results)
+        return run(request, dropout_key)
 
 
 @partial(jax.jit, static_argnames="engine")
@@ -224,8 +227,9 @@ def _run(request: Request, dropout_key, *, engine: Engine):
         return without_pairs(request)
     if layout is None:
         # In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
+        q_tile, kv_tile = engine.tiles(request)
         positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
-        layout = plan(request.mask, dims["T"], dims["S"], *engine.tiles(request), **positions, xp=jnp)
+        layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions, xp=jnp)
     if request.dropout is not None:
         request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, dims["B"], dims["N"]))
     return attend(engine, replace(request, layout=None), layout)

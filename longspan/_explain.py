@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -160,7 +161,7 @@ def _sizes(request: Request) -> dict[str, int]:
     return dict(array_bytes=arrays, dense_mask_bytes=request.mask.batch * request.mask.heads * T * S)
 
 
-def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, int | None]:
+def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, Any]:
     B, N, H = (dims[axis] for axis in "BNH")
     if counts is None or layout is None:
         names = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")

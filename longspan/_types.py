@@ -13,7 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 Array: TypeAlias = jax.Array | np.ndarray
-Number: TypeAlias = Any  # a Python int (static), or an int array of shape () or [B] (data)
+if TYPE_CHECKING:
+    Number: TypeAlias = int | np.integer | Array
+else:
+    Number = Any  # a Python int (static), or an int array of shape () or [B] (data); rules check it themselves
 Namespace: TypeAlias = ModuleType  # numpy or jax.numpy
 
 Query: TypeAlias = Float[Array, "B T N H"]

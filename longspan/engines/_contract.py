@@ -105,7 +105,8 @@ class Engine(Protocol):
         lse and delta [B, T, N] may be those of more keys than the request's own (a ring over devices): delta is
         sum(dout · out) - dlse over all of them, and 0 where lse is not finite. Sinks need nothing here.
         """
-        raise NotImplementedError(f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'.")
+        reason = f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'."
+        raise NotImplementedError(reason)
 
 
 def is_differentiable(engine: Engine) -> bool:

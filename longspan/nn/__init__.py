@@ -20,10 +20,12 @@ if _TYPE_CHECKING:
 _LAZY = ("linen", "nnx")
 
 
-def __getattr__(name: str) -> _ModuleType:
-    if name in _LAZY:
-        return _importlib.import_module(f"longspan.nn.{name}")
-    raise AttributeError(f"module 'longspan.nn' has no attribute {name!r}")
+if not _TYPE_CHECKING:  # a checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> _ModuleType:
+        if name in _LAZY:
+            return _importlib.import_module(f"longspan.nn.{name}")
+        raise AttributeError(f"module 'longspan.nn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

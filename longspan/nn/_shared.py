@@ -1,13 +1,15 @@
 """What both kinds of Flax modules share: sizes of heads, how parameters are split, and `attention_fn`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from longspan._attention import attention
+from longspan._types import EngineName, edge
+from longspan.engines import Engine
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Band, Causal, Chunk, Custom, Dense, Full, Mask, Window
 
@@ -65,8 +67,10 @@ def split_of(name: str, mesh_axis: str | None, heads: Heads) -> Split | None:
     return Split((None, axis, None), (axis, None))
 
 
-@no_type_check
-def attention_fn(mask: Mask | MaskInfo | None = None, *, engine: str = "auto", **options: Any) -> Callable:
+@edge
+def attention_fn(
+    mask: Mask | MaskInfo | None = None, *, engine: EngineName | Engine = "auto", **options: Any
+) -> Callable:
     """An `attention_fn` for Flax's own attention modules that attends under a Longspan mask.
 
     One line in an existing model: `MultiHeadDotProductAttention(..., attention_fn=attention_fn(Causal()))` in linen,

@@ -23,7 +23,7 @@ Arguments that all three have, by name:
 
 import math
 from collections.abc import Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int, Num
 
 from longspan._attention import attention
+from longspan._types import EngineName, edge
+from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
@@ -56,7 +58,7 @@ class _Attention(nn.Module, kw_only=True):
     kernel_init: Any = nn.initializers.lecun_normal()
     bias_init: Any = nn.initializers.zeros_init()
     mesh_axis: str | None = None
-    engine: str = "auto"
+    engine: EngineName | Engine = "auto"
 
     @nn.nowrap
     def _project(self, x, *names: str) -> list:
@@ -103,7 +105,7 @@ class SelfAttention(_Attention, kw_only=True):
         (1, 8, 16)
     """
 
-    @no_type_check
+    @edge
     @nn.compact
     def __call__(
         self,
@@ -136,7 +138,7 @@ class LongformerSelfAttention(_Attention, kw_only=True):
     dilation: int | Sequence[int] = 1
     causal: bool = False
 
-    @no_type_check
+    @edge
     @nn.compact
     def __call__(
         self,
@@ -185,7 +187,7 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
     max_seq_len: int = 4096
     legacy_lengths: tuple[int, ...] = (1024, 3072, 4096)
 
-    @no_type_check
+    @edge
     @nn.compact
     def __call__(
         self,
@@ -197,8 +199,9 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
     ) -> Float[Array, "B T D_out"]:
         """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`."""
         q, k, v = self._project(x, "query", "key", "value")
-        if rand_attn is None:
-            rand_attn = bigbird_random_blocks(
+        blocks: Any = rand_attn
+        if blocks is None:
+            blocks = bigbird_random_blocks(
                 x.shape[1],
                 block_size=self.block_size,
                 num_random_blocks=self.num_random_blocks,
@@ -207,9 +210,9 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks = dict(q_mask=token_mask, kv_mask=token_mask)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask)
         out = bigbird_attention(
-            q, k, v, block_size=self.block_size, rand_attn=rand_attn, **masks, **self._options(deterministic)
+            q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic)
         )
         return self._join(x, out)
 

@@ -5,7 +5,7 @@ constructor also takes `in_features` and `rngs`, and a call may bring `rngs` of 
 """
 
 from collections.abc import Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from flax.nnx.module import first_from
 from jaxtyping import Array, Float, Int, Num
 
 from longspan._attention import attention
+from longspan._types import EngineName, edge
+from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
@@ -30,7 +32,7 @@ class _Attention(nnx.Module):
 
     projections: tuple[str, ...] = ("query", "key", "value")
 
-    @no_type_check
+    @edge
     def __init__(
         self,
         *,
@@ -48,7 +50,7 @@ class _Attention(nnx.Module):
         kernel_init: Any = KERNEL_INIT,
         bias_init: Any = BIAS_INIT,
         mesh_axis: str | None = None,
-        engine: str = "auto",
+        engine: EngineName | Engine = "auto",
         rngs: nnx.Rngs,
     ):
         heads = resolve_heads(num_heads, num_kv_heads, head_dim, qkv_features, in_features)
@@ -106,7 +108,7 @@ class SelfAttention(_Attention):
         (1, 8, 16)
     """
 
-    @no_type_check
+    @edge
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -131,13 +133,13 @@ class LongformerSelfAttention(_Attention):
 
     projections = ("query", "key", "value", "query_global", "key_global", "value_global")
 
-    @no_type_check
+    @edge
     def __init__(self, *, window: int, dilation: int | Sequence[int] = 1, causal: bool = False, **common: Any):
         super().__init__(**common)
         self.window, self.causal = window, causal
         self.dilation = dilation if isinstance(dilation, int) else tuple(dilation)
 
-    @no_type_check
+    @edge
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -172,7 +174,7 @@ class BigBirdSelfAttention(_Attention):
         (1, 16, 8)
     """
 
-    @no_type_check
+    @edge
     def __init__(
         self,
         *,
@@ -187,7 +189,7 @@ class BigBirdSelfAttention(_Attention):
         self.block_size, self.num_random_blocks, self.seed = block_size, num_random_blocks, seed
         self.max_seq_len, self.legacy_lengths = max_seq_len, tuple(legacy_lengths)
 
-    @no_type_check
+    @edge
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -199,8 +201,9 @@ class BigBirdSelfAttention(_Attention):
     ) -> Float[Array, "B T D_out"]:
         """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`."""
         q, k, v = self._project(x, "query", "key", "value")
-        if rand_attn is None:
-            rand_attn = bigbird_random_blocks(
+        blocks: Any = rand_attn
+        if blocks is None:
+            blocks = bigbird_random_blocks(
                 x.shape[1],
                 block_size=self.block_size,
                 num_random_blocks=self.num_random_blocks,
@@ -209,9 +212,9 @@ class BigBirdSelfAttention(_Attention):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks = dict(q_mask=token_mask, kv_mask=token_mask)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask)
         out = bigbird_attention(
-            q, k, v, block_size=self.block_size, rand_attn=rand_attn, **masks, **self._options(deterministic, rngs)
+            q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic, rngs)
         )
         return self.out(out)
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Int, Num
 
 from longspan._attention import attention
-from longspan._checks import FLOATS, check_qkv, is_array, is_int
+from longspan._checks import FLOATS, check_qkv, check_static_size, is_array, is_int
 from longspan._types import Array, EngineName, Key, Output, Query, edge
 from longspan.engines import Engine
 from longspan.layout import BlockLayout

@@ -117,11 +117,11 @@ def longformer_attention(
     _check_window(window)
     dilation = _check_dilation(dilation, N)
     near = _window_mask(window, dilation, causal)
-    options = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
     if token_kinds is None:
         return attention(q, k, v, mask=near, **options)
     _check_token_kinds(token_kinds, B, T)
-    _check_global_projections((q, k, v), (q_global, k_global, v_global))
+    far_q, far_k, far_v = _check_global_projections((q, k, v), (q_global, k_global, v_global))
     tokens = _sort_tokens(jnp.broadcast_to(jnp.asarray(token_kinds), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
@@ -130,7 +130,7 @@ def longformer_attention(
     layout = _local_layout(tokens, window, dilation, causal, near, tiles)
     out = attention(q, *(tokens.sorted(x) for x in (k, v)), mask=layout, **options)
     rows = _global_rows(tokens, causal)
-    out_global = attention(tokens.sorted(q_global), k_global, v_global, mask=rows, q_positions=tokens.order, **options)
+    out_global = attention(tokens.sorted(far_q), far_k, far_v, mask=rows, q_positions=tokens.order, **options)
     return jnp.where(tokens.is_global[:, :, None, None], tokens.unsorted(out_global), out)
 
 
@@ -307,7 +307,7 @@ def _check_token_kinds(token_kinds: Any, batch: int | None = None, length: int |
         raise ValueError(f"`token_kinds` must have shape {wanted}, one kind per token, got {shape}. Add or drop axes.")
 
 
-def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> None:
+def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> Sequence[Any]:
     """The second set of queries, keys and values is shaped like the first."""
     for name, local, other in zip("qkv", qkv, global_qkv, strict=True):
         if other is None:
@@ -318,6 +318,7 @@ def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> 
         if getattr(other, "shape", None) != local.shape or other.dtype != local.dtype:
             got = f"{other.dtype} {list(other.shape)}" if hasattr(other, "shape") else type(other).__name__
             raise ValueError(f"`{name}_global` must be like `{name}`, {local.dtype} {list(local.shape)}, got {got}.")
+    return global_qkv
 
 
 def _check_same_lengths(q_len: int, kv_len: int) -> None:
