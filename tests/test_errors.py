@@ -110,7 +110,7 @@ CALLS = [
     (TypeError, "`bias` as an array must be float, got bool", dict(bias=np.ones((5, 7), bool))),
     (ValueError, "`bias` must be broadcastable to [B, N, T, S]", dict(bias=jnp.ones((1, 2, 5, 7)))),
     (ValueError, "`bias` has rank 3", dict(bias=jnp.ones((6, 5, 7)))),
-    (ValueError, "`sinks` must be one float logit a query head, shape [6], got shape (3,)", dict(sinks=jnp.ones(3))),
+    (ValueError, "`sinks` must be one float logit per query head, shape [6], got shape (3,)", dict(sinks=jnp.ones(3))),
     (ValueError, "`dropout_rate` must be a Python float in [0, 1), got 1.0", dict(dropout_rate=1.0)),
     (ValueError, "dropout_rate=0.1 needs a `dropout_key`", dict(dropout_rate=0.1)),
     (ValueError, "`soft_cap` must be a Python float > 0 or None, got 0", dict(soft_cap=0)),

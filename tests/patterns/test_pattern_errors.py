@@ -78,7 +78,7 @@ CASES = {
     "mask shape": (
         lambda: bigbird(kv_mask=np.ones((2, 1, 1, 12))),
         ValueError,
-        "`kv_mask` must have shape [2, 12] (or [1, 12]), one entry a token, got (2, 1, 1, 12). Drop axes of size 1",
+        "`kv_mask` must have shape [2, 12] (or [1, 12]), one entry per token, got (2, 1, 1, 12). Drop axes of size 1",
     ),
     "mask length": (lambda: bigbird(q_mask=np.ones((2, 11))), ValueError, "`q_mask` must have shape [2, 12]"),
     "mask list": (
@@ -134,9 +134,9 @@ CASES = {
     "dilation": (
         lambda: longformer(dilation=0),
         ValueError,
-        "`dilation` must be an int >= 1, or a sequence of them, one a head, got 0.",
+        "`dilation` must be an int >= 1, or a sequence of them, one per head, got 0.",
     ),
-    "dilation float": (lambda: longformer(dilation=1.5), TypeError, "one a head, got 1.5."),
+    "dilation float": (lambda: longformer(dilation=1.5), TypeError, "one per head, got 1.5."),
     "dilation heads": (
         lambda: longformer(dilation=(1, 2)),
         ValueError,
@@ -160,7 +160,7 @@ CASES = {
     "kinds shape": (
         lambda: longformer(token_kinds=np.zeros((3, 12), int)),
         ValueError,
-        "`token_kinds` must have shape [2, 12] (or [1, 12]), one kind a token, got (3, 12).",
+        "`token_kinds` must have shape [2, 12] (or [1, 12]), one kind per token, got (3, 12).",
     ),
     "lengths": (
         lambda: longformer(X, X[:, :9], X[:, :9], X, X[:, :9], X[:, :9]),
