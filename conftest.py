@@ -1,6 +1,7 @@
 """Settings of every test, doctest and README block: it sits at the root because doctests live in the package."""
 
 import os
+from pathlib import Path
 
 # Both are read once, when JAX starts its backend, so they come before the first import of it.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -13,6 +14,11 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Compiled programs are kept for the next run of this checkout; LONGSPAN_TEST_CACHE=0 compiles everything anew.
+if os.environ.get("LONGSPAN_TEST_CACHE") != "0":
+    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent / "build" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 # Only modules imported from here on are checked, so nothing above may import longspan.
 jaxtyping.install_import_hook("longspan", "beartype.beartype")
@@ -54,6 +60,19 @@ def pytest_runtest_setup(item):
 
         if library.missing():
             pytest.skip(f"engine='cpu': {library.missing()}")
+
+
+MOST_TESTS = 40  # how many tests in a row may keep their programs: a process would grow to 5 GB over the suite
+_kept = 0
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Compiled programs go with the file that they were compiled for, or after so many tests of it."""
+    global _kept
+    _kept += 1
+    if nextitem is None or nextitem.path != item.path or _kept >= MOST_TESTS:
+        jax.clear_caches()
+        _kept = 0
 
 
 @pytest.fixture(autouse=True)
