@@ -1,6 +1,21 @@
 // Backward: the score tiles are computed again, then five products a tile in one pass over the queries. dq stays with
 // its tile of queries; dk and dv are summed in a buffer private to one chunk of the queries of one kv head, and the
 // chunks are added in a fixed order afterwards. How many chunks there are follows from shapes, never from threads.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "dropout.h"
+#include "gemm.h"
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 template <class R>
 struct BackwardTile {
@@ -379,3 +394,6 @@ struct BackwardJob {
            runner.run(p->B * p->K * ((p->S + kReduceRows - 1) / kReduceRows), reduce_task, this, 0);
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

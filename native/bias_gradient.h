@@ -1,6 +1,18 @@
 // Gradient of the bias, in a pass of its own over the same tiles: every task owns the part of the bias that it writes
 // and adds what falls on it in a fixed order, so nothing of size T x S is needed unless the bias has that size. If the
 // bias has no query axis, chunks of queries write partial sums of its shape, which are added in order.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backward.h"
+#include "isa.h"
+#include "problem.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 template <class R>
 struct BiasGradientJob {
@@ -81,3 +93,6 @@ struct BiasGradientJob {
     return true;
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

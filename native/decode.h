@@ -1,6 +1,19 @@
 // Decoding: few queries, all keys, bound by memory. Key and value rows are read once, in the order in which they lie in
 // memory, all kv heads of a slot together, which the hardware's prefetcher follows; head by head every row would be
 // another page. With so few queries the products run along the elements of a head, straight from where the rows are.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "forward.h"
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 // Of four rows: sums[row][lane] = q[lane] . k[row].
 template <class R, int LANES>
@@ -182,3 +195,6 @@ struct Stream {
       for (int64_t h = 0; h < width; h += L) store(out_row(g, lane) + h, load(out_row(g, lane) + h) * alpha[lane]);
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

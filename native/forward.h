@@ -1,5 +1,19 @@
 // Forward: online softmax over the key tiles that a tile of queries visits. Queries lie along the lanes, so the running
 // maximum and sum are vectors and no reduction across lanes exists.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "dropout.h"
+#include "gemm.h"
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 // lse = maximum + log(sum), and what that sum loses in rounding.
 template <class R>
@@ -196,5 +210,5 @@ struct ForwardTile {
   }
 };
 
-// Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
-static inline int64_t keys_per_tile(const Problem& p) { return p.H <= 128 ? kKeys : kKeys / 2; }
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,4 +1,18 @@
 // The forward pass as tasks: tiles of queries, pieces of the keys where there are too few of them, and their merging.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "decode.h"
+#include "forward.h"
+#include "isa.h"
+#include "problem.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 // Hands out tasks so that a thread stays with the head whose keys it has copied: from its own head first, then from one
 // that nobody has begun, then from any. Each of as many calls as there are tasks gets one.
@@ -153,3 +167,6 @@ static bool forward_of(const Problem& p, const Forward& f, Runner& runner) {
   ForwardJob<R, 2> job(p, f);
   return job.run(runner);
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

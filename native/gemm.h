@@ -3,6 +3,15 @@
 // Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read one
 // scalar at a time and broadcast. K and V need no transposition for that: with COLUMNS false A(m, k) = a[m * as + k]
 // (scores: m is a key), with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
+#pragma once
+
+#include <stdint.h>
+
+#include "isa.h"
+#include "simd.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB; C += AB; C = C * alpha + AB with one alpha a lane
 
@@ -68,3 +77,6 @@ static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, in
   if (i < m)
     rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

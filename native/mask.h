@@ -1,5 +1,15 @@
 // The mask's program, run on one tile: first as ranges (may anything, must everything be allowed?), and only if that
 // leaves the tile PARTIAL as truth bytes, one for each pair, laid out [key][query lane] as the score tile is.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "isa.h"
+#include "problem.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 constexpr int kLanes = 128;  // queries in a tile: many, because each tile of keys is copied once for all of them
 constexpr int kKeys = 64;    // keys in a tile, at most
@@ -439,3 +449,6 @@ static void summarize(TileMask<PANEL>& m, int keys, int lanes, const uint8_t* va
   }
   m.kind = m.lo < m.hi ? kIsPartial : kIsEmpty;
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,5 +1,12 @@
 // Vectors of one instruction set, and the three functions that the softmax needs on them.
-// Included once per instruction set, inside its namespace.
+#pragma once
+
+#include <stdint.h>
+
+#include "isa.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -209,3 +216,6 @@ static inline Vec<double> vtanh(Vec<double> x) {
   const Vec<double> far = (1.0 - e) / (1.0 + e);
   return a < 0.625 ? near : (x < 0.0 ? -far : far);
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

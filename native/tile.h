@@ -1,5 +1,17 @@
 // Between memory and tiles: conversions, packing of queries into lanes, copies of key and value rows, the walk over the
 // layout, bias tiles, dropout bits.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "isa.h"
+#include "mask.h"
+#include "problem.h"
+#include "simd.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 static inline uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
 static inline float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
@@ -169,6 +181,9 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
   }
   return !any_of<R>(bad);
 }
+
+// Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
+static inline int64_t keys_per_tile(const Problem& p) { return p.H <= 128 ? kKeys : kKeys / 2; }
 
 // A run of keys that is handled at once: at most `keys` of them, all in one layout tile if there are bit tiles.
 struct Piece {
@@ -437,3 +452,6 @@ struct Masker {
     return mask.kind != kIsEmpty;
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,10 +1,15 @@
 // A random call: shapes, inputs, a layout and a mask, and what the mask allows, pair by pair.
+#pragma once
+
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <random>
+#include <vector>
 
 #include "../program.h"
 
@@ -369,6 +374,42 @@ void Case::make_inputs() {
     call.roles[kSeed] = add(a);
     call.dropout_rate = 0.3;
     call.dropout_threshold = uint32_t(0.3 * 4294967296.0);
+  }
+}
+
+// NaN into keys that no query sees and queries that see no key.
+void Case::make_garbage() {
+  const int64_t G = N / K;
+  const bool biased = call.roles[kBias] >= 0;
+  for (int64_t i = 0; i < B * N * T * S; ++i) {
+    const int64_t s = i % S, t = i / S % T, n = i / S / T % N, b = i / S / T / N;
+    if (weight[size_t(i)] == 0) continue;
+    bool ok = rule(b, n, t, s);
+    if (ok && biased) {
+      const Array& a = call.rest[size_t(call.roles[kBias])];
+      ok = get(a, (((a.dims[0] > 1 ? b : 0) * a.dims[1] + (a.dims[1] > 1 ? n : 0)) * a.dims[2] + (a.dims[2] > 1 ? t : 0)) * a.dims[3] + (a.dims[3] > 1 ? s : 0)) != -INFINITY;
+    }
+    if (!ok) weight[size_t(i)] = 0;
+  }
+  std::vector<bool> key(size_t(B * K * S)), query(size_t(B * N * T));
+  for (int64_t i = 0; i < B * N * T * S; ++i)
+    if (weight[size_t(i)] > 0) {
+      const int64_t s = i % S, t = i / S % T, n = i / S / T % N, b = i / S / T / N;
+      key[size_t((b * K + n / G) * S + s)] = true;
+      query[size_t((b * N + n) * T + t)] = true;
+    }
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t n = 0; n < K; ++n)
+      for (int64_t s = 0; s < S; ++s)
+        if (!key[size_t((b * K + n) * S + s)])
+          for (int64_t h = 0; h < H; ++h) {
+            set(call.k, ((b * S + s) * K + n) * H + h, NAN);
+            set(call.v, ((b * S + s) * K + n) * H + h, chance(0.5) ? NAN : INFINITY);
+          }
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t t = 0; t < T; ++t)
+        if (!query[size_t((b * N + n) * T + t)])
+          for (int64_t h = 0; h < H; ++h) set(call.q, ((b * T + t) * N + n) * H + h, NAN);
   }
 }
 
