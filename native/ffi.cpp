@@ -1,11 +1,15 @@
 // The XLA custom calls. Every handler checks its arguments and answers with an error, never a crash.
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -221,8 +225,10 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
 }  // namespace
 }  // namespace longspan
 
+#define LONGSPAN_EXPORT extern "C" __attribute__((visibility("default")))
+
 #define LONGSPAN_HANDLER(name, fn)                                                                              \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {             \
+  LONGSPAN_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {                                               \
     static auto* handler = ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(fn).release(); \
     return handler->Call(frame);                                                                                \
   }
@@ -231,8 +237,10 @@ LONGSPAN_HANDLER(longspan_forward, longspan::forward)
 LONGSPAN_HANDLER(longspan_backward, longspan::backward)
 LONGSPAN_HANDLER(longspan_bias_gradient, longspan::bias_gradient)
 
+LONGSPAN_EXPORT int32_t longspan_abi() { return longspan::kAbi; }
+
 // The instruction sets that can run here, best first, separated by commas.
-extern "C" __attribute__((visibility("default"))) const char* longspan_isas() {
+LONGSPAN_EXPORT const char* longspan_isas() {
   static const std::string names = [] {
     std::string s;
     for (const longspan::Kernel* k : longspan::kernels_here()) s += (s.empty() ? "" : ",") + std::string(k->name);
