@@ -97,7 +97,8 @@ struct ForwardTile {
   // During a tile's last piece: the next tile's queries, and where this one's output goes.
   Ahead ahead_of(const QueryTile& tile, const Forward& f, int64_t steps) const {
     const int64_t size = size_of(p->type), at = tile.offset(*p, 0) * p->H, row = p->N * p->H;
-    const int64_t rows = lesser<int64_t>(tile.rows, p->T - tile.t - tile.rows), each = 1 + rows / greater<int64_t>(1, steps);
+    const int64_t rows = lesser<int64_t>(tile.rows, p->T - tile.t - tile.rows);
+    const int64_t each = 1 + rows / greater<int64_t>(1, steps);
     const char* q = static_cast<const char*>(p->q) + (at + tile.rows * row) * size;
     const char* out = static_cast<const char*>(f.out) + at * size_of(f.out_type);
     return {q, out, row * size, tile.heads * p->H * size, rows, each};

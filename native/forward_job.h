@@ -115,7 +115,8 @@ struct ForwardJob {
   void merge(int64_t i, void* scratch) {
     R* row = static_cast<R*>(scratch);
     QueryTile tile;
-    if (!tiling.at(*p, i / tiling.per_head / tiling.groups, i / tiling.per_head % tiling.groups, i % tiling.per_head, tile)) return;
+    const int64_t group = i / tiling.per_head;
+    if (!tiling.at(*p, group / tiling.groups, group % tiling.groups, i % tiling.per_head, tile)) return;
     for (int lane = 0; lane < tile.lanes(); ++lane) {
       R high = -kInf<R>, total = 0;
       for (int64_t s = 0; s < splits; ++s) {

@@ -1,8 +1,9 @@
 // The one micro-kernel under all seven matrix products: C[m, lanes] (+)= sum_k A(m, k) * B[k, lanes].
 //
-// Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read one
-// scalar at a time and broadcast. K and V need no transposition for that: with COLUMNS false A(m, k) = a[m * as + k]
-// (scores: m is a key), with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
+// Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read
+// one scalar at a time and broadcast. K and V need no transposition for that:
+// with COLUMNS false A(m, k) = a[m * as + k] (scores: m is a key),
+// with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
 #pragma once
 
 #include <stdint.h>

@@ -301,8 +301,8 @@ static void write_leaf(const Op& op, const TileAt& at, Row* out) {
     case kQSet: {
       uint8_t row[kLanes] = {0};
       for (int i = 0; i < q.count; ++i)
-        row[i] = (op.code == kQSet ? in_set(op.q_ids, op.width, q.pos[i])
-                                   : op.flags[at.b * op.q_stride + q.first + i] != 0) ? 0xFF : 0;
+        if (op.code == kQSet ? in_set(op.q_ids, op.width, q.pos[i]) : op.flags[at.b * op.q_stride + q.first + i] != 0)
+          row[i] = 0xFF;
       for (int s = 0; s < kv.count; ++s) __builtin_memcpy(out[s], row, kLanes);
       return;
     }

@@ -49,7 +49,9 @@ template <class R> using Vec = typename Simd<R>::V;
 
 template <class R> static inline Vec<R> load(const R* p) { return *reinterpret_cast<const Vec<R>*>(p); }
 template <class R> static inline void store(R* p, Vec<R> x) { *reinterpret_cast<Vec<R>*>(p) = x; }
-template <class R> static inline Vec<R> loose(const R* p) { return *reinterpret_cast<const typename Simd<R>::Loose*>(p); }
+template <class R> static inline Vec<R> loose(const R* p) {
+  return *reinterpret_cast<const typename Simd<R>::Loose*>(p);
+}
 
 template <class R> static inline Vec<R> splat(R x) {
   Vec<R> v;

@@ -52,7 +52,8 @@ template <class R> static inline R element(const void* data, Type type, int64_t 
   }
 }
 
-template <class R> static inline void read_row(R* __restrict out, const void* data, Type type, int64_t at, int64_t count) {
+template <class R>
+static inline void read_row(R* __restrict out, const void* data, Type type, int64_t at, int64_t count) {
   if (type == F32) {
     const float* __restrict x = static_cast<const float*>(data) + at;
     for (int64_t i = 0; i < count; ++i) out[i] = R(x[i]);
@@ -68,7 +69,8 @@ template <class R> static inline void read_row(R* __restrict out, const void* da
   }
 }
 
-template <class R> static inline void write_row(void* data, Type type, int64_t at, const R* __restrict x, int64_t count) {
+template <class R>
+static inline void write_row(void* data, Type type, int64_t at, const R* __restrict x, int64_t count) {
   if (type == F32) {
     float* __restrict out = static_cast<float*>(data) + at;
     for (int64_t i = 0; i < count; ++i) out[i] = float(x[i]);
@@ -155,7 +157,7 @@ static void from_panels(R* __restrict rows, const R* __restrict panels, const R*
   }
 }
 
-// Copies key or value rows of a tile, or zeros for those that are not `seen` (null: all are). False: some are not finite.
+// Copies key or value rows of a tile, or zeros for those not `seen` (null: all are). False: some are not finite.
 template <class R>
 static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
                       int count, const uint8_t* seen) {
@@ -191,8 +193,8 @@ struct Piece {
   int count;
 };
 
-// Asks for rows that are needed next, a few between every two blocks of a product: no hardware prefetcher follows rows that
-// lie far apart, and many requests at once would be waited for. Into the second cache: the first is full of this piece.
+// Asks for rows that are needed next, a few between every two blocks of a product: no hardware prefetcher follows rows
+// that lie far apart, and many at once would be waited for. Into the second cache: the first is full of this piece.
 struct Ahead {
   const char *k = nullptr, *v = nullptr;
   int64_t stride = 0, bytes = 0, rows = 0, each = 1;
@@ -206,8 +208,8 @@ struct Ahead {
   }
 };
 
-// Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy is worth
-// it: rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache and
+// Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy pays:
+// rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache and
 // need a page each. A head that fits is kept whole; of a longer one, the pieces that neighbouring tiles share.
 template <class R>
 struct KeyCache {

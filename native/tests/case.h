@@ -22,6 +22,8 @@ int64_t pick(int64_t lo, int64_t hi) { return lo + int64_t(rng() % uint64_t(hi -
 bool chance(double p) { return double(rng()) / 4294967296.0 < p; }
 double normal() { return std::normal_distribution<double>()(rng); }
 
+int64_t size_of(Type type) { return type == U8 ? 1 : type == F64 ? 8 : type == BF16 || type == F16 ? 2 : 4; }
+
 // Own storage for the arrays of a call, exactly as large as they are, so that AddressSanitizer sees the edges.
 struct Store {
   std::vector<std::unique_ptr<char[]>> all;
@@ -34,8 +36,7 @@ struct Store {
     a.type = type;
     int64_t n = 1;
     for (int64_t d : dims) a.dims[a.rank++] = d, n *= d;
-    const int64_t size = type == U8 ? 1 : type == F64 ? 8 : type == BF16 || type == F16 ? 2 : 4;
-    a.data = make<char>(n * size);
+    a.data = make<char>(n * size_of(type));
     return a;
   }
 };
@@ -44,6 +45,13 @@ int64_t count_of(const Array& a) {
   int64_t n = 1;
   for (int i = 0; i < a.rank; ++i) n *= a.dims[i];
   return n;
+}
+// Where an array that is broadcast to [B,N,T,S] has an element.
+int64_t broadcast_at(const Array& a, int64_t b, int64_t n, int64_t t, int64_t s) {
+  const int64_t at[4] = {b, n, t, s};
+  int64_t i = 0;
+  for (int axis = 0; axis < 4; ++axis) i = i * a.dims[axis] + (a.dims[axis] > 1 ? at[axis] : 0);
+  return i;
 }
 float bf16_to_float(uint16_t h) { uint32_t u = uint32_t(h) << 16; float x; std::memcpy(&x, &u, 4); return x; }
 uint16_t float_to_bf16(float x) { uint32_t u; std::memcpy(&u, &x, 4); return uint16_t((u + 0x7FFF + (u >> 16 & 1)) >> 16); }
@@ -204,13 +212,10 @@ Rule Case::leaf() {
       };
     }
     case 11: {
-      const int64_t d[4] = {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.7) ? T : 1, chance(0.7) ? S : 1};
-      const Array f = store.array(U8, {d[0], d[1], d[2], d[3]});
+      const Array f = store.array(U8, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.7) ? T : 1, chance(0.7) ? S : 1});
       for (int64_t i = 0; i < count_of(f); ++i) set(f, i, chance(0.5));
       words({kDense, add(f)});
-      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        return get(f, (((d[0] > 1 ? b : 0) * d[1] + (d[1] > 1 ? n : 0)) * d[2] + (d[2] > 1 ? t : 0)) * d[3] + (d[3] > 1 ? s : 0)) != 0;
-      };
+      return [=](int64_t b, int64_t n, int64_t t, int64_t s) { return get(f, broadcast_at(f, b, n, t, s)) != 0; };
     }
     default: {  // bits: some hash of the slots, stored for visited tiles only
       const Array& a = call.starts;
@@ -241,14 +246,17 @@ Rule Case::leaf() {
           most = std::max(most, list.size());
         }
       const Array bits = store.array(U8, {bl, nl, nq, int64_t(most), call.q_tile, stride});
-      std::memset(const_cast<void*>(bits.data), 0, size_t(count_of(bits)));
+      uint8_t* bytes = static_cast<uint8_t*>(const_cast<void*>(bits.data));
+      std::memset(bytes, 0, size_t(count_of(bits)));
       for (int64_t row = 0; row < bl * nl; ++row)
         for (int64_t i = 0; i < nq; ++i)
           for (size_t e = 0; e < visits[size_t(row * nq + i)].size(); ++e)
-            for (int64_t t = 0; t < call.q_tile; ++t)
+            for (int64_t t = 0; t < call.q_tile; ++t) {
+              uint8_t* out = bytes + (((row * nq + i) * int64_t(most) + int64_t(e)) * call.q_tile + t) * stride;
               for (int64_t s = 0; s < call.kv_tile; ++s)
                 if (truth(row / nl, row % nl, i * call.q_tile + t, visits[size_t(row * nq + i)][e] * call.kv_tile + s))
-                  static_cast<uint8_t*>(const_cast<void*>(bits.data))[(((row * nq + i) * int64_t(most) + int64_t(e)) * call.q_tile + t) * stride + s / 8] |= uint8_t(1 << s % 8);
+                  out[s / 8] |= uint8_t(1 << s % 8);
+            }
       words({kBits, add(bits)});
       return truth;
     }
@@ -387,7 +395,7 @@ void Case::make_garbage() {
     bool ok = rule(b, n, t, s);
     if (ok && biased) {
       const Array& a = call.rest[size_t(call.roles[kBias])];
-      ok = get(a, (((a.dims[0] > 1 ? b : 0) * a.dims[1] + (a.dims[1] > 1 ? n : 0)) * a.dims[2] + (a.dims[2] > 1 ? t : 0)) * a.dims[3] + (a.dims[3] > 1 ? s : 0)) != -INFINITY;
+      ok = get(a, broadcast_at(a, b, n, t, s)) != -INFINITY;
     }
     if (!ok) weight[size_t(i)] = 0;
   }
