@@ -19,8 +19,8 @@ struct BiasGradientJob {
   const Problem* p;
   const BiasGradient* g;
   Tiling tiling;
-  int64_t size;      // elements of the bias
-  int64_t pieces;    // tasks for one (batch, head) of the bias
+  int64_t size;    // elements of the bias
+  int64_t pieces;  // tasks for one (batch, head) of the bias
 
   BiasGradientJob(const Problem& problem, const BiasGradient& gradient) : p(&problem), g(&gradient), tiling(problem) {
     size = g->dims[0] * g->dims[1] * g->dims[2] * g->dims[3];
@@ -43,7 +43,7 @@ struct BiasGradientJob {
           QueryTile tile;
           if (!tiling.at(*p, b, n / tiling.heads, j, tile)) continue;
           work.cache.clear();  // another head
-          tile.n = n;  // one head at a time: its neighbours in a tile may own another part of the bias
+          tile.n = n;          // one head at a time: its neighbours in a tile may own another part of the bias
           tile.heads = 1;
           add_tile(work, tile, out);
         }

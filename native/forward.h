@@ -117,9 +117,11 @@ struct ForwardTile {
     const int first = m.first[panel], count = m.last[panel] - first;
     if (count <= 0) return;
     alignas(64) R alpha[PANEL];
-    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL, nullptr, ahead);
+    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL,
+                               nullptr, ahead);
     weigh(panel, first, count, alpha);
-    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL, alpha, ahead);
+    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL,
+                                 alpha, ahead);
   }
 
   // Products of queries and keys, in `s`, become weights.

@@ -26,7 +26,8 @@ struct ByHead {
   }
   int64_t take(int64_t own) {
     int64_t task = own >= 0 ? take_from(own) : -1;
-    for (int64_t head; task < 0 && (head = __atomic_fetch_add(taken + heads, 1, __ATOMIC_RELAXED)) < heads;) task = take_from(head);
+    for (int64_t head; task < 0 && (head = __atomic_fetch_add(taken + heads, 1, __ATOMIC_RELAXED)) < heads;)
+      task = take_from(head);
     for (int64_t head = 0; task < 0 && head < heads; ++head) task = take_from(head);
     return task;
   }
@@ -45,7 +46,8 @@ struct ForwardJob {
 
   ForwardJob(const Problem& problem, const Forward& forward) : p(&problem), f(&forward), tiling(problem) {
     const int64_t tiles = p->B * tiling.groups * tiling.per_head;
-    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits && tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
+    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits &&
+              tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
     splits = tiles < 16 ? greater<int64_t>(1, lesser<int64_t>(16, p->S / 1024)) : 1;
     if (streams) splits = greater<int64_t>(1, lesser<int64_t>(p->S / 1024, 32 / p->B));
     run_length = greater<int64_t>(1, lesser<int64_t>(8, tiles / 128));

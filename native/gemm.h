@@ -76,7 +76,8 @@ static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, in
   for (; i + MR <= m; i += MR, between())
     micro<R, MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
   if (i < m)
-    rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
+    rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc,
+                                       alpha);
 }
 
 }  // namespace

@@ -80,15 +80,16 @@ static inline void fill_equal(uint8_t* __restrict row, const int32_t* __restrict
   for (int i = 0; i < kLanes; ++i) row[i] = lanes[i] == value ? 0xFF : 0;
 }
 
-static inline int32_t clamp32(int64_t x) {
-  return int32_t(greater<int64_t>(INT32_MIN, lesser<int64_t>(INT32_MAX, x)));
-}
+static inline int32_t clamp32(int64_t x) { return int32_t(greater<int64_t>(INT32_MIN, lesser<int64_t>(INT32_MAX, x))); }
 
 static bool in_set(const int32_t* set, int64_t count, int32_t x) {
   int64_t lo = 0, hi = count;
   while (lo < hi) {
     const int64_t mid = (lo + hi) / 2;
-    if (set[mid] < x) lo = mid + 1; else hi = mid;
+    if (set[mid] < x)
+      lo = mid + 1;
+    else
+      hi = mid;
   }
   return lo < count && set[lo] == x;
 }
@@ -108,7 +109,9 @@ static Truth range_of_set(const Op& op, const Side& side) {
   return {inside > 0, inside == side.count};
 }
 
-static inline bool valid_id(const Op& op, int32_t id) { return op.sides == 0 ? id >= 0 : op.sides == 1 ? id != 0 : true; }
+static inline bool valid_id(const Op& op, int32_t id) {
+  return op.sides == 0 ? id >= 0 : op.sides == 1 ? id != 0 : true;
+}
 
 static Truth range_of_ids(const Op& op, const TileAt& at) {
   const int32_t* q = op.q_ids + at.b * op.q_stride + at.q->first;
@@ -294,7 +297,10 @@ static void write_leaf(const Op& op, const TileAt& at, Row* out) {
       const int32_t* k = op.kv_ids + at.b * op.kv_stride + kv.first;
       __builtin_memcpy(lanes, op.q_ids + at.b * op.q_stride + q.first, sizeof(int32_t) * size_t(q.count));
       for (int s = 0; s < kv.count; ++s)
-        if (valid_id(op, k[s])) fill_equal(out[s], lanes, k[s]); else fill_row(out[s], 0);
+        if (valid_id(op, k[s]))
+          fill_equal(out[s], lanes, k[s]);
+        else
+          fill_row(out[s], 0);
       return;
     }
     case kQFlags:

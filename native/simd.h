@@ -76,10 +76,18 @@ template <class R> static inline R sum_of(Vec<R> x) {
 // Lanes 0, 1, 2... as template arguments.
 template <int... J> struct Lanes {};
 template <int N> struct Upto;
-template <> struct Upto<2> { typedef Lanes<0, 1> all; };
-template <> struct Upto<4> { typedef Lanes<0, 1, 2, 3> all; };
-template <> struct Upto<8> { typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7> all; };
-template <> struct Upto<16> { typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> all; };
+template <> struct Upto<2> {
+  typedef Lanes<0, 1> all;
+};
+template <> struct Upto<4> {
+  typedef Lanes<0, 1, 2, 3> all;
+};
+template <> struct Upto<8> {
+  typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7> all;
+};
+template <> struct Upto<16> {
+  typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> all;
+};
 
 // Lanes of a and b, in which b's follow a's.
 template <class R, int... J> static inline Vec<R> pick(Vec<R> a, Vec<R> b) {
@@ -125,8 +133,8 @@ template <class R> static inline bool any_of(typename Simd<R>::I x) {
 constexpr float kInfF = __builtin_inff();
 template <class R> constexpr R kInf = R(__builtin_inf());
 
-// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed in
-// step: one alone would wait for each of its operations in turn.
+// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed
+// in step: one alone would wait for each of its operations in turn.
 template <int N>
 static inline __attribute__((always_inline)) void exp_each(Vec<float>* x) {
   typedef Simd<float>::I I;

@@ -13,8 +13,16 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-static inline uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
-static inline float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+static inline uint32_t bits_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return u;
+}
+static inline float float_of(uint32_t u) {
+  float x;
+  __builtin_memcpy(&x, &u, 4);
+  return x;
+}
 
 static inline float from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
 static inline uint16_t to_bf16(float x) {
@@ -140,7 +148,8 @@ static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t wi
 
 // rows[lane][h] of panels[panel][h][lane], each lane divided by its divisor, or zero where that is zero.
 template <class R, int PANEL>
-static void from_panels(R* __restrict rows, const R* __restrict panels, const R* __restrict divisors, int64_t width, int64_t H, int lanes) {
+static void from_panels(R* __restrict rows, const R* __restrict panels, const R* __restrict divisors, int64_t width,
+                        int64_t H, int lanes) {
   constexpr int L = Simd<R>::lanes;
   for (int lane = 0; lane < lanes; lane += L) {
     const Vec<R> divisor = load(divisors + lane), factor = R(1) / divisor;
@@ -245,14 +254,25 @@ struct KeyCache {
     const int64_t each = 1 + piece.count / greater<int64_t>(1, steps);
     if (has(piece)) {
       const int64_t at = piece.first / keys % slots * keys * width, bytes = width * int64_t(sizeof(R));
-      return {reinterpret_cast<const char*>(k + at), reinterpret_cast<const char*>(v + at), bytes, bytes, piece.count, each};
+      return {reinterpret_cast<const char*>(k + at),
+              reinterpret_cast<const char*>(v + at),
+              bytes,
+              bytes,
+              piece.count,
+              each};
     }
     const int64_t bytes = p->H * size_of(p->type), at = ((b * p->S + piece.first) * p->K + head) * bytes;
-    return {static_cast<const char*>(p->k) + at, static_cast<const char*>(p->v) + at, p->K * bytes, bytes, piece.count, each};
+    return {static_cast<const char*>(p->k) + at,
+            static_cast<const char*>(p->v) + at,
+            p->K * bytes,
+            bytes,
+            piece.count,
+            each};
   }
   // Points to the rows of a piece. Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
   // garbage has no effect, because its weight is zero.
-  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, const Piece& piece, bool partial, const uint8_t* seen) {
+  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, const Piece& piece, bool partial,
+           const uint8_t* seen) {
     const int64_t s0 = piece.first;
     const int n = piece.count;
     int64_t i = s0 / keys % slots;
@@ -306,7 +326,10 @@ struct Walk {
         first = inside >= 0 ? inside : start(interval);
         last = stop(interval);
         inside = -1;
-        if (first >= last) { ++interval; continue; }
+        if (first >= last) {
+          ++interval;
+          continue;
+        }
         if (single) {
           inside = first + 1;
           last = first + 1;
@@ -321,7 +344,8 @@ struct Walk {
       first = columns[column++];
       if (first < 0 || first >= l->nkv || covered(first)) continue;
       last = first + 1;
-      while (!single && column < column_count && columns[column] == last && last < l->nkv && !covered(last)) ++column, ++last;
+      while (!single && column < column_count && columns[column] == last && last < l->nkv && !covered(last))
+        ++column, ++last;
       break;
     }
     tile = first;

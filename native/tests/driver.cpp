@@ -91,7 +91,8 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
             const uint32_t* seed = static_cast<const uint32_t*>(call.rest[size_t(call.roles[kSeed])].data);
             const uint32_t u = mix(mix(mix(seed[0] + uint32_t(b)) ^ uint32_t(n)) + uint32_t(c.qp(b, t)));
             const uint32_t z = mix(mix(mix(seed[1] + uint32_t(b)) ^ uint32_t(n)) + uint32_t(c.qp(b, t)));
-            keep[size_t(s)] = mix(mix(uint32_t(c.kp(b, s)) ^ u) + z) >= call.dropout_threshold ? 1 / (1 - call.dropout_rate) : 0;
+            keep[size_t(s)] =
+                mix(mix(uint32_t(c.kp(b, s)) ^ u) + z) >= call.dropout_threshold ? 1 / (1 - call.dropout_rate) : 0;
           }
         }
         if (top == -INFINITY) {
@@ -108,7 +109,8 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
             for (int64_t h = 0; h < H; ++h)
               a.out[size_t(q0 + h)] += p[size_t(s)] * keep[size_t(s)] * get(call.v, ((b * S + s) * K + n / G) * H + h);
         }
-        for (int64_t h = 0; h < H; ++h) delta += a.out[size_t(q0 + h)] == 0 ? 0 : a.out[size_t(q0 + h)] * get(dout, q0 + h);
+        for (int64_t h = 0; h < H; ++h)
+          delta += a.out[size_t(q0 + h)] == 0 ? 0 : a.out[size_t(q0 + h)] * get(dout, q0 + h);
         a.delta[size_t(row)] = delta;
         for (int64_t s = 0; s < S; ++s) {
           if (!(p[size_t(s)] > 0)) continue;
@@ -132,10 +134,12 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
 
 int failures = 0;
 
-void compare(const char* name, const Array& got, const std::vector<double>& want, double eps, int seed, const char* isa) {
+void compare(const char* name, const Array& got, const std::vector<double>& want, double eps, int seed,
+             const char* isa) {
   double size = 1e-3, worst = 0;
   int64_t at = -1;
-  for (double x : want) if (std::isfinite(x)) size = std::max(size, std::fabs(x));
+  for (double x : want)
+    if (std::isfinite(x)) size = std::max(size, std::fabs(x));
   for (int64_t i = 0; i < int64_t(want.size()); ++i) {
     const double x = get(got, i), y = want[size_t(i)];
     const double error = std::isinf(y) ? (x == y ? 0 : INFINITY) : std::fabs(x - y) / size;
@@ -143,7 +147,8 @@ void compare(const char* name, const Array& got, const std::vector<double>& want
   }
   if (worst <= eps) return;
   ++failures;
-  std::printf("case %d %s: %s[%ld] = %g, want %g (error %g, allowed %g)\n", seed, isa, name, long(at), get(got, at), want[size_t(at)], worst, eps);
+  std::printf("case %d %s: %s[%ld] = %g, want %g (error %g, allowed %g)\n", seed, isa, name, long(at), get(got, at),
+              want[size_t(at)], worst, eps);
 }
 
 void run_case(int seed) {
@@ -174,20 +179,26 @@ void run_case(int seed) {
     return;
   }
   const double eps = c.type == F64 ? 1e-12 : c.type == F32 ? 3e-5 : c.type == F16 ? 3e-3 : 2e-2;
-  const int64_t unit = 64 / (stats == F64 ? 8 : 4), padded = (c.H + unit - 1) / unit * unit, rows = c.S + pick(0, 3) * c.S / 2;
+  const int64_t unit = 64 / (stats == F64 ? 8 : 4), padded = (c.H + unit - 1) / unit * unit,
+                rows = c.S + pick(0, 3) * c.S / 2;
   for (const Kernel* kernel : kernels_here()) {
     std::vector<std::string> bits;
     for (int threads : {1, 3}) {
-      const Array out = c.store.array(c.type, {c.B, c.T, c.N, c.H}), l = c.store.array(stats, {c.B, c.T, c.N}), low = c.store.array(stats, {c.B, c.T, c.N});
+      const Array out = c.store.array(c.type, {c.B, c.T, c.N, c.H}), l = c.store.array(stats, {c.B, c.T, c.N}),
+                  low = c.store.array(stats, {c.B, c.T, c.N});
       const Array dq = c.store.array(c.type, {c.B, c.T, c.N, c.H});
       const Array dk = c.store.array(c.type, {c.B, c.S, c.K, c.H}), dv = c.store.array(c.type, {c.B, c.S, c.K, c.H});
-      const Array sk = c.store.array(stats, {c.B, c.K, rows, padded}), sv = c.store.array(stats, {c.B, c.K, rows, padded});
-      std::vector<std::pair<const char*, Array>> results = {{"out", out}, {"lse", l}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
+      const Array sk = c.store.array(stats, {c.B, c.K, rows, padded}),
+                  sv = c.store.array(stats, {c.B, c.K, rows, padded});
+      std::vector<std::pair<const char*, Array>> results = {
+          {"out", out}, {"lse", l}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
       // Scratch from here is not aligned to vectors: XLA's buffers are, so give the kernels the same.
       std::unique_ptr<void, void (*)(void*)> ak(std::aligned_alloc(64, size_t(count_of(sk)) * 8 + 64), std::free);
       std::unique_ptr<void, void (*)(void*)> av(std::aligned_alloc(64, size_t(count_of(sv)) * 8 + 64), std::free);
       ThreadRunner runner(threads);
-      kernel->forward(built.problem, {const_cast<void*>(out.data), const_cast<void*>(l.data), const_cast<void*>(low.data), out.type}, runner);
+      kernel->forward(built.problem,
+                      {const_cast<void*>(out.data), const_cast<void*>(l.data), const_cast<void*>(low.data), out.type},
+                      runner);
       Backward g;
       std::string bad = check_backward(built.problem, given, dq, dk, dv, sk, sv, g);
       g.dq = const_cast<void*>(dq.data), g.dk = const_cast<void*>(dk.data), g.dv = const_cast<void*>(dv.data);
