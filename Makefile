@@ -23,8 +23,8 @@ help:
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
 	@echo "make native-test  the kernel against a naive loop, under the address, undefined and thread sanitizers"
 	@echo "make native-arm64  the same comparison, compiled for arm64 and emulated"
-	@echo "make lint       ruff and pyright"
-	@echo "make format     let ruff rewrite the files"
+	@echo "make lint       ruff, pyright and clang-format"
+	@echo "make format     let ruff and clang-format rewrite the files"
 	@echo "make bench      the benchmarks"
 	@echo "make lock       pin the newest versions that pyproject.toml allows"
 	@echo "make clean      remove caches and build products; distclean also removes $(VENV)"
@@ -43,7 +43,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The library goes where an editable installation looks for it: longspan/engines/_longspan.so
+# The library goes where an editable installation looks for it: longspan/engines/cpu/_longspan.so
 native: $(READY)
 	cmake -S . -B build/native -DSKBUILD_STATE=editable -DPython_EXECUTABLE=$(abspath $(BIN))/python
 	cmake --build build/native
@@ -91,14 +91,18 @@ $(PARITY)/.ready: requirements.lock pyproject.toml
 parity: $(PARITY)/.ready
 	$(PARITY)/bin/python -m pytest -n $(JOBS) -m "parity or checkpoint" $(ARGS)
 
+CPP := $(wildcard native/*.h native/*.cpp native/tests/*.h native/tests/*.cpp)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/pyright --warnings
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

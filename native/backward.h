@@ -1,6 +1,21 @@
 // Backward: the score tiles are computed again, then five products a tile in one pass over the queries. dq stays with
 // its tile of queries; dk and dv are summed in a buffer private to one chunk of the queries of one kv head, and the
 // chunks are added in a fixed order afterwards. How many chunks there are follows from shapes, never from threads.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "dropout.h"
+#include "gemm.h"
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 template <class R>
 struct BackwardTile {
@@ -9,12 +24,12 @@ struct BackwardTile {
   Masker<R, PANEL> masker;
   R *q_rows, *do_rows, *q, *dout, *dq;  // rows [kLanes][width]; panels [panel][H][PANEL]
   KeyCache<R> cache;
-  const R *k, *v;                       // the tile's keys and values [keys][width]
-  R *w, *ds, *slope;                    // weights, their gradients, soft_cap's slope [keys][kLanes]
+  const R *k, *v;     // the tile's keys and values [keys][width]
+  R *w, *ds, *slope;  // weights, their gradients, soft_cap's slope [keys][kLanes]
   R *lse, *lse_low, *delta;
   int64_t width, keys;
   DropoutLanes drop;
-  bool garbage;                         // some row of q or dout is not finite
+  bool garbage;  // some row of q or dout is not finite
   uint8_t bad[kLanes];
   const Backward* g;
 
@@ -61,7 +76,8 @@ struct BackwardTile {
     garbage = false;
     for (int i = 0; i < kLanes; ++i) {
       typename Simd<R>::I some = {};
-      for (int64_t h = i * width; h < (i + 1) * width; h += L) some |= not_finite<R>(load(q_rows + h)) | not_finite<R>(load(do_rows + h));
+      for (int64_t h = i * width; h < (i + 1) * width; h += L)
+        some |= not_finite<R>(load(q_rows + h)) | not_finite<R>(load(do_rows + h));
       bad[i] = any_of<R>(some);
       garbage |= bad[i] != 0;
     }
@@ -215,7 +231,8 @@ struct BackwardTile {
 
   void add_rows(int step, int64_t lanes, const R* a, const R* rows, R* out, int64_t padded) {
     int64_t h = 0;
-    for (; h + PANEL <= width; h += PANEL) gemm<R, NV, false, kAdd>(step, lanes, a, kLanes, rows + h, width, out + h, padded);
+    for (; h + PANEL <= width; h += PANEL)
+      gemm<R, NV, false, kAdd>(step, lanes, a, kLanes, rows + h, width, out + h, padded);
     if (h < width) gemm<R, 1, false, kAdd>(step, lanes, a, kLanes, rows + h, width, out + h, padded);
   }
 
@@ -282,7 +299,8 @@ struct Chunks {
         int64_t* hull = hulls + 2 * (pair * count + c);
         hull[0] = p->S, hull[1] = 0;
         for (int64_t n = 0; n < (p->layout.n_stride ? heads_per_kv() : 1); ++n) {
-          const int64_t* row = tiles + 2 * Walk::layout_row(*p, pair / p->K, pair % p->K * heads_per_kv() + n) * p->layout.nq;
+          const int64_t* row =
+              tiles + 2 * Walk::layout_row(*p, pair / p->K, pair % p->K * heads_per_kv() + n) * p->layout.nq;
           for (int64_t j = first_tile(c); j < first_tile(c + 1); ++j) {
             const int64_t* t = row + 2 * (j / tiling.tiles_per_layout_tile);
             hull[0] = lesser(hull[0], t[0]);
@@ -379,3 +397,6 @@ struct BackwardJob {
            runner.run(p->B * p->K * ((p->S + kReduceRows - 1) / kReduceRows), reduce_task, this, 0);
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

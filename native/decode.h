@@ -1,6 +1,19 @@
 // Decoding: few queries, all keys, bound by memory. Key and value rows are read once, in the order in which they lie in
 // memory, all kv heads of a slot together, which the hardware's prefetcher follows; head by head every row would be
 // another page. With so few queries the products run along the elements of a head, straight from where the rows are.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "forward.h"
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 // Of four rows: sums[row][lane] = q[lane] . k[row].
 template <class R, int LANES>
@@ -23,7 +36,8 @@ static inline void dot_rows(R* sums, int64_t stride, const R* q, int64_t width, 
 
 // out[lane] += sum over four rows of weights[row][lane] * v[row].
 template <class R, int LANES>
-static inline void add_weighted(R* __restrict out, int64_t width, const R* __restrict weights, int64_t stride, const R* const* v) {
+static inline void add_weighted(R* __restrict out, int64_t width, const R* __restrict weights, int64_t stride,
+                                const R* const* v) {
   constexpr int L = Simd<R>::lanes;
   const R *v0 = v[0], *v1 = v[1], *v2 = v[2], *v3 = v[3];
   Vec<R> w[4][LANES];
@@ -106,7 +120,8 @@ struct Stream {
     for (int64_t g = 0; g < tiling->groups; ++g) weigh(b, g, piece);
     each_row(b, piece, p->v, [&](int64_t g, int key, const R* const* rows) {
       int lane = 0;
-      for (; lane + 2 <= lanes; lane += 2) add_weighted<R, 2>(out_row(g, lane), width, scores(g, key) + lane, PANEL, rows);
+      for (; lane + 2 <= lanes; lane += 2)
+        add_weighted<R, 2>(out_row(g, lane), width, scores(g, key) + lane, PANEL, rows);
       if (lane < lanes) add_weighted<R, 1>(out_row(g, lane), width, scores(g, key) + lane, PANEL, rows);
     });
   }
@@ -182,3 +197,6 @@ struct Stream {
       for (int64_t h = 0; h < width; h += L) store(out_row(g, lane) + h, load(out_row(g, lane) + h) * alpha[lane]);
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,4 +1,15 @@
 // The hash of longspan/dropout.py on lanes: what depends on the query is mixed once a tile, the rest once a weight.
+#pragma once
+
+#include <stdint.h>
+
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 struct DropoutLanes {
   alignas(64) uint32_t first[kLanes];
@@ -33,3 +44,6 @@ struct DropoutLanes {
     return __builtin_convertvector(kept, typename Simd<R>::I);
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,11 +1,15 @@
 // The XLA custom calls. Every handler checks its arguments and answers with an error, never a crash.
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -30,7 +34,8 @@ class PoolRunner final : public Runner {
     auto shared = std::make_shared<Shared>();
     shared->tasks = tasks;
     const int64_t helpers = std::min<int64_t>(pool_.num_threads(), tasks) - 1;
-    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([shared, fn, ctx, scratch_bytes] { work(*shared, fn, ctx, scratch_bytes); });
+    for (int64_t i = 0; i < helpers; ++i)
+      pool_.Schedule([shared, fn, ctx, scratch_bytes] { work(*shared, fn, ctx, scratch_bytes); });
     work(*shared, fn, ctx, scratch_bytes);
     std::unique_lock<std::mutex> lock(shared->mutex);
     shared->all_done.wait(lock, [&] { return shared->done == tasks; });
@@ -93,7 +98,8 @@ std::optional<Array> to_array(const ffi::AnyBuffer& buffer, std::string& error) 
     case ffi::F16: a.type = F16; break;
     case ffi::S32: a.type = I32; break;
     case ffi::U32: a.type = U32; break;
-    case ffi::U8: case ffi::PRED: a.type = U8; break;
+    case ffi::U8:
+    case ffi::PRED: a.type = U8; break;
     default: error = "an operand has a type that the kernel does not know"; return std::nullopt;
   }
   const auto dims = buffer.dimensions();
@@ -130,17 +136,26 @@ struct Common {
     std::vector<Array> all;
     for (size_t i = 0; i < args.size() && error.empty(); ++i) {
       auto buffer = args.get<ffi::AnyBuffer>(i);
-      if (!buffer.has_value()) { error = "an operand is no buffer"; return; }
+      if (!buffer.has_value()) {
+        error = "an operand is no buffer";
+        return;
+      }
       if (auto a = to_array(*buffer, error)) all.push_back(*a);
     }
     for (size_t i = 0; i < rets.size() && error.empty(); ++i) {
       auto buffer = rets.get<ffi::AnyBuffer>(i);
-      if (!buffer.has_value()) { error = "a result is no buffer"; return; }
+      if (!buffer.has_value()) {
+        error = "a result is no buffer";
+        return;
+      }
       if (auto a = to_array(**buffer, error)) results.push_back(*a);
       wish_for_huge_pages((*buffer)->untyped_data(), (*buffer)->size_bytes());
     }
     if (!error.empty()) return;
-    if (all.size() < 5 + own_count) { error = "too few operands: " + std::to_string(all.size()); return; }
+    if (all.size() < 5 + own_count) {
+      error = "too few operands: " + std::to_string(all.size());
+      return;
+    }
     call.q = all[0], call.k = all[1], call.v = all[2], call.starts = all[3], call.stops = all[4];
     own.assign(all.begin() + 5, all.begin() + 5 + long(own_count));
     call.rest.assign(all.begin() + 5 + long(own_count), all.end());
@@ -185,7 +200,8 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   const std::string error = check_forward(c.built.problem, r[0], r[1], r[2]);
   if (!error.empty()) return invalid(error);
   PoolRunner runner(pool);
-  if (!c.kernel->forward(c.built.problem, {writable(r[0]), writable(r[1]), writable(r[2]), r[0].type}, runner)) return exhausted();
+  if (!c.kernel->forward(c.built.problem, {writable(r[0]), writable(r[1]), writable(r[2]), r[0].type}, runner))
+    return exhausted();
   return ffi::Error::Success();
 }
 
@@ -204,7 +220,8 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   return ffi::Error::Success();
 }
 
-ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         ffi::Dictionary attrs) {
   Common c(args, rets, 4, attrs);
   if (!c.error.empty()) return invalid(c.error);
   if (c.results.size() != 2) return invalid("bias_gradient has two results: dbias, scratch");
@@ -221,18 +238,23 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
 }  // namespace
 }  // namespace longspan
 
-#define LONGSPAN_HANDLER(name, fn)                                                                              \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {             \
-    static auto* handler = ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(fn).release(); \
-    return handler->Call(frame);                                                                                \
+#define LONGSPAN_EXPORT extern "C" __attribute__((visibility("default")))
+
+#define LONGSPAN_HANDLER(name, fn)                                                                        \
+  LONGSPAN_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {                                         \
+    static auto* handler =                                                                                \
+        ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(fn).release(); \
+    return handler->Call(frame);                                                                          \
   }
 
 LONGSPAN_HANDLER(longspan_forward, longspan::forward)
 LONGSPAN_HANDLER(longspan_backward, longspan::backward)
 LONGSPAN_HANDLER(longspan_bias_gradient, longspan::bias_gradient)
 
+LONGSPAN_EXPORT int32_t longspan_abi() { return longspan::kAbi; }
+
 // The instruction sets that can run here, best first, separated by commas.
-extern "C" __attribute__((visibility("default"))) const char* longspan_isas() {
+LONGSPAN_EXPORT const char* longspan_isas() {
   static const std::string names = [] {
     std::string s;
     for (const longspan::Kernel* k : longspan::kernels_here()) s += (s.empty() ? "" : ",") + std::string(k->name);

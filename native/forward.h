@@ -1,5 +1,19 @@
 // Forward: online softmax over the key tiles that a tile of queries visits. Queries lie along the lanes, so the running
 // maximum and sum are vectors and no reduction across lanes exists.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "dropout.h"
+#include "gemm.h"
+#include "isa.h"
+#include "problem.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 // lse = maximum + log(sum), and what that sum loses in rounding.
 template <class R>
@@ -83,7 +97,8 @@ struct ForwardTile {
   // During a tile's last piece: the next tile's queries, and where this one's output goes.
   Ahead ahead_of(const QueryTile& tile, const Forward& f, int64_t steps) const {
     const int64_t size = size_of(p->type), at = tile.offset(*p, 0) * p->H, row = p->N * p->H;
-    const int64_t rows = lesser<int64_t>(tile.rows, p->T - tile.t - tile.rows), each = 1 + rows / greater<int64_t>(1, steps);
+    const int64_t rows = lesser<int64_t>(tile.rows, p->T - tile.t - tile.rows);
+    const int64_t each = 1 + rows / greater<int64_t>(1, steps);
     const char* q = static_cast<const char*>(p->q) + (at + tile.rows * row) * size;
     const char* out = static_cast<const char*>(f.out) + at * size_of(f.out_type);
     return {q, out, row * size, tile.heads * p->H * size, rows, each};
@@ -102,9 +117,11 @@ struct ForwardTile {
     const int first = m.first[panel], count = m.last[panel] - first;
     if (count <= 0) return;
     alignas(64) R alpha[PANEL];
-    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL, nullptr, ahead);
+    gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, s, PANEL,
+                               nullptr, ahead);
     weigh(panel, first, count, alpha);
-    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL, alpha, ahead);
+    gemm<R, NV, true, kScaleAdd>(p->H, count, v + first * width, width, s, PANEL, out + panel * p->H * PANEL, PANEL,
+                                 alpha, ahead);
   }
 
   // Products of queries and keys, in `s`, become weights.
@@ -196,5 +213,5 @@ struct ForwardTile {
   }
 };
 
-// Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
-static inline int64_t keys_per_tile(const Problem& p) { return p.H <= 128 ? kKeys : kKeys / 2; }
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

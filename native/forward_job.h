@@ -1,4 +1,18 @@
 // The forward pass as tasks: tiles of queries, pieces of the keys where there are too few of them, and their merging.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "decode.h"
+#include "forward.h"
+#include "isa.h"
+#include "problem.h"
+#include "tile.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 // Hands out tasks so that a thread stays with the head whose keys it has copied: from its own head first, then from one
 // that nobody has begun, then from any. Each of as many calls as there are tasks gets one.
@@ -12,7 +26,8 @@ struct ByHead {
   }
   int64_t take(int64_t own) {
     int64_t task = own >= 0 ? take_from(own) : -1;
-    for (int64_t head; task < 0 && (head = __atomic_fetch_add(taken + heads, 1, __ATOMIC_RELAXED)) < heads;) task = take_from(head);
+    for (int64_t head; task < 0 && (head = __atomic_fetch_add(taken + heads, 1, __ATOMIC_RELAXED)) < heads;)
+      task = take_from(head);
     for (int64_t head = 0; task < 0 && head < heads; ++head) task = take_from(head);
     return task;
   }
@@ -31,7 +46,8 @@ struct ForwardJob {
 
   ForwardJob(const Problem& problem, const Forward& forward) : p(&problem), f(&forward), tiling(problem) {
     const int64_t tiles = p->B * tiling.groups * tiling.per_head;
-    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits && tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
+    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits &&
+              tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
     splits = tiles < 16 ? greater<int64_t>(1, lesser<int64_t>(16, p->S / 1024)) : 1;
     if (streams) splits = greater<int64_t>(1, lesser<int64_t>(p->S / 1024, 32 / p->B));
     run_length = greater<int64_t>(1, lesser<int64_t>(8, tiles / 128));
@@ -101,7 +117,8 @@ struct ForwardJob {
   void merge(int64_t i, void* scratch) {
     R* row = static_cast<R*>(scratch);
     QueryTile tile;
-    if (!tiling.at(*p, i / tiling.per_head / tiling.groups, i / tiling.per_head % tiling.groups, i % tiling.per_head, tile)) return;
+    const int64_t group = i / tiling.per_head;
+    if (!tiling.at(*p, group / tiling.groups, group % tiling.groups, i % tiling.per_head, tile)) return;
     for (int lane = 0; lane < tile.lanes(); ++lane) {
       R high = -kInf<R>, total = 0;
       for (int64_t s = 0; s < splits; ++s) {
@@ -153,3 +170,6 @@ static bool forward_of(const Problem& p, const Forward& f, Runner& runner) {
   ForwardJob<R, 2> job(p, f);
   return job.run(runner);
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,8 +1,18 @@
 // The one micro-kernel under all seven matrix products: C[m, lanes] (+)= sum_k A(m, k) * B[k, lanes].
 //
-// Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read one
-// scalar at a time and broadcast. K and V need no transposition for that: with COLUMNS false A(m, k) = a[m * as + k]
-// (scores: m is a key), with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
+// Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read
+// one scalar at a time and broadcast. K and V need no transposition for that:
+// with COLUMNS false A(m, k) = a[m * as + k] (scores: m is a key),
+// with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
+#pragma once
+
+#include <stdint.h>
+
+#include "isa.h"
+#include "simd.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 enum Mode { kStore, kAdd, kScaleAdd };  // C = AB; C += AB; C = C * alpha + AB with one alpha a lane
 
@@ -66,5 +76,9 @@ static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, in
   for (; i + MR <= m; i += MR, between())
     micro<R, MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
   if (i < m)
-    rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);
+    rest<R, MR - 1, NV, COLUMNS, MODE>(int(m - i), kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc,
+                                       alpha);
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

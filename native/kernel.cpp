@@ -1,28 +1,17 @@
 // The kernels of one instruction set. CMake compiles this file several times, each time with other machine flags and
 // another LONGSPAN_ISA, the namespace; run-time choice is in dispatch.cpp.
-#include <stdlib.h>
-
+#include "backward.h"
+#include "bias_gradient.h"
+#include "forward_job.h"
+#include "isa.h"
 #include "problem.h"
+#include "simd.h"
 
 #define LONGSPAN_NAME_(x) #x
 #define LONGSPAN_NAME(x) LONGSPAN_NAME_(x)
 
-namespace longspan {
-namespace LONGSPAN_ISA {
+namespace longspan::LONGSPAN_ISA {
 namespace {
-
-static inline int64_t keys_per_tile(const Problem& p);
-
-#include "simd.h"
-#include "gemm.h"
-#include "mask.h"
-#include "tile.h"
-#include "dropout.h"
-#include "forward.h"
-#include "decode.h"
-#include "forward_job.h"
-#include "backward.h"
-#include "bias_gradient.h"
 
 bool forward(const Problem& p, const Forward& f, Runner& runner) {
   return p.type == F64 ? forward_of<double>(p, f, runner) : forward_of<float>(p, f, runner);
@@ -53,5 +42,4 @@ bool bias_gradient(const Problem& p, const BiasGradient& g, Runner& runner) {
 extern const Kernel kernel;
 const Kernel kernel = {LONGSPAN_NAME(LONGSPAN_ISA), kVectorBytes, forward, backward, bias_gradient};
 
-}  // namespace LONGSPAN_ISA
-}  // namespace longspan
+}  // namespace longspan::LONGSPAN_ISA

@@ -1,5 +1,15 @@
 // The mask's program, run on one tile: first as ranges (may anything, must everything be allowed?), and only if that
 // leaves the tile PARTIAL as truth bytes, one for each pair, laid out [key][query lane] as the score tile is.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "isa.h"
+#include "problem.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 constexpr int kLanes = 128;  // queries in a tile: many, because each tile of keys is copied once for all of them
 constexpr int kKeys = 64;    // keys in a tile, at most
@@ -70,15 +80,16 @@ static inline void fill_equal(uint8_t* __restrict row, const int32_t* __restrict
   for (int i = 0; i < kLanes; ++i) row[i] = lanes[i] == value ? 0xFF : 0;
 }
 
-static inline int32_t clamp32(int64_t x) {
-  return int32_t(greater<int64_t>(INT32_MIN, lesser<int64_t>(INT32_MAX, x)));
-}
+static inline int32_t clamp32(int64_t x) { return int32_t(greater<int64_t>(INT32_MIN, lesser<int64_t>(INT32_MAX, x))); }
 
 static bool in_set(const int32_t* set, int64_t count, int32_t x) {
   int64_t lo = 0, hi = count;
   while (lo < hi) {
     const int64_t mid = (lo + hi) / 2;
-    if (set[mid] < x) lo = mid + 1; else hi = mid;
+    if (set[mid] < x)
+      lo = mid + 1;
+    else
+      hi = mid;
   }
   return lo < count && set[lo] == x;
 }
@@ -98,7 +109,9 @@ static Truth range_of_set(const Op& op, const Side& side) {
   return {inside > 0, inside == side.count};
 }
 
-static inline bool valid_id(const Op& op, int32_t id) { return op.sides == 0 ? id >= 0 : op.sides == 1 ? id != 0 : true; }
+static inline bool valid_id(const Op& op, int32_t id) {
+  return op.sides == 0 ? id >= 0 : op.sides == 1 ? id != 0 : true;
+}
 
 static Truth range_of_ids(const Op& op, const TileAt& at) {
   const int32_t* q = op.q_ids + at.b * op.q_stride + at.q->first;
@@ -284,15 +297,18 @@ static void write_leaf(const Op& op, const TileAt& at, Row* out) {
       const int32_t* k = op.kv_ids + at.b * op.kv_stride + kv.first;
       __builtin_memcpy(lanes, op.q_ids + at.b * op.q_stride + q.first, sizeof(int32_t) * size_t(q.count));
       for (int s = 0; s < kv.count; ++s)
-        if (valid_id(op, k[s])) fill_equal(out[s], lanes, k[s]); else fill_row(out[s], 0);
+        if (valid_id(op, k[s]))
+          fill_equal(out[s], lanes, k[s]);
+        else
+          fill_row(out[s], 0);
       return;
     }
     case kQFlags:
     case kQSet: {
       uint8_t row[kLanes] = {0};
       for (int i = 0; i < q.count; ++i)
-        row[i] = (op.code == kQSet ? in_set(op.q_ids, op.width, q.pos[i])
-                                   : op.flags[at.b * op.q_stride + q.first + i] != 0) ? 0xFF : 0;
+        if (op.code == kQSet ? in_set(op.q_ids, op.width, q.pos[i]) : op.flags[at.b * op.q_stride + q.first + i] != 0)
+          row[i] = 0xFF;
       for (int s = 0; s < kv.count; ++s) __builtin_memcpy(out[s], row, kLanes);
       return;
     }
@@ -439,3 +455,6 @@ static void summarize(TileMask<PANEL>& m, int keys, int lanes, const uint8_t* va
   }
   m.kind = m.lo < m.hi ? kIsPartial : kIsEmpty;
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

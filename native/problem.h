@@ -34,20 +34,25 @@ struct Number {
 
 // The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts.
 enum Code : int32_t {
-  kFull, kEmpty,     // -
-  kBand,             // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
-  kStride,           // number d:  (k_pos - q_pos) divisible by d
-  kChunk,            // number size:  floor(q_pos / size) == floor(k_pos / size)
-  kPrefix,           // number n:  k_pos < n
-  kKvLength,         // number n:  kv slot < n
-  kIds,              // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
-  kQFlags, kKvFlags, // operand bool [B|1,T] / [B|1,S]
-  kQSet, kKvSet,     // operand: ascending positions int32 [M]
-  kBlocks,           // operand table int32 [N|1,nq,r], block size: kv blocks listed for a q block, by slot
-  kDense,            // operand bool [B|1,N|1,T|1,S|1]
-  kBits,             // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit a pair of every visited tile
-  kPerHead,          // count, length of each part in words, the parts
-  kAnd, kOr, kNot,   // -
+  kFull,      // -
+  kEmpty,     // -
+  kBand,      // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
+  kStride,    // number d:  (k_pos - q_pos) divisible by d
+  kChunk,     // number size:  floor(q_pos / size) == floor(k_pos / size)
+  kPrefix,    // number n:  k_pos < n
+  kKvLength,  // number n:  kv slot < n
+  kIds,       // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
+  kQFlags,    // operand bool [B|1,T]
+  kKvFlags,   // operand bool [B|1,S]
+  kQSet,      // operand: ascending positions int32 [M]
+  kKvSet,     // the same, of keys
+  kBlocks,    // operand table int32 [N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kDense,     // operand bool [B|1,N|1,T|1,S|1]
+  kBits,      // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
+  kPerHead,   // count, length of each part in words, the parts
+  kAnd,       // -
+  kOr,        // -
+  kNot,       // -
 };
 
 struct Op {
@@ -61,7 +66,7 @@ struct Op {
   int64_t head_stride = 0, rows = 0, width = 0;  // tables: of a head; q blocks; entries in a row. Sets: width positions
   int64_t block = 0;
   View4 view;
-  int64_t first = 0, count = 0, next = 0;        // PerHead: parts in Problem::parts, the op after the last part
+  int64_t first = 0, count = 0, next = 0;  // PerHead: parts in Problem::parts, the op after the last part
 };
 
 struct Layout {
@@ -103,16 +108,16 @@ struct Problem {
 };
 
 struct Forward {
-  void* out = nullptr;  // [B,T,N,H]
-  void* lse = nullptr;  // [B,T,N] float, or double for F64
+  void* out = nullptr;      // [B,T,N,H]
+  void* lse = nullptr;      // [B,T,N] float, or double for F64
   void* lse_low = nullptr;  // what lse lost in rounding: where scores are -1e9, a sum's logarithm is lost in it
-  Type out_type = F32;  // the inputs' or lse's
+  Type out_type = F32;      // the inputs' or lse's
 };
 
 struct Backward {
   const void *lse = nullptr, *lse_low = nullptr;  // [B,T,N]
-  const void* dout = nullptr;   // [B,T,N,H]
-  const void* delta = nullptr;  // [B,T,N]: sum(dout * out) - dlse
+  const void* dout = nullptr;                     // [B,T,N,H]
+  const void* delta = nullptr;                    // [B,T,N]: sum(dout * out) - dlse
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
   void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,rows,padded H] float, or double for F64
   int64_t rows = 0;                                   // at least S; more rows let more chunks of queries run at once
@@ -129,8 +134,8 @@ struct BiasGradient {
   int64_t chunks = 1;
 };
 
-// Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread, and
-// its first kFreshBytes are zero before the thread's first task. False: out of memory, and nothing useful was done.
+// Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread,
+// and its first kFreshBytes are zero before the thread's first task. False: out of memory, and nothing useful was done.
 constexpr size_t kFreshBytes = 64;
 typedef void (*TaskFn)(void* ctx, int64_t task, void* scratch);
 struct Runner {

@@ -56,7 +56,8 @@ class Decoder {
 
   Array operand(const char* name) {
     const int32_t i = word();
-    if (error_.empty() && (i < 0 || i >= int32_t(call_.rest.size()))) fail(std::string(name) + ": no operand " + std::to_string(i));
+    if (error_.empty() && (i < 0 || i >= int32_t(call_.rest.size())))
+      fail(std::string(name) + ": no operand " + std::to_string(i));
     return error_.empty() ? call_.rest[size_t(i)] : Array();
   }
 
@@ -67,7 +68,8 @@ class Decoder {
     if (kind != 1) return fail("a number is a literal (0) or an operand (1)"), n;
     const Array a = operand("number");
     if (!error_.empty()) return n;
-    if (a.type != I32 || a.rank > 1 || (a.rank == 1 && !one_or(a.dims[0], p_.B))) return fail(bad("a number", "int32 [] or [B]", a)), n;
+    if (a.type != I32 || a.rank > 1 || (a.rank == 1 && !one_or(a.dims[0], p_.B)))
+      return fail(bad("a number", "int32 [] or [B]", a)), n;
     n.data = static_cast<const int32_t*>(a.data);
     n.stride = a.rank == 1 && a.dims[0] > 1;
     return n;
@@ -83,15 +85,20 @@ class Decoder {
 
   void leaf(Op& op) {
     switch (op.code) {
-      case kFull: case kEmpty: break;
+      case kFull:
+      case kEmpty: break;
       case kBand:
         op.sides = word();
         op.lo = number();
         op.hi = number();
         break;
-      case kStride: case kChunk: case kPrefix: case kKvLength:
+      case kStride:
+      case kChunk:
+      case kPrefix:
+      case kKvLength:
         op.lo = number();
-        if (!op.lo.data && op.lo.value < 1 && (op.code == kStride || op.code == kChunk)) fail("size must be at least 1");
+        if (!op.lo.data && op.lo.value < 1 && (op.code == kStride || op.code == kChunk))
+          fail("size must be at least 1");
         break;
       case kIds:
         op.sides = word();
@@ -101,7 +108,8 @@ class Decoder {
         break;
       case kQFlags: op.flags = static_cast<const uint8_t*>(rows("q_flags", U8, p_.T, op.q_stride)); break;
       case kKvFlags: op.flags = static_cast<const uint8_t*>(rows("kv_flags", U8, p_.S, op.kv_stride)); break;
-      case kQSet: case kKvSet: {
+      case kQSet:
+      case kKvSet: {
         const Array a = operand("positions");
         if (error_.empty() && (a.type != I32 || a.rank != 1)) fail(bad("positions", "int32 [M]", a));
         op.q_ids = static_cast<const int32_t*>(a.data);
@@ -118,7 +126,8 @@ class Decoder {
   void blocks(Op& op) {
     const Array a = operand("block table");
     op.block = word();
-    if (error_.empty() && (a.type != I32 || a.rank != 3 || !one_or(a.dims[0], p_.N))) fail(bad("block table", "int32 [N or 1, nq, r]", a));
+    if (error_.empty() && (a.type != I32 || a.rank != 3 || !one_or(a.dims[0], p_.N)))
+      fail(bad("block table", "int32 [N or 1, nq, r]", a));
     if (op.block < 1) fail("block size must be at least 1");
     op.q_ids = static_cast<const int32_t*>(a.data);
     op.rows = a.dims[1];
@@ -145,13 +154,15 @@ class Decoder {
     const Array a = operand("bit tiles");
     const Layout& l = p_.layout;
     const Array& s = call_.starts;
-    if (error_.empty() && (a.type != U8 || !is_shape(a, {s.dims[0], s.dims[1], l.nq, a.dims[3], l.q_tile, (l.kv_tile + 7) / 8})))
+    if (error_.empty() &&
+        (a.type != U8 || !is_shape(a, {s.dims[0], s.dims[1], l.nq, a.dims[3], l.q_tile, (l.kv_tile + 7) / 8})))
       fail(bad("bit tiles", "uint8 [Bl,Nl,nq,visits,q_tile,kv_tile/8]", a));
     op.flags = static_cast<const uint8_t*>(a.data);
     op.width = a.dims[3];
     p_.has_bits = true;
     if (error_.empty() && most_visits() > op.width)
-      fail("the layout visits " + std::to_string(most_visits()) + " tiles in a row, but bits are stored for " + std::to_string(op.width));
+      fail("the layout visits " + std::to_string(most_visits()) + " tiles in a row, but bits are stored for " +
+           std::to_string(op.width));
   }
 
   int64_t most_visits() const {
@@ -228,15 +239,20 @@ class Decoder {
 };
 
 std::string build_inputs(const Call& c, Problem& p) {
-  if (c.q.rank != 4 || c.k.rank != 4) return "q must be [B,T,N,H] and k [B,S,K,H], got " + shape_of(c.q) + " and " + shape_of(c.k);
+  if (c.q.rank != 4 || c.k.rank != 4)
+    return "q must be [B,T,N,H] and k [B,S,K,H], got " + shape_of(c.q) + " and " + shape_of(c.k);
   p.B = c.q.dims[0], p.T = c.q.dims[1], p.N = c.q.dims[2], p.H = c.q.dims[3];
   p.S = c.k.dims[1], p.K = c.k.dims[2];
   p.type = c.q.type;
-  if (!is_float(p.type) || c.k.type != p.type || c.v.type != p.type) return "q, k and v must have one type: f32, f64, bf16 or f16";
+  if (!is_float(p.type) || c.k.type != p.type || c.v.type != p.type)
+    return "q, k and v must have one type: f32, f64, bf16 or f16";
   if (!is_shape(c.k, {p.B, p.S, p.K, p.H}) || !is_shape(c.v, {p.B, p.S, p.K, p.H}))
-    return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(c.k) + ", v " + shape_of(c.v);
-  if (p.B < 1 || p.T < 1 || p.S < 1 || p.N < 1) return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(c.k);
-  if (p.K < 1 || p.N % p.K) return "q has " + std::to_string(p.N) + " heads, not a multiple of k's " + std::to_string(p.K);
+    return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(c.k) + ", v " +
+           shape_of(c.v);
+  if (p.B < 1 || p.T < 1 || p.S < 1 || p.N < 1)
+    return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(c.k);
+  if (p.K < 1 || p.N % p.K)
+    return "q has " + std::to_string(p.N) + " heads, not a multiple of k's " + std::to_string(p.K);
   if (p.H < 1 || p.H > kMaxHead) return "head size must be 1 to 256, got " + std::to_string(p.H);
   if (p.T > INT32_MAX || p.S > INT32_MAX) return "T and S must be below 2^31";
   if (!(c.scale == c.scale) || !(c.soft_cap >= 0)) return "scale must be a number and soft_cap at least 0";
@@ -248,13 +264,15 @@ std::string build_inputs(const Call& c, Problem& p) {
 
 std::string build_layout(const Call& c, Problem& p) {
   Layout& l = p.layout;
-  if (c.q_tile < 1 || c.kv_tile < 1 || c.q_tile > INT32_MAX || c.kv_tile > INT32_MAX) return "q_tile and kv_tile must be at least 1";
+  if (c.q_tile < 1 || c.kv_tile < 1 || c.q_tile > INT32_MAX || c.kv_tile > INT32_MAX)
+    return "q_tile and kv_tile must be at least 1";
   l.q_tile = c.q_tile, l.kv_tile = c.kv_tile;
   l.nq = (p.T + l.q_tile - 1) / l.q_tile, l.nkv = (p.S + l.kv_tile - 1) / l.kv_tile;
   const Array &a = c.starts, &z = c.stops;
-  if (a.type != I32 || z.type != I32 || a.rank != 4 || !one_or(a.dims[0], p.B) || !one_or(a.dims[1], p.N) || a.dims[2] != l.nq ||
-      !is_shape(z, {a.dims[0], a.dims[1], a.dims[2], a.dims[3]}))
-    return "starts and stops must be int32 [B or 1, N or 1, " + std::to_string(l.nq) + ", P], got " + shape_of(a) + " and " + shape_of(z);
+  if (a.type != I32 || z.type != I32 || a.rank != 4 || !one_or(a.dims[0], p.B) || !one_or(a.dims[1], p.N) ||
+      a.dims[2] != l.nq || !is_shape(z, {a.dims[0], a.dims[1], a.dims[2], a.dims[3]}))
+    return "starts and stops must be int32 [B or 1, N or 1, " + std::to_string(l.nq) + ", P], got " + shape_of(a) +
+           " and " + shape_of(z);
   l.intervals = a.dims[3];
   l.starts = static_cast<const int32_t*>(a.data);
   l.stops = static_cast<const int32_t*>(z.data);
@@ -267,7 +285,8 @@ std::string build_layout(const Call& c, Problem& p) {
   const Array &list = c.rest[size_t(columns)], &n = c.rest[size_t(count)];
   if (list.type != I32 || list.rank != 3 || list.dims[0] != a.dims[0] || list.dims[1] != a.dims[1] || n.type != I32 ||
       !is_shape(n, {a.dims[0], a.dims[1]}))
-    return "columns must be int32 [Bl,Nl,C] and column_count int32 [Bl,Nl], got " + shape_of(list) + " and " + shape_of(n);
+    return "columns must be int32 [Bl,Nl,C] and column_count int32 [Bl,Nl], got " + shape_of(list) + " and " +
+           shape_of(n);
   l.columns = static_cast<const int32_t*>(list.data);
   l.column_count = static_cast<const int32_t*>(n.data);
   l.max_columns = list.dims[2];
@@ -283,19 +302,25 @@ std::string build_extras(const Call& c, Problem& p) {
     for (int i = 0; ok && i < 4; ++i) ok = one_or(a.dims[i], full[i]);
     if (!ok) return bad("bias", "a float array broadcastable to [B,N,T,S]", a);
     p.has_bias = true;
-    p.bias = {a.data, a.type, a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0, a.dims[1] > 1 ? a.dims[2] * a.dims[3] : 0,
-              a.dims[2] > 1 ? a.dims[3] : 0, a.dims[3] > 1};
+    p.bias = {a.data,
+              a.type,
+              a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0,
+              a.dims[1] > 1 ? a.dims[2] * a.dims[3] : 0,
+              a.dims[2] > 1 ? a.dims[3] : 0,
+              a.dims[3] > 1};
   }
   if (c.roles[kSinks] >= 0) {
     const Array a = given(kSinks);
-    if (!is_shape(a, {p.N}) || a.type != (p.type == F64 ? F64 : F32)) return bad("sinks", "float32 (float64 for float64) [N]", a);
+    if (!is_shape(a, {p.N}) || a.type != (p.type == F64 ? F64 : F32))
+      return bad("sinks", "float32 (float64 for float64) [N]", a);
     p.sinks = a.data;
   }
   for (int side = 0; side < 2; ++side) {
     if (c.roles[side ? kKvPos : kQPos] < 0) continue;
     const Array a = given(side ? kKvPos : kQPos);
     const int64_t length = side ? p.S : p.T;
-    if (a.type != I32 || a.rank != 2 || !one_or(a.dims[0], p.B) || a.dims[1] != length) return bad("positions", "int32 [B or 1, length]", a);
+    if (a.type != I32 || a.rank != 2 || !one_or(a.dims[0], p.B) || a.dims[1] != length)
+      return bad("positions", "int32 [B or 1, length]", a);
     (side ? p.kv_pos : p.q_pos) = static_cast<const int32_t*>(a.data);
     (side ? p.kv_pos_stride : p.q_pos_stride) = a.dims[0] > 1 ? length : 0;
   }
@@ -329,7 +354,8 @@ bool is_stats(const Problem& p, const Array& a) { return a.type == stats(p) && i
 std::string build(const Call& call, Built& built) {
   if (call.roles.size() != kRoles) return "roles must have " + std::to_string(int(kRoles)) + " entries";
   for (int32_t r : call.roles)
-    if (r < -1 || r >= int32_t(call.rest.size())) return "a role names operand " + std::to_string(r) + ", which is not there";
+    if (r < -1 || r >= int32_t(call.rest.size()))
+      return "a role names operand " + std::to_string(r) + ", which is not there";
   Problem& p = built.problem;
   std::string error = build_inputs(call, p);
   if (error.empty()) error = build_layout(call, p);
@@ -342,7 +368,8 @@ std::string build(const Call& call, Built& built) {
 }
 
 std::string check_forward(const Problem& p, const Array& out, const Array& lse, const Array& lse_low) {
-  if (!is_shape(out, {p.B, p.T, p.N, p.H}) || (out.type != p.type && out.type != stats(p))) return bad("out", "like q or of lse's type", out);
+  if (!is_shape(out, {p.B, p.T, p.N, p.H}) || (out.type != p.type && out.type != stats(p)))
+    return bad("out", "like q or of lse's type", out);
   for (const Array* a : {&lse, &lse_low})
     if (!is_stats(p, *a)) return bad("lse and lse_low", "float32 (float64 for float64) [B,T,N]", *a);
   return "";
@@ -363,7 +390,8 @@ std::string check_backward(const Problem& p, const Given& given, const Array& dq
     if (a->type != p.type || !is_shape(*a, {p.B, p.S, p.K, p.H})) return bad("dk and dv", "like k", *a);
   const int64_t size = p.type == F64 ? 8 : 4, padded = (p.H * size + kPadBytes - 1) / kPadBytes * kPadBytes / size;
   for (const Array* a : {&scratch_dk, &scratch_dv})
-    if (a->type != stats(p) || a->rank != 4 || scratch_dk.dims[2] < p.S || !is_shape(*a, {p.B, p.K, scratch_dk.dims[2], padded}))
+    if (a->type != stats(p) || a->rank != 4 || scratch_dk.dims[2] < p.S ||
+        !is_shape(*a, {p.B, p.K, scratch_dk.dims[2], padded}))
       return bad("scratch", "float32 (float64 for float64) [B,K,at least S," + std::to_string(padded) + "]", *a);
   g.lse = given.lse.data, g.lse_low = given.lse_low.data, g.dout = given.dout.data, g.delta = given.delta.data;
   g.rows = scratch_dk.dims[2];

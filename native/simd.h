@@ -1,5 +1,12 @@
 // Vectors of one instruction set, and the three functions that the softmax needs on them.
-// Included once per instruction set, inside its namespace.
+#pragma once
+
+#include <stdint.h>
+
+#include "isa.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -42,7 +49,9 @@ template <class R> using Vec = typename Simd<R>::V;
 
 template <class R> static inline Vec<R> load(const R* p) { return *reinterpret_cast<const Vec<R>*>(p); }
 template <class R> static inline void store(R* p, Vec<R> x) { *reinterpret_cast<Vec<R>*>(p) = x; }
-template <class R> static inline Vec<R> loose(const R* p) { return *reinterpret_cast<const typename Simd<R>::Loose*>(p); }
+template <class R> static inline Vec<R> loose(const R* p) {
+  return *reinterpret_cast<const typename Simd<R>::Loose*>(p);
+}
 
 template <class R> static inline Vec<R> splat(R x) {
   Vec<R> v;
@@ -67,10 +76,18 @@ template <class R> static inline R sum_of(Vec<R> x) {
 // Lanes 0, 1, 2... as template arguments.
 template <int... J> struct Lanes {};
 template <int N> struct Upto;
-template <> struct Upto<2> { typedef Lanes<0, 1> all; };
-template <> struct Upto<4> { typedef Lanes<0, 1, 2, 3> all; };
-template <> struct Upto<8> { typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7> all; };
-template <> struct Upto<16> { typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> all; };
+template <> struct Upto<2> {
+  typedef Lanes<0, 1> all;
+};
+template <> struct Upto<4> {
+  typedef Lanes<0, 1, 2, 3> all;
+};
+template <> struct Upto<8> {
+  typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7> all;
+};
+template <> struct Upto<16> {
+  typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> all;
+};
 
 // Lanes of a and b, in which b's follow a's.
 template <class R, int... J> static inline Vec<R> pick(Vec<R> a, Vec<R> b) {
@@ -116,8 +133,8 @@ template <class R> static inline bool any_of(typename Simd<R>::I x) {
 constexpr float kInfF = __builtin_inff();
 template <class R> constexpr R kInf = R(__builtin_inf());
 
-// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed in
-// step: one alone would wait for each of its operations in turn.
+// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed
+// in step: one alone would wait for each of its operations in turn.
 template <int N>
 static inline __attribute__((always_inline)) void exp_each(Vec<float>* x) {
   typedef Simd<float>::I I;
@@ -209,3 +226,6 @@ static inline Vec<double> vtanh(Vec<double> x) {
   const Vec<double> far = (1.0 - e) / (1.0 + e);
   return a < 0.625 ? near : (x < 0.0 ? -far : far);
 }
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

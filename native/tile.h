@@ -1,8 +1,28 @@
 // Between memory and tiles: conversions, packing of queries into lanes, copies of key and value rows, the walk over the
 // layout, bias tiles, dropout bits.
+#pragma once
 
-static inline uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
-static inline float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+#include <stddef.h>
+#include <stdint.h>
+
+#include "isa.h"
+#include "mask.h"
+#include "problem.h"
+#include "simd.h"
+
+namespace longspan::LONGSPAN_ISA {
+namespace {
+
+static inline uint32_t bits_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return u;
+}
+static inline float float_of(uint32_t u) {
+  float x;
+  __builtin_memcpy(&x, &u, 4);
+  return x;
+}
 
 static inline float from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
 static inline uint16_t to_bf16(float x) {
@@ -40,7 +60,8 @@ template <class R> static inline R element(const void* data, Type type, int64_t 
   }
 }
 
-template <class R> static inline void read_row(R* __restrict out, const void* data, Type type, int64_t at, int64_t count) {
+template <class R>
+static inline void read_row(R* __restrict out, const void* data, Type type, int64_t at, int64_t count) {
   if (type == F32) {
     const float* __restrict x = static_cast<const float*>(data) + at;
     for (int64_t i = 0; i < count; ++i) out[i] = R(x[i]);
@@ -56,7 +77,8 @@ template <class R> static inline void read_row(R* __restrict out, const void* da
   }
 }
 
-template <class R> static inline void write_row(void* data, Type type, int64_t at, const R* __restrict x, int64_t count) {
+template <class R>
+static inline void write_row(void* data, Type type, int64_t at, const R* __restrict x, int64_t count) {
   if (type == F32) {
     float* __restrict out = static_cast<float*>(data) + at;
     for (int64_t i = 0; i < count; ++i) out[i] = float(x[i]);
@@ -126,7 +148,8 @@ static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t wi
 
 // rows[lane][h] of panels[panel][h][lane], each lane divided by its divisor, or zero where that is zero.
 template <class R, int PANEL>
-static void from_panels(R* __restrict rows, const R* __restrict panels, const R* __restrict divisors, int64_t width, int64_t H, int lanes) {
+static void from_panels(R* __restrict rows, const R* __restrict panels, const R* __restrict divisors, int64_t width,
+                        int64_t H, int lanes) {
   constexpr int L = Simd<R>::lanes;
   for (int lane = 0; lane < lanes; lane += L) {
     const Vec<R> divisor = load(divisors + lane), factor = R(1) / divisor;
@@ -143,7 +166,7 @@ static void from_panels(R* __restrict rows, const R* __restrict panels, const R*
   }
 }
 
-// Copies key or value rows of a tile, or zeros for those that are not `seen` (null: all are). False: some are not finite.
+// Copies key or value rows of a tile, or zeros for those not `seen` (null: all are). False: some are not finite.
 template <class R>
 static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
                       int count, const uint8_t* seen) {
@@ -170,14 +193,17 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
   return !any_of<R>(bad);
 }
 
+// Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
+static inline int64_t keys_per_tile(const Problem& p) { return p.H <= 128 ? kKeys : kKeys / 2; }
+
 // A run of keys that is handled at once: at most `keys` of them, all in one layout tile if there are bit tiles.
 struct Piece {
   int64_t first, kv_tile, visit;
   int count;
 };
 
-// Asks for rows that are needed next, a few between every two blocks of a product: no hardware prefetcher follows rows that
-// lie far apart, and many requests at once would be waited for. Into the second cache: the first is full of this piece.
+// Asks for rows that are needed next, a few between every two blocks of a product: no hardware prefetcher follows rows
+// that lie far apart, and many at once would be waited for. Into the second cache: the first is full of this piece.
 struct Ahead {
   const char *k = nullptr, *v = nullptr;
   int64_t stride = 0, bytes = 0, rows = 0, each = 1;
@@ -191,8 +217,8 @@ struct Ahead {
   }
 };
 
-// Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy is worth
-// it: rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache and
+// Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy pays:
+// rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache and
 // need a page each. A head that fits is kept whole; of a longer one, the pieces that neighbouring tiles share.
 template <class R>
 struct KeyCache {
@@ -228,14 +254,25 @@ struct KeyCache {
     const int64_t each = 1 + piece.count / greater<int64_t>(1, steps);
     if (has(piece)) {
       const int64_t at = piece.first / keys % slots * keys * width, bytes = width * int64_t(sizeof(R));
-      return {reinterpret_cast<const char*>(k + at), reinterpret_cast<const char*>(v + at), bytes, bytes, piece.count, each};
+      return {reinterpret_cast<const char*>(k + at),
+              reinterpret_cast<const char*>(v + at),
+              bytes,
+              bytes,
+              piece.count,
+              each};
     }
     const int64_t bytes = p->H * size_of(p->type), at = ((b * p->S + piece.first) * p->K + head) * bytes;
-    return {static_cast<const char*>(p->k) + at, static_cast<const char*>(p->v) + at, p->K * bytes, bytes, piece.count, each};
+    return {static_cast<const char*>(p->k) + at,
+            static_cast<const char*>(p->v) + at,
+            p->K * bytes,
+            bytes,
+            piece.count,
+            each};
   }
   // Points to the rows of a piece. Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
   // garbage has no effect, because its weight is zero.
-  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, const Piece& piece, bool partial, const uint8_t* seen) {
+  void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, const Piece& piece, bool partial,
+           const uint8_t* seen) {
     const int64_t s0 = piece.first;
     const int n = piece.count;
     int64_t i = s0 / keys % slots;
@@ -289,7 +326,10 @@ struct Walk {
         first = inside >= 0 ? inside : start(interval);
         last = stop(interval);
         inside = -1;
-        if (first >= last) { ++interval; continue; }
+        if (first >= last) {
+          ++interval;
+          continue;
+        }
         if (single) {
           inside = first + 1;
           last = first + 1;
@@ -304,7 +344,8 @@ struct Walk {
       first = columns[column++];
       if (first < 0 || first >= l->nkv || covered(first)) continue;
       last = first + 1;
-      while (!single && column < column_count && columns[column] == last && last < l->nkv && !covered(last)) ++column, ++last;
+      while (!single && column < column_count && columns[column] == last && last < l->nkv && !covered(last))
+        ++column, ++last;
       break;
     }
     tile = first;
@@ -437,3 +478,6 @@ struct Masker {
     return mask.kind != kIsEmpty;
   }
 };
+
+}  // namespace
+}  // namespace longspan::LONGSPAN_ISA

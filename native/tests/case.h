@@ -1,10 +1,15 @@
 // A random call: shapes, inputs, a layout and a mask, and what the mask allows, pair by pair.
+#pragma once
+
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <random>
+#include <vector>
 
 #include "../program.h"
 
@@ -16,6 +21,8 @@ std::mt19937 rng(1);
 int64_t pick(int64_t lo, int64_t hi) { return lo + int64_t(rng() % uint64_t(hi - lo + 1)); }
 bool chance(double p) { return double(rng()) / 4294967296.0 < p; }
 double normal() { return std::normal_distribution<double>()(rng); }
+
+int64_t size_of(Type type) { return type == U8 ? 1 : type == F64 ? 8 : type == BF16 || type == F16 ? 2 : 4; }
 
 // Own storage for the arrays of a call, exactly as large as they are, so that AddressSanitizer sees the edges.
 struct Store {
@@ -29,8 +36,7 @@ struct Store {
     a.type = type;
     int64_t n = 1;
     for (int64_t d : dims) a.dims[a.rank++] = d, n *= d;
-    const int64_t size = type == U8 ? 1 : type == F64 ? 8 : type == BF16 || type == F16 ? 2 : 4;
-    a.data = make<char>(n * size);
+    a.data = make<char>(n * size_of(type));
     return a;
   }
 };
@@ -40,8 +46,24 @@ int64_t count_of(const Array& a) {
   for (int i = 0; i < a.rank; ++i) n *= a.dims[i];
   return n;
 }
-float bf16_to_float(uint16_t h) { uint32_t u = uint32_t(h) << 16; float x; std::memcpy(&x, &u, 4); return x; }
-uint16_t float_to_bf16(float x) { uint32_t u; std::memcpy(&u, &x, 4); return uint16_t((u + 0x7FFF + (u >> 16 & 1)) >> 16); }
+// Where an array that is broadcast to [B,N,T,S] has an element.
+int64_t broadcast_at(const Array& a, int64_t b, int64_t n, int64_t t, int64_t s) {
+  const int64_t at[4] = {b, n, t, s};
+  int64_t i = 0;
+  for (int axis = 0; axis < 4; ++axis) i = i * a.dims[axis] + (a.dims[axis] > 1 ? at[axis] : 0);
+  return i;
+}
+float bf16_to_float(uint16_t h) {
+  uint32_t u = uint32_t(h) << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+uint16_t float_to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return uint16_t((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
 double half_to_double(uint16_t h) {
   const int e = h >> 10 & 31, m = h & 1023;
   const double x = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
@@ -66,7 +88,10 @@ uint16_t double_to_half(double x) {  // nearest by search among the finite value
   int lo = 0, hi = 0x7BFF;
   while (lo < hi) {
     const int mid = (lo + hi + 1) / 2;
-    if (half_to_double(uint16_t(mid)) <= x) lo = mid; else hi = mid - 1;
+    if (half_to_double(uint16_t(mid)) <= x)
+      lo = mid;
+    else
+      hi = mid - 1;
   }
   return uint16_t(sign | lo);
 }
@@ -93,7 +118,7 @@ struct Case {
   Type type;
   std::vector<int32_t> q_pos, kv_pos;  // by slot, of batch row 0 (all rows share them unless given per row)
   Rule rule;
-  std::vector<double> weight;          // [B,N,T,S]: how often a pair counts
+  std::vector<double> weight;  // [B,N,T,S]: how often a pair counts
 
   int64_t qp(int64_t b, int64_t t) const { return position(kQPos, b, t, T); }
   int64_t kp(int64_t b, int64_t s) const { return position(kKvPos, b, s, S); }
@@ -103,7 +128,9 @@ struct Case {
     return int64_t(get(a, (a.dims[0] > 1 ? b * length : 0) + i));
   }
   int add(const Array& a) { return call.rest.push_back(a), int(call.rest.size()) - 1; }
-  void words(std::initializer_list<int64_t> w) { for (int64_t x : w) call.program.push_back(int32_t(x)); }
+  void words(std::initializer_list<int64_t> w) {
+    for (int64_t x : w) call.program.push_back(int32_t(x));
+  }
 
   std::function<int64_t(int64_t)> number(int64_t lo, int64_t hi) {
     if (chance(0.5)) {
@@ -131,7 +158,8 @@ Rule Case::leaf() {
   switch (pick(0, 12)) {
     case 0: words({kFull}); return [](auto...) { return true; };
     case 1: words({kEmpty}); return [](auto...) { return false; };
-    case 2: case 3: {
+    case 2:
+    case 3: {
       const int64_t sides = pick(0, 3);
       words({kBand, sides});
       auto lo = number(-reach, reach / 4), hi = number(-reach / 4, reach);
@@ -148,7 +176,9 @@ Rule Case::leaf() {
     case 5: {
       words({kChunk});
       auto size = number(1, reach);
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) { return floor_div(qp(b, t), size(b)) == floor_div(kp(b, s), size(b)); };
+      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
+        return floor_div(qp(b, t), size(b)) == floor_div(kp(b, s), size(b));
+      };
     }
     case 6: {
       const bool slots = chance(0.5);
@@ -159,7 +189,8 @@ Rule Case::leaf() {
     case 7: {
       const Array q = store.array(I32, {B, T}), k = store.array(I32, {chance(0.5) ? B : 1, S});
       for (int64_t i = 0; i < B * T; ++i) set(q, i, double(pick(-1, 3)));
-      for (int64_t i = 0, step = pick(1, 20), x = 0; i < count_of(k); ++i) set(k, i, double(x = i % step ? x : pick(-1, 3)));
+      for (int64_t i = 0, step = pick(1, 20), x = 0; i < count_of(k); ++i)
+        set(k, i, double(x = i % step ? x : pick(-1, 3)));
       const int64_t rule = pick(0, 2);
       words({kIds, rule, add(q), add(k)});
       return [=](int64_t b, int64_t, int64_t t, int64_t s) {
@@ -183,7 +214,8 @@ Rule Case::leaf() {
       for (int64_t i = 0; i < m; ++i) set(f, i, double(x += pick(1, 9)));
       words({side ? kKvSet : kQSet, add(f)});
       return [=](int64_t b, int64_t, int64_t t, int64_t s) {
-        for (int64_t i = 0; i < m; ++i) if (get(f, i) == double(side ? kp(b, s) : qp(b, t))) return true;
+        for (int64_t i = 0; i < m; ++i)
+          if (get(f, i) == double(side ? kp(b, s) : qp(b, t))) return true;
         return false;
       };
     }
@@ -199,21 +231,21 @@ Rule Case::leaf() {
       };
     }
     case 11: {
-      const int64_t d[4] = {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.7) ? T : 1, chance(0.7) ? S : 1};
-      const Array f = store.array(U8, {d[0], d[1], d[2], d[3]});
+      const Array f =
+          store.array(U8, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.7) ? T : 1, chance(0.7) ? S : 1});
       for (int64_t i = 0; i < count_of(f); ++i) set(f, i, chance(0.5));
       words({kDense, add(f)});
-      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        return get(f, (((d[0] > 1 ? b : 0) * d[1] + (d[1] > 1 ? n : 0)) * d[2] + (d[2] > 1 ? t : 0)) * d[3] + (d[3] > 1 ? s : 0)) != 0;
-      };
+      return [=](int64_t b, int64_t n, int64_t t, int64_t s) { return get(f, broadcast_at(f, b, n, t, s)) != 0; };
     }
     default: {  // bits: some hash of the slots, stored for visited tiles only
       const Array& a = call.starts;
-      const int64_t bl = a.dims[0], nl = a.dims[1], nq = a.dims[2], P = a.dims[3], nkv = (S + call.kv_tile - 1) / call.kv_tile;
+      const int64_t bl = a.dims[0], nl = a.dims[1], nq = a.dims[2], P = a.dims[3],
+                    nkv = (S + call.kv_tile - 1) / call.kv_tile;
       const int64_t stride = (call.kv_tile + 7) / 8;
       const uint32_t salt = uint32_t(rng());
       auto truth = [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        uint32_t x = salt + uint32_t(bl > 1 ? b : 0) * 77u + uint32_t(nl > 1 ? n : 0) * 991u + uint32_t(t) * 7919u + uint32_t(s) * 104729u;
+        uint32_t x = salt + uint32_t(bl > 1 ? b : 0) * 77u + uint32_t(nl > 1 ? n : 0) * 991u + uint32_t(t) * 7919u +
+                     uint32_t(s) * 104729u;
         x ^= x >> 15, x *= 2654435761u, x ^= x >> 13;
         return x % 3 != 0;
       };
@@ -223,7 +255,8 @@ Rule Case::leaf() {
         for (int64_t i = 0; i < nq; ++i) {
           auto& list = visits[size_t(row * nq + i)];
           for (int64_t j = 0; j < P; ++j)
-            for (int64_t x = std::max<int64_t>(0, int64_t(get(a, (row * nq + i) * P + j))); x < std::min(nkv, int64_t(get(call.stops, (row * nq + i) * P + j))); ++x)
+            for (int64_t x = std::max<int64_t>(0, int64_t(get(a, (row * nq + i) * P + j)));
+                 x < std::min(nkv, int64_t(get(call.stops, (row * nq + i) * P + j))); ++x)
               list.push_back(x);
           const std::vector<int64_t> inside = list;
           if (call.roles[kColumns] >= 0) {
@@ -236,14 +269,17 @@ Rule Case::leaf() {
           most = std::max(most, list.size());
         }
       const Array bits = store.array(U8, {bl, nl, nq, int64_t(most), call.q_tile, stride});
-      std::memset(const_cast<void*>(bits.data), 0, size_t(count_of(bits)));
+      uint8_t* bytes = static_cast<uint8_t*>(const_cast<void*>(bits.data));
+      std::memset(bytes, 0, size_t(count_of(bits)));
       for (int64_t row = 0; row < bl * nl; ++row)
         for (int64_t i = 0; i < nq; ++i)
           for (size_t e = 0; e < visits[size_t(row * nq + i)].size(); ++e)
-            for (int64_t t = 0; t < call.q_tile; ++t)
+            for (int64_t t = 0; t < call.q_tile; ++t) {
+              uint8_t* out = bytes + (((row * nq + i) * int64_t(most) + int64_t(e)) * call.q_tile + t) * stride;
               for (int64_t s = 0; s < call.kv_tile; ++s)
                 if (truth(row / nl, row % nl, i * call.q_tile + t, visits[size_t(row * nq + i)][e] * call.kv_tile + s))
-                  static_cast<uint8_t*>(const_cast<void*>(bits.data))[(((row * nq + i) * int64_t(most) + int64_t(e)) * call.q_tile + t) * stride + s / 8] |= uint8_t(1 << s % 8);
+                  out[s / 8] |= uint8_t(1 << s % 8);
+            }
       words({kBits, add(bits)});
       return truth;
     }
@@ -301,7 +337,8 @@ void Case::make_layout() {
     const Array list = store.array(I32, {bl, nl, C}), n = store.array(I32, {bl, nl});
     for (int64_t row = 0; row < bl * nl; ++row) {
       std::vector<int64_t> tiles;
-      for (int64_t x = 0; x < nkv; ++x) if (int64_t(tiles.size()) < C && chance(0.4)) tiles.push_back(x);
+      for (int64_t x = 0; x < nkv; ++x)
+        if (int64_t(tiles.size()) < C && chance(0.4)) tiles.push_back(x);
       for (int64_t j = 0; j < C; ++j) set(list, row * C + j, j < int64_t(tiles.size()) ? double(tiles[size_t(j)]) : 0);
       set(n, row, double(tiles.size()));
     }
@@ -320,8 +357,10 @@ void Case::make_layout() {
             if (tile >= int64_t(get(call.starts, at * P + j)) && tile < int64_t(get(call.stops, at * P + j))) ++w;
           }
           if (w == 0 && columns) {
-            const Array &list = call.rest[size_t(call.roles[kColumns])], &n = call.rest[size_t(call.roles[kColumnCount])];
-            for (int64_t j = 0; j < int64_t(get(n, row)); ++j) if (int64_t(get(list, row * list.dims[2] + j)) == s / call.kv_tile) w = 1;
+            const Array &list = call.rest[size_t(call.roles[kColumns])],
+                        &n = call.rest[size_t(call.roles[kColumnCount])];
+            for (int64_t j = 0; j < int64_t(get(n, row)); ++j)
+              if (int64_t(get(list, row * list.dims[2] + j)) == s / call.kv_tile) w = 1;
           }
         }
       }
@@ -341,7 +380,8 @@ void Case::make_inputs() {
   call.q = store.array(type, {B, T, N, H});
   call.k = store.array(type, {B, S, K, H});
   call.v = store.array(type, {B, S, K, H});
-  for (const Array* a : {&call.q, &call.k, &call.v}) for (int64_t i = 0; i < count_of(*a); ++i) set(*a, i, normal());
+  for (const Array* a : {&call.q, &call.k, &call.v})
+    for (int64_t i = 0; i < count_of(*a); ++i) set(*a, i, normal());
   call.scale = 1 / std::sqrt(double(H)) * (chance(0.3) ? 3 : 1);
   if (chance(0.3)) call.soft_cap = 2.5;
   for (int side = 0; side < 2; ++side)
@@ -349,7 +389,8 @@ void Case::make_inputs() {
       const int64_t length = side ? S : T, rows = chance(0.5) ? B : 1;
       const Array a = store.array(I32, {rows, length});
       const bool shuffled = chance(0.5);
-      for (int64_t i = 0, x = pick(-5, 50); i < rows * length; ++i) set(a, i, double(shuffled ? pick(-3, length) : x++));
+      for (int64_t i = 0, x = pick(-5, 50); i < rows * length; ++i)
+        set(a, i, double(shuffled ? pick(-3, length) : x++));
       call.roles[side ? kKvPos : kQPos] = add(a);
     }
   if (chance(0.3)) {
@@ -358,7 +399,8 @@ void Case::make_inputs() {
     call.roles[kSinks] = add(a);
   }
   if (chance(0.35)) {
-    const Array a = store.array(kinds[pick(0, 5)], {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.6) ? T : 1, chance(0.7) ? S : 1});
+    const Array a = store.array(kinds[pick(0, 5)],
+                                {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.6) ? T : 1, chance(0.7) ? S : 1});
     for (int64_t i = 0; i < count_of(a); ++i) set(a, i, chance(0.1) ? -INFINITY : normal());
     call.roles[kBias] = add(a);
   }
@@ -369,6 +411,42 @@ void Case::make_inputs() {
     call.roles[kSeed] = add(a);
     call.dropout_rate = 0.3;
     call.dropout_threshold = uint32_t(0.3 * 4294967296.0);
+  }
+}
+
+// NaN into keys that no query sees and queries that see no key.
+void Case::make_garbage() {
+  const int64_t G = N / K;
+  const bool biased = call.roles[kBias] >= 0;
+  for (int64_t i = 0; i < B * N * T * S; ++i) {
+    const int64_t s = i % S, t = i / S % T, n = i / S / T % N, b = i / S / T / N;
+    if (weight[size_t(i)] == 0) continue;
+    bool ok = rule(b, n, t, s);
+    if (ok && biased) {
+      const Array& a = call.rest[size_t(call.roles[kBias])];
+      ok = get(a, broadcast_at(a, b, n, t, s)) != -INFINITY;
+    }
+    if (!ok) weight[size_t(i)] = 0;
+  }
+  std::vector<bool> key(size_t(B * K * S)), query(size_t(B * N * T));
+  for (int64_t i = 0; i < B * N * T * S; ++i)
+    if (weight[size_t(i)] > 0) {
+      const int64_t s = i % S, t = i / S % T, n = i / S / T % N, b = i / S / T / N;
+      key[size_t((b * K + n / G) * S + s)] = true;
+      query[size_t((b * N + n) * T + t)] = true;
+    }
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t n = 0; n < K; ++n)
+      for (int64_t s = 0; s < S; ++s)
+        if (!key[size_t((b * K + n) * S + s)])
+          for (int64_t h = 0; h < H; ++h) {
+            set(call.k, ((b * S + s) * K + n) * H + h, NAN);
+            set(call.v, ((b * S + s) * K + n) * H + h, chance(0.5) ? NAN : INFINITY);
+          }
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t t = 0; t < T; ++t)
+        if (!query[size_t((b * N + n) * T + t)])
+          for (int64_t h = 0; h < H; ++h) set(call.q, ((b * T + t) * N + n) * H + h, NAN);
   }
 }
 

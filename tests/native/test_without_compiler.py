@@ -1,4 +1,4 @@
-"""A source build where no compiler is found: it installs, works on `xla`, says what is missing, and can be forbidden."""
+"""A source build without a compiler: it installs, works on `xla`, says what is missing, and can be forbidden."""
 
 import os
 import shutil

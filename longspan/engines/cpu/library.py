@@ -8,12 +8,19 @@ from pathlib import Path
 import jax
 import numpy as np
 
-LIBRARY = Path(__file__).parent.with_name("_longspan.so")
+LIBRARY = Path(__file__).with_name("_longspan.so")
+# kAbi in native/program.h. Raise both whenever a call changes: the words of the mask program, roles, attributes,
+# operands or results. A library with another number would misread what it is given.
+ABI = 1
 TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient")
 
 
 def missing() -> str | None:
-    """Why the native library cannot be used and what to do about it; None if it can."""
+    """Why the native library cannot be used and what to do about it; None if it can.
+
+    A library of another longspan is an error instead: with a reason, `engine="auto"` would run on `xla`, and whoever
+    measures a kernel just changed would measure that.
+    """
     if os.environ.get("LONGSPAN_NATIVE") == "0":
         return "LONGSPAN_NATIVE=0 switches the native library off; unset it to use it"
     reason = _load()
@@ -51,11 +58,21 @@ def _load() -> str | None:
         )
     try:
         library = ctypes.CDLL(str(LIBRARY))
+        _refuse_stale(library)
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except (OSError, AttributeError) as error:
         return f"its native library cannot be loaded ({error}). Install longspan again, from source"
     return None
+
+
+def _refuse_stale(library: ctypes.CDLL) -> None:
+    found = f"ABI {library.longspan_abi()}" if hasattr(library, "longspan_abi") else "no ABI number"
+    if found != f"ABI {ABI}":
+        raise ImportError(
+            f"{LIBRARY} has {found}, but this longspan calls ABI {ABI}: it was built from other sources. "
+            "Run `make native` in a source checkout; otherwise install longspan again."
+        )
 
 
 def static_ints(values) -> np.ndarray:

@@ -1,0 +1,54 @@
+"""A library built from other sources: neither called nor passed over in silence."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import longspan as ls
+from longspan.engines import _native
+
+ROOT = Path(__file__).parent.parent.parent
+COMPILER = shutil.which("c++") or shutil.which("g++")
+NUMBERED = f'extern "C" int longspan_abi() {{ return {_native.ABI + 1}; }}'
+STALE = {
+    f"has ABI {_native.ABI + 1}, but this longspan calls ABI {_native.ABI}.*make native.*install": NUMBERED,
+    "has no ABI number, but this longspan calls": 'extern "C" const char* longspan_isas() { return "baseline"; }',
+}
+
+
+@pytest.fixture(params=STALE, ids=["another number", "none"])
+def message(request, monkeypatch, tmp_path):
+    """What is said about a library that another longspan built, once that library has the place of ours."""
+    if COMPILER is None:
+        pytest.skip("no compiler here")
+    build = [COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / "stale.so"]
+    subprocess.run(build, input=STALE[request.param], text=True, check=True)
+    monkeypatch.setattr(_native, "LIBRARY", tmp_path / "stale.so")
+    _native._load.cache_clear()
+    yield request.param
+    _native._load.cache_clear()
+
+
+@pytest.mark.parametrize("engine", [pytest.param("auto", id="chosen"), pytest.param("cpu", id="named")])
+def test_a_stale_library_is_an_error_not_a_slower_engine(message, engine):
+    x = jnp.ones((1, 3, 2, 4))
+    for call in (ls.attention, ls.explain, ls.attention):  # again: the refusal is not forgotten
+        with pytest.raises(ImportError, match=message) as error:
+            call(x, x, x, engine=engine)
+        assert "\n" not in str(error.value)
+
+
+def test_a_stale_library_that_is_switched_off_is_not_touched(message, monkeypatch):
+    monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+    x = jnp.ones((1, 3, 2, 4))
+    assert ls.explain(x, x, x).engine == "xla"
+    assert ls.attention(x, x, x).shape == x.shape
+
+
+def test_both_sources_have_one_number():
+    (number,) = re.findall(r"kAbi = (\d+);", (ROOT / "native" / "program.h").read_text("utf-8"))
+    assert int(number) == _native.ABI
