@@ -156,8 +156,8 @@ class Mask:
     ) -> str:
         """A picture in characters: one row per query, `#` = may attend, `.` = may not.
 
-        Lengths over `most` are drawn by blocks: `#` all of the block, `+` some, `.` none. The rule is asked about tiles,
-        and about pairs only where tiles do not tell, so a million tokens can be drawn.
+        Lengths over `most` are drawn by blocks: `#` all of the block, `+` some, `.` none. The rule is asked about
+        tiles, and about pairs only where tiles do not tell, so a million tokens can be drawn.
 
         Args:
             q_len: number of queries, T.

@@ -6,10 +6,11 @@ from typing import Any, Self, no_type_check
 import jax
 import numpy as np
 
-from longspan.maskinfo import naming
+from longspan.maskinfo.bound import as_positions, check_axis_names
 from longspan.maskinfo.build import Constructors
-from longspan.maskinfo.checks import check_axis_names, check_ids, check_offsets, check_positions, check_total, is_traced
+from longspan.maskinfo.checks import check_ids, is_traced
 from longspan.maskinfo.debug import trace_methods
+from longspan.maskinfo.ids import check_offsets, check_total, from_offsets
 from longspan.maskinfo.picture import Pictures
 from longspan.maskinfo.rules import Rules
 from longspan.maskinfo.sharding import Shardings
@@ -159,7 +160,7 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
         given = (("q_positions", q_positions, self.q_len), ("kv_positions", kv_positions, self.kv_len))
         return self._with(
             **{
-                name: check_positions(name, positions, self.batch_size, length)
+                name: as_positions(name, positions, length, self.batch_size)
                 for name, positions, length in given
                 if positions is not KEEP
             }
@@ -172,7 +173,7 @@ def _is_given(value: Any) -> bool:
 
 def _from_lengths(name: str, offsets: Any, length: int):
     offsets = check_offsets(name, offsets)
-    return naming.from_offsets(offsets, check_total(name, length, offsets))
+    return from_offsets(offsets, check_total(name, length, offsets))
 
 
 jax.tree_util.register_dataclass(MaskInfo)
