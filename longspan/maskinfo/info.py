@@ -66,8 +66,11 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
     ) -> Self:
         """A copy with some fields changed; what is not named stays, `None` clears.
 
+        Only a new `attention_mask` takes more with it: documents, padding and all that was applied.
+
         Args:
-            attention_mask: the whole rule from now on, as in `from_attention_mask`. None leaves only the documents.
+            attention_mask: the whole rule from now on, as in `from_attention_mask`; the ids are those of the new mask,
+                unless they are named too. Positions stay if the sizes do. None: only documents and padding stay.
             q_segment_ids: new documents; all other rules stay. None: one document without padding.
             kv_segment_ids: likewise, of the keys.
             cu_seqlens_q: new documents as cumulative lengths, for one packed row. They are never stored: None does
@@ -85,6 +88,8 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
             .#..
             .##.
             .###
+            >>> info.replace(attention_mask=np.ones((1, 4, 4))).q_segment_ids.tolist()
+            [[0, 0, 0, 0]]
         """
         if unknown := sorted(set(axis_names) - set(AXES)):
             raise TypeError(
