@@ -173,10 +173,10 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
         return 1
     if not is_array(positions) or not is_int(positions):
         got = f"dtype {positions.dtype}" if is_array(positions) else type(positions).__name__
-        raise TypeError(f"{name} must be an int array, got {got}.")
+        raise TypeError(f"{name} must be an int array, got {got}. Cast it with `.astype('int32')`.")
     if positions.ndim not in (1, 2) or positions.shape[-1] != length:
         raise ValueError(
-            f"{name} must have shape [{length}] or [B, {length}] (one position a slot), got {tuple(positions.shape)}."
+            f"{name} must have shape [{length}] or [B, {length}] (one position per slot), got {tuple(positions.shape)}."
         )
     rows = positions.shape[0] if positions.ndim == 2 else 1
     if rows != 1 and batch is not None and rows != batch:

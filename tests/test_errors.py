@@ -141,7 +141,7 @@ CALLS = [
     ),
     (
         ValueError,
-        "kv_positions must have shape [7] or [B, 7] (one position a slot), got (5,)",
+        "kv_positions must have shape [7] or [B, 7] (one position per slot), got (5,)",
         dict(kv_positions=np.arange(5)),
     ),
     (ValueError, "q_positions has 3 batch rows, but the call has 2", dict(q_positions=np.zeros((3, 5), int))),

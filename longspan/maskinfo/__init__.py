@@ -1,11 +1,10 @@
 """`MaskInfo`: a mask bound to a batch, convertible between masks, ids, positions, lengths and offsets.
 
-`bound` holds the fields; `build`, `rules`, `views`, `sharding` and `picture` the methods by subject, which `container`
-brings together; `naming` works out ids, positions and offsets, `slicing` cuts rules to some slots, `convert` has the
-functions of plain arrays.
+`bound` holds the fields; `build`, `rules`, `views`, `sharding` and `picture` the methods by subject, which `info`
+brings together; `ids` names tokens and works out positions, lengths and offsets, `slicing` cuts rules to some slots,
+`convert` has the functions of plain arrays.
 """
 
-from longspan.maskinfo.container import MaskInfo as MaskInfo
 from longspan.maskinfo.convert import attention_mask_to_qkv_cu_seqlens as attention_mask_to_qkv_cu_seqlens
 from longspan.maskinfo.convert import cu_seqlens_to_mask as cu_seqlens_to_mask
 from longspan.maskinfo.convert import mask_to_segment_ids as mask_to_segment_ids
@@ -16,4 +15,5 @@ from longspan.maskinfo.convert import segment_ids_to_mask as segment_ids_to_mask
 from longspan.maskinfo.convert import segment_ids_to_qkv_masks as segment_ids_to_qkv_masks
 from longspan.maskinfo.debug import get_debug_mode as get_debug_mode
 from longspan.maskinfo.debug import set_debug_mode as set_debug_mode
+from longspan.maskinfo.info import MaskInfo as MaskInfo
 from longspan.maskinfo.sharding import MaskSharding as MaskSharding

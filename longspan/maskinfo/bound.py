@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan.maskinfo.checks import check_axis_names, check_positions
+from longspan._checks import check_positions
 from longspan.maskinfo.slicing import Kept, cut, take
 from longspan.masks import Full, Mask, Segments
 
@@ -45,8 +46,8 @@ class Bound:
             rule,
             q_documents,
             kv_documents,
-            q_positions=check_positions("q_positions", q_positions, batch, q_documents.shape[1]),
-            kv_positions=check_positions("kv_positions", kv_positions, batch, kv_documents.shape[1]),
+            q_positions=as_positions("q_positions", q_positions, q_documents.shape[1], batch),
+            kv_positions=as_positions("kv_positions", kv_positions, kv_documents.shape[1], batch),
             **static,
         )
 
@@ -162,3 +163,21 @@ class Bound:
             for given, length in ((self.q_positions, self.q_len), (self.kv_positions, self.kv_len))
         )
         return q, kv
+
+
+def as_positions(name: str, positions: Any, length: int, batch: int) -> jax.Array | None:
+    """Given positions, checked, as int32 [B, L]."""
+    if positions is None:
+        return None
+    positions = positions if hasattr(positions, "dtype") else np.asarray(positions)
+    check_positions(name, positions, length, batch)
+    positions = jnp.asarray(positions).astype(np.int32)
+    return jnp.broadcast_to(positions[None] if positions.ndim == 1 else positions, (batch, length))
+
+
+def check_axis_names(**names: Any) -> None:
+    """Names of mesh axes: a name, a tuple of names, or None."""
+    for name, value in names.items():
+        axes = value if isinstance(value, tuple) else (value,)
+        if not all(a is None or isinstance(a, str) for a in axes):
+            raise TypeError(f"{name} must be the name of a mesh axis, a tuple of names or None, got {value!r}.")

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from longspan._checks import check_extents, check_lengths
 from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, AxisName, Bound
-from longspan.maskinfo.checks import check_ids, check_offsets, check_rank, check_size, check_total
+from longspan.maskinfo.checks import check_ids, check_rank, check_size
 from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks
-from longspan.maskinfo.naming import PADDING, from_offsets
+from longspan.maskinfo.ids import PADDING, check_offsets, check_total, from_offsets
 from longspan.masks import And, Band, Causal, Chunk, Dense, Full, KvLengths, Mask, Segments, TokenTypes, Window
 
 KINDS: dict[type, str] = {

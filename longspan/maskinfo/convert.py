@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from longspan._checks import check_choice
-from longspan.maskinfo.checks import check_ids, check_pairs, check_rank, check_size
+from longspan.maskinfo.checks import check_ids, check_ints, check_rank, check_size
 from longspan.maskinfo.debug import traced
-from longspan.maskinfo.naming import first_equal
+from longspan.maskinfo.ids import first_equal
 
 HEADS = ("any", "all", "first")
 
@@ -31,7 +31,7 @@ def mask_to_segment_ids(
 
     Args:
         mask: [T, S], [B, T, S] or [B, N, T, S]; nonzero = may attend.
-        per_head: for four axes, whether to give ids [B, N, L] a head instead of those of head 0.
+        per_head: for four axes, whether to give ids [B, N, L], per head, instead of those of head 0.
 
     Example:
         >>> q_ids, kv_ids = mask_to_segment_ids(np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]))
@@ -120,7 +120,7 @@ def cu_seqlens_to_mask(cu_seqlens: Int[Array, "2*B"], max_len: int, dtype: Any =
         >>> cu_seqlens_to_mask(np.array([1, 3, 0, 0]), 4, dtype=int).tolist()
         [[0, 1, 1, 0], [0, 0, 0, 0]]
     """
-    pairs = check_pairs("cu_seqlens", cu_seqlens)
+    pairs = _check_pairs("cu_seqlens", cu_seqlens)
     max_len = check_size("max_len", max_len)
     slots = jnp.arange(max_len, dtype=np.int32).reshape(1, -1)
     return ((pairs[0::2, None] <= slots) & (slots < pairs[1::2, None])).astype(dtype)
@@ -229,3 +229,14 @@ def _spans(mask: Bool[Array, "B L"]) -> Int[Array, "2*B"]:
     start = jnp.min(jnp.where(mask, slots, np.int32(length)), axis=1, initial=length)
     end = jnp.max(jnp.where(mask, slots + 1, np.int32(0)), axis=1, initial=0)
     return jnp.stack([jnp.where(end > 0, start, 0), end], axis=1).reshape(2 * batch)
+
+
+def _check_pairs(name: str, pairs: Any) -> jax.Array:
+    """Pairs [start0, end0, ...]."""
+    pairs = check_ints(name, pairs, 1, "(2B,)")
+    if pairs.size % 2:
+        raise ValueError(
+            f"{name} must hold pairs [start0, end0, start1, end1, ...], got an odd length {pairs.size}. "
+            "Cumulative lengths [0, n0, n0+n1, ...] go to `MaskInfo.from_offsets`."
+        )
+    return pairs

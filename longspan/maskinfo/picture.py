@@ -8,24 +8,25 @@ import jax
 import numpy as np
 
 from longspan._checks import check_choice
+from longspan.layout import EMPTY, FULL
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced
-from longspan.masks.side import Side, Slots, Tiles, two_sides
+from longspan.render import Grid, grid_of, lines
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
 INK = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
-AT_ONCE = 1 << 20  # how many pairs are looked at together
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
 
-class Grid(NamedTuple):
-    """One row and head of a mask by blocks, and the ids along its edges: a number, -1 for padding, None if mixed."""
+class Labelled(NamedTuple):
+    """A grid with the ids along its edges: a number, -1 for padding, None if several."""
 
-    kinds: np.ndarray
+    grid: Grid
     q_ids: list[int | None]
     kv_ids: list[int | None]
-    q_block: int
-    kv_block: int
+
+    @property
+    def cell(self) -> str:
+        return f"{self.grid.q_cell} x {self.grid.kv_cell}"
 
 
 class Pictures(Bound):
@@ -60,7 +61,7 @@ class Pictures(Bound):
         Example:
             >>> info = ls.MaskInfo.from_segments(np.array([[0, 0, 0, 0, 1, 1, -1]])).apply_causal()
             >>> info.visualize(block_size=2, charset="ascii")
-            MaskInfo batch 0, head 0: 7 queries x 7 keys in blocks of 2 x 2
+            Attention mask of batch 0, head 0: 7 queries x 7 keys in blocks of 2 x 2
                  000001
                 +--------+
                0|..      |
@@ -71,20 +72,19 @@ class Pictures(Bound):
             ## all, .. some, blank none; ids of queries left, of keys above: PAD padding, MIX and ?? several
         """
         check_choice("charset", charset, tuple(INK))
-        grid = self._grid(block_size, batch, head, *((max_rows, max_cols) if fit_in_screen else (None, None)))
-        text = _text(grid, INK[charset], show_segments)
+        picture = self._picture(block_size, batch, head, *((max_rows, max_cols) if fit_in_screen else (None, None)))
         title = (
-            f"{type(self).__name__} batch {batch}, head {head}: {self.q_len} queries x {self.kv_len} keys in blocks of "
-            f"{grid.q_block} x {grid.kv_block}"
+            f"Attention mask of batch {batch}, head {head}: {self.q_len} queries x {self.kv_len} keys in blocks of "
+            f"{picture.cell}"
         )
         _, some, every = INK[charset]
         legend = f"{every} all, {some} some, blank none"
         if show_segments:
             legend += "; ids of queries left, of keys above: PAD padding, MIX and ?? several"
-        picture = "\n".join([title, *text, legend])
+        text = "\n".join([title, *_text(picture, INK[charset], show_segments), legend])
         if return_str:
-            return picture
-        print(picture)
+            return text
+        print(text)
         return None
 
     @no_type_check
@@ -100,53 +100,34 @@ class Pictures(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, -1]])).to_html()[:25]
             '<div class="longspan-mask'
         """
-        grid = self._grid(1, batch, head, most, most)
+        picture = self._picture(1, batch, head, most, most)
         facts = {
             "mask": repr(self.mask),
             "batch, queries, keys": " x ".join(map(str, self.shape)),
-            "shown": f"batch {batch}, head {head}, blocks of {grid.q_block} x {grid.kv_block}",
+            "shown": f"batch {batch}, head {head}, blocks of {picture.cell}",
             "applied": ", ".join(self._applied) or "nothing",
         }
         rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in facts.items())
-        return f'<div class="longspan-mask">{_svg(grid)}<table>{rows}</table></div>'
+        return f'<div class="longspan-mask">{_svg(picture)}<table>{rows}</table></div>'
 
     def _repr_html_(self) -> str | None:
         return None if any(map(is_traced, jax.tree.leaves(self))) or not self.batch_size else self.to_html()
 
-    def _grid(self, block_size, batch: int, head: int, max_rows: int | None, max_cols: int | None) -> Grid:
+    def _picture(self, block_size, batch: int, head: int, max_rows: int | None, max_cols: int | None) -> Labelled:
         if any(map(is_traced, jax.tree.leaves(self))):
             raise TypeError("A picture needs values, which are not known while tracing. Draw outside jit.")
         for name, value, size in (("batch", batch, self.batch_size), ("head", head, self.mask.heads)):
             if not 0 <= value < size:
                 raise IndexError(f"{name}={value} is out of range: the mask has {size}.")
         pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-        q_block, kv_block = (
+        blocks = [
             _block(check_size("block_size", block, least=1), length, most)
             for block, length, most in zip(pair, (self.q_len, self.kv_len), (max_rows, max_cols), strict=True)
-        )
-        sides = self._sides(batch, head)
-        kinds = _kinds(self.mask, *sides, q_block, kv_block)
-        q_ids, kv_ids = (
-            [_one_id(row[at : at + block]) for at in range(0, len(row), block)]
-            for row, block in (
-                (np.asarray(self.q_segment_ids[batch]), q_block),
-                (np.asarray(self.kv_segment_ids[batch]), kv_block),
-            )
-        )
-        return Grid(kinds, q_ids, kv_ids, q_block, kv_block)
-
-    def _sides(self, batch: int, head: int) -> tuple[Side, Side]:
-        positions = (None if p is None else np.asarray(p) for p in (self.q_positions, self.kv_positions))
-        q, kv = two_sides(
-            self.q_len,
-            self.kv_len,
-            batch=self.batch_size,
-            heads=self.mask.heads,
-            **dict(zip(("q_positions", "kv_positions"), positions, strict=True)),
-            xp=np,
-        )
-        here = dict(batch=q.batch[batch : batch + 1], head=q.head[:, head : head + 1])
-        return q.at(**here), kv.at(**here)
+        ]
+        positions = dict(q_positions=self.q_positions, kv_positions=self.kv_positions)
+        grid = grid_of(self.mask, self.q_len, self.kv_len, *blocks, batch=batch, head=head, **positions)
+        q_ids, kv_ids = (np.asarray(ids[batch]) for ids in (self.q_segment_ids, self.kv_segment_ids))
+        return Labelled(grid, _ids_by_block(q_ids, grid.q_cell), _ids_by_block(kv_ids, grid.kv_cell))
 
 
 def _block(block: int, length: int, most: int | None) -> int:
@@ -155,33 +136,8 @@ def _block(block: int, length: int, most: int | None) -> int:
     return block if most is None or blocks <= most else block * -(-blocks // check_size("max_rows, max_cols", most, 1))
 
 
-def _kinds(mask, q: Side, kv: Side, q_block: int, kv_block: int) -> np.ndarray:
-    """EMPTY, PARTIAL or FULL for each block: what the rule promises, and where it does not, its cells."""
-    shape = (-(-q.length // q_block), -(-kv.length // kv_block))
-    some, every = (
-        np.broadcast_to(np.asarray(k), (1, 1, *shape))[0, 0]
-        for k in mask.classify(Tiles(q, q_block, q.tiles(q_block).index), Tiles(kv, kv_block, kv.tiles(kv_block).index))
-    )
-    kinds = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-    for i, j in np.argwhere(kinds == PARTIAL):
-        kinds[i, j] = _look(mask, q, kv, int(i) * q_block, int(j) * kv_block, q_block, kv_block)
-    return kinds
-
-
-def _look(mask, q: Side, kv: Side, q_start: int, kv_start: int, q_block: int, kv_block: int) -> int:
-    """The kind of one block by its cells, some rows at a time, until it has both kinds of them."""
-    rows, columns = min(q_block, q.length - q_start), min(kv_block, kv.length - kv_start)
-    keys = kv.slots(np.int32(kv_start), columns)
-    step = max(1, AT_ONCE // columns)
-    some, every = False, True
-    for at in range(0, rows, step):
-        size = min(step, rows - at)
-        queries: Slots = q.slots(np.int32(q_start + at), size)
-        truth = np.broadcast_to(np.asarray(mask.allowed(queries, keys)), (1, 1, size, columns))
-        some, every = some or bool(truth.any()), every and bool(truth.all())
-        if some and not every:
-            return PARTIAL
-    return FULL if some else EMPTY
+def _ids_by_block(ids: np.ndarray, block: int) -> list[int | None]:
+    return [_one_id(ids[at : at + block]) for at in range(0, len(ids), block)]
 
 
 def _one_id(ids: np.ndarray) -> int | None:
@@ -191,26 +147,26 @@ def _one_id(ids: np.ndarray) -> int | None:
     return first if np.all(ids == first) else None
 
 
-def _text(grid: Grid, ink: tuple[str, str, str], show_segments: bool) -> list[str]:
-    rows = ["".join(ink[kind] for kind in row) for row in grid.kinds]
-    rule = "+" + "-" * (2 * grid.kinds.shape[1]) + "+"
+def _text(picture: Labelled, ink: tuple[str, str, str], show_segments: bool) -> list[str]:
+    rows = lines(picture.grid, ink)
+    rule = "+" + "-" * (2 * picture.grid.kinds.shape[1]) + "+"
     if not show_segments:
         return [rule, *(f"|{row}|" for row in rows), rule]
-    labels = ["MIX" if i is None else "PAD" if i < 0 else str(i) for i in grid.q_ids]
+    labels = ["MIX" if i is None else "PAD" if i < 0 else str(i) for i in picture.q_ids]
     width = max([4, *map(len, labels)])
-    # Two characters a block, so only the last two digits of an id fit.
-    top = "".join("??" if i is None else "  " if i < 0 else f"{i % 100:02d}" for i in grid.kv_ids).rstrip()
+    # Two characters per block, so only the last two digits of an id fit.
+    top = "".join("??" if i is None else "  " if i < 0 else f"{i % 100:02d}" for i in picture.kv_ids).rstrip()
     edge = " " * width
     body = [f"{label:>{width}}|{row}|" for label, row in zip(labels, rows, strict=True)]
     return [f"{edge} {top}".rstrip(), edge + rule, *body, edge + rule]
 
 
-def _svg(grid: Grid) -> str:
+def _svg(picture: Labelled) -> str:
     """Runs of equal blocks as rectangles, coloured by the query's id."""
-    cell = 6
-    height, width = (n * cell for n in grid.kinds.shape)
+    cell, kinds = 6, picture.grid.kinds
+    height, width = (n * cell for n in kinds.shape)
     shapes = []
-    for y, (row, name) in enumerate(zip(grid.kinds, grid.q_ids, strict=True)):
+    for y, (row, name) in enumerate(zip(kinds, picture.q_ids, strict=True)):
         colour = "#555555" if name is None or name < 0 else COLOURS[name % len(COLOURS)]
         edges = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)] if len(row) else [0]
         for start, stop in pairwise(edges):

@@ -2,25 +2,20 @@
 
 from typing import Any, Self, no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from longspan._checks import check_choice, check_lengths
 from longspan.maskinfo.bound import Bound
-from longspan.maskinfo.checks import (
-    COMBINE,
-    ZERO_POLICIES,
-    check_index,
-    check_mode,
-    check_number,
-    check_size,
-    check_static_window,
-    check_types,
-    check_window,
-)
-from longspan.maskinfo.naming import PADDING, name_chunks, name_types
+from longspan.maskinfo.checks import check_ints, check_size, is_traced
+from longspan.maskinfo.ids import PADDING, name_chunks, name_types
 from longspan.masks import Band, Causal, Chunk, Full, Mask, TokenTypes, Window
+
+MODES = (None, "default", "decode", "prefill")
+COMBINE = ("union", "intersect", "replace")
+ZERO_POLICIES = ("q", "kv", "both", "none")
 
 Number = int | Int[Array, ""] | Int[Array, "B"]
 
@@ -41,7 +36,7 @@ class Rules(Bound):
             ##.
             ###
         """
-        return self._add(Causal(check_number("offset", offset, self.batch_size)), "causal")
+        return self._add(Causal(_check_number("offset", offset, self.batch_size)), "causal")
 
     @no_type_check
     def apply_sliding_window(
@@ -68,12 +63,12 @@ class Rules(Bound):
             >>> step.shape, step.q_positions.tolist(), step.kv_positions.tolist()
             ((1, 1, 4), [[5]], [[2, 3, 4, 5]])
         """
-        check_mode(mode, index)
-        left, right = check_window(sliding_window, self.batch_size)
-        offset = check_number("offset", offset, self.batch_size)
+        _check_mode(mode, index)
+        left, right = _check_window(sliding_window, self.batch_size)
+        offset = _check_number("offset", offset, self.batch_size)
         window = Window(left, right) if _is_zero(offset) else Band(offset - left, offset + right)
         if mode in ("decode", "prefill"):
-            left, right = check_static_window(mode, left, right)
+            left, right = _check_static_window(mode, left, right)
         both = self._add(window, "sliding_window")
         if mode == "decode":
             return both._cut(*self._decode_slots(window, left, right, offset, index))
@@ -86,7 +81,7 @@ class Rules(Bound):
     def apply_chunked(self, chunk_size: Number, offset: int = 0) -> Self:
         """Allows only keys of the query's own chunk, and k <= q + offset, by position.
 
-        Ids become those of the chunks: chunk + 1 in a row of one document, else one a (document, chunk), counted from
+        Ids become those of the chunks: chunk + 1 in a row of one document, else one per (document, chunk), counted from
         1 in order of appearance. Documents still separate.
 
         Args:
@@ -105,8 +100,8 @@ class Rules(Bound):
             ....#.
             ......
         """
-        size = check_number("chunk_size", chunk_size, self.batch_size, least=1)
-        offset = check_number("offset", offset, self.batch_size)
+        size = _check_number("chunk_size", chunk_size, self.batch_size, least=1)
+        offset = _check_number("offset", offset, self.batch_size)
         step = jnp.asarray(size, np.int32).reshape(-1, 1)
         names = name_chunks(self.q_segment_ids, self.kv_segment_ids, *(p // step for p in self._rule_positions()))
         return self._add(Chunk(size) & Causal(offset), "chunked", _q_names=names[0], _kv_names=names[1])
@@ -141,7 +136,7 @@ class Rules(Bound):
         """
         check_choice("combine", combine, COMBINE)
         check_choice("zero_policy", zero_policy, ZERO_POLICIES)
-        q_types, kv_types = check_types(token_type_ids, *self.shape)
+        q_types, kv_types = _check_types(token_type_ids, *self.shape)
         types = TokenTypes(q_types, kv_types, zero=zero_policy)
         applied = ("token_type_ids",) if combine == "replace" else self._marked("token_type_ids")
         fields: dict[str, Any] = dict(_applied=applied)
@@ -180,11 +175,11 @@ class Rules(Bound):
             ((1, 1, 3), [[3]], [[1, 2, 3]])
         """
         batch, all_queries, all_keys = self.shape
-        lengths = jnp.broadcast_to(jnp.asarray(check_number("kv_lengths", kv_lengths, batch), np.int32), (batch,))
+        lengths = jnp.broadcast_to(jnp.asarray(_check_number("kv_lengths", kv_lengths, batch), np.int32), (batch,))
         kept = check_size("q_len", q_len)
         if kept > all_queries:
             raise ValueError(f"q_len must be at most {all_queries}, the number of queries, got {kept}.")
-        end = lengths if end_index is None else jnp.asarray(check_number("end_index", end_index, batch), np.int32)
+        end = lengths if end_index is None else jnp.asarray(_check_number("end_index", end_index, batch), np.int32)
         window = all_keys if sliding_window is None else check_size("sliding_window", sliding_window)
         inside = jnp.arange(all_keys, dtype=np.int32).reshape(1, -1) < lengths[:, None]
         masked = self._with(
@@ -210,13 +205,13 @@ class Rules(Bound):
         """
         kv_len = q_len if kv_len is None else kv_len
         check_lengths(q_len, kv_len)
-        rule = Chunk(check_number("chunk_size", chunk_size, 1, least=1)) & Causal(check_number("offset", offset, 1))
+        rule = Chunk(_check_number("chunk_size", chunk_size, 1, least=1)) & Causal(_check_number("offset", offset, 1))
         return rule.dense(q_len, kv_len)[0, 0].astype(dtype)
 
     def _decode_slots(self, window: Mask, left: int, right: int, offset: Any, index: Any):
         """The slot of the query and those of the keys that its window reaches."""
         batch, q_len, kv_len = self.shape
-        query, width = check_index(index, q_len, batch)[:, None], min(left + right + 1, kv_len)
+        query, width = _check_index(index, q_len, batch)[:, None], min(left + right + 1, kv_len)
         if self.q_positions is None and self.kv_positions is None:
             offset = jnp.broadcast_to(jnp.asarray(offset, np.int32), (batch,))
             return query, _run(jnp.clip(query[:, 0] + offset - left, 0, kv_len - width), width)
@@ -246,3 +241,71 @@ def _run(starts, size: int):
 
 def _is_zero(number: Any) -> bool:
     return isinstance(number, int) and number == 0
+
+
+def _check_number(name: str, value: Any, batch: int, least: int | None = None) -> Any:
+    """An int, or an int array of shape () or (B,), which may be traced: a Python int, or int32."""
+    if not hasattr(value, "dtype"):
+        return check_size(name, value, -(2**31) if least is None else least)
+    if not np.issubdtype(value.dtype, np.integer):
+        raise TypeError(f"{name} must hold integers, got dtype {value.dtype}. Cast it with `.astype('int32')`.")
+    if value.shape not in ((), (1,), (batch,)):
+        raise ValueError(
+            f"{name} must be an int, or an int array of shape () or ({batch},), one per batch row, got shape "
+            f"{tuple(value.shape)}."
+        )
+    if least is not None and not is_traced(value) and np.any(np.asarray(value) < least):
+        raise ValueError(f"{name} must be >= {least}, got {np.asarray(value).tolist()}.")
+    return jnp.asarray(value).astype(np.int32)
+
+
+def _check_window(window: Any, batch: int) -> tuple[Any, Any]:
+    """A window as (left, right); a single size is symmetric."""
+    pair = window if isinstance(window, tuple | list) else (window, window)
+    if len(pair) != 2:
+        raise ValueError(f"sliding_window must be a size or (left, right), got {len(pair)} sizes.")
+    left, right = (_check_number("sliding_window", side, batch, least=0) for side in pair)
+    return left, right
+
+
+def _check_static_window(mode: str, left: Any, right: Any) -> tuple[int, int]:
+    """The sizes of a mode that slices."""
+    if any(is_traced(n) or np.ndim(n) for n in (left, right)):
+        raise ValueError(
+            f"mode={mode!r} slices, so sliding_window must be static, got a traced size or one per batch row. "
+            "Pass Python ints, or leave `mode` out."
+        )
+    return int(left), int(right)
+
+
+def _check_mode(mode: Any, index: Any) -> None:
+    """A mode of a sliding window, with what it needs."""
+    if mode not in MODES:
+        check_choice("mode", mode, [m for m in MODES if m])
+    if mode == "decode" and index is None:
+        raise ValueError("mode='decode' needs `index`, the slot of the query: an int, or an int array of shape (B,).")
+
+
+def _check_index(index: Any, q_len: int, batch: int) -> jax.Array:
+    """The slot of one query per row, [B]; a traced one is clipped."""
+    index = _check_number("index", index, batch)
+    if not is_traced(index) and np.any((np.asarray(index) < 0) | (np.asarray(index) >= q_len)):
+        raise ValueError(f"index must lie in [0, {q_len}), the slots of the queries, got {np.asarray(index).tolist()}.")
+    return jnp.broadcast_to(jnp.clip(jnp.asarray(index, np.int32), 0, max(q_len - 1, 0)), (batch,))
+
+
+def _check_types(token_type_ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[jax.Array, jax.Array]:
+    """Token types [B, T] and [B, S]."""
+    pair = token_type_ids if isinstance(token_type_ids, tuple) else (token_type_ids, token_type_ids)
+    if len(pair) != 2:
+        raise ValueError(f"token_type_ids must be one array or (q_types, kv_types), got {len(pair)} of them.")
+    types = []
+    for name, array, length in zip(("q_types", "kv_types"), pair, (q_len, kv_len), strict=True):
+        array = check_ints(name, array, 2, "(B, L)")
+        if array.shape[0] not in (1, batch) or array.shape[1] != length:
+            raise ValueError(
+                f"{name} must have shape ({batch}, {length}), got {tuple(array.shape)}. If queries and keys differ in "
+                "length, pass (q_types, kv_types)."
+            )
+        types.append(jnp.broadcast_to(array, (batch, length)))
+    return types[0], types[1]

@@ -8,10 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from longspan.layout import BlockLayout
-from longspan.maskinfo import naming
 from longspan.maskinfo.bound import Bound
-from longspan.maskinfo.checks import check_float, check_segments, check_size
-from longspan.maskinfo.naming import LAST_POSITION, PADDING
+from longspan.maskinfo.checks import check_size, is_traced
+from longspan.maskinfo.ids import LAST_POSITION, PADDING, has_several, lengths_of, positions_of, sequences
 
 MOST_SEGMENTS = 128
 KINDS = ("causal", "sliding_window", "chunked", "token_type_ids")
@@ -69,7 +68,7 @@ class Views(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, 0, 0, -1]])).num_segments.item()
             3
         """
-        return naming.sequences(self.q_segment_ids, self.kv_segment_ids, 1).count
+        return sequences(self.q_segment_ids, self.kv_segment_ids, 1).count
 
     @property
     def q_lens(self) -> Int[Array, "B"]:
@@ -79,7 +78,7 @@ class Views(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, -1, -1, -1]])).q_lens.tolist()
             [3, 1]
         """
-        return naming.lengths(self.q_segment_ids)
+        return lengths_of(self.q_segment_ids)
 
     @property
     def kv_lens(self) -> Int[Array, "B"]:
@@ -89,7 +88,7 @@ class Views(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, -1, -1, -1]])).kv_lens.tolist()
             [3, 1]
         """
-        return naming.lengths(self.kv_segment_ids)
+        return lengths_of(self.kv_segment_ids)
 
     @property
     def is_multi_sequence(self) -> Bool[Array, ""]:
@@ -99,7 +98,7 @@ class Views(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[1, 1, -1]])).is_multi_sequence.item()
             False
         """
-        return jnp.any(naming.has_several(self.q_segment_ids)) | jnp.any(naming.has_several(self.kv_segment_ids))
+        return jnp.any(has_several(self.q_segment_ids)) | jnp.any(has_several(self.kv_segment_ids))
 
     @property
     def baked_in_masks(self) -> dict[str, bool]:
@@ -129,7 +128,7 @@ class Views(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, 1, 1, -1]])).q_position_ids.tolist()
             [[0, 1, 0, 1, 2, -1]]
         """
-        return naming.positions(self.q_segment_ids, PADDING)
+        return positions_of(self.q_segment_ids, PADDING)
 
     @no_type_check
     def get_or_compute_attention_mask(self, dtype: Any = jnp.bool_) -> Shaped[Array, "B N_or_1 T S"]:
@@ -173,7 +172,7 @@ class Views(Bound):
             >>> ls.MaskInfo.from_segments(np.array([[0, -1]])).create_bias("float16")[0, 0, 0].tolist()
             [0.0, -65504.0]
         """
-        dtype = check_float(dtype)
+        dtype = _check_float(dtype)
         allowed = self.get_or_compute_attention_mask(jnp.bool_)
         return jnp.where(allowed, jnp.zeros((), dtype), jnp.finfo(dtype).min.astype(dtype))
 
@@ -234,7 +233,7 @@ class Views(Bound):
             ([[0, 1, 0, -1]], [[0, 1, 0, 2147483647]])
         """
         q, kv = (
-            naming.positions(ids, padding) if given is None else given
+            positions_of(ids, padding) if given is None else given
             for given, ids, padding in (
                 (self.q_positions, self.q_segment_ids, PADDING),
                 (self.kv_positions, self.kv_segment_ids, LAST_POSITION),
@@ -258,8 +257,8 @@ class Views(Bound):
             [0, 2, 3, 6, 6]
         """
         most = check_size("max_segments", max_segments, least=1)
-        found = naming.sequences(self.q_segment_ids, self.kv_segment_ids, most)
-        check_segments(found.count, found.in_order, most)
+        found = sequences(self.q_segment_ids, self.kv_segment_ids, most)
+        _check_segments(found.count, found.in_order, most)
         return found.q_offsets.astype(out_dtype), found.kv_offsets.astype(out_dtype)
 
     def is_self_attention(self) -> Bool[Array, ""]:
@@ -302,3 +301,27 @@ class Views(Bound):
             for length in (self.q_len, self.kv_len)
         )
         return explain(q, kv, kv, mask=self, engine=engine)
+
+
+def _check_segments(count: Any, in_order: Any, most: int) -> None:
+    """That offsets can hold and tell the sequences, wherever that is known."""
+    if is_traced(count) or is_traced(in_order):
+        return
+    if int(count) > most:
+        raise ValueError(
+            f"There are {int(count)} sequences, but max_segments={most}. Call "
+            f"`get_or_compute_qkv_cu_seqlens(max_segments={int(count)})` (or more)."
+        )
+    if not bool(in_order):
+        raise ValueError(
+            "Cumulative lengths cannot tell these segment ids: an id comes back after another one, or queries and "
+            "keys have them in a different order. Sort the tokens by id, or use the ids."
+        )
+
+
+def _check_float(dtype: Any) -> Any:
+    """A dtype that a bias can have."""
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"A bias needs a float dtype, got {dtype.name}. For 0 and 1 use `attention_mask`.")
+    return dtype

@@ -143,10 +143,30 @@ class Mask:
         return plan(self, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions)
 
     @no_type_check
-    def show(self, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0, most: int = 64) -> str:
-        """A picture in characters: one row a query, `#` = may attend, `.` = may not.
+    def show(
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        batch: int = 0,
+        head: int = 0,
+        most: int = 64,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+    ) -> str:
+        """A picture in characters: one row per query, `#` = may attend, `.` = may not.
 
-        Lengths over `most` are drawn by blocks: `#` all of the block, `+` some, `.` none.
+        Lengths over `most` are drawn by blocks: `#` all of the block, `+` some, `.` none. The rule is asked about
+        tiles, and about pairs only where tiles do not tell, so a million tokens can be drawn.
+
+        Args:
+            q_len: number of queries, T.
+            kv_len: number of keys, S.
+            batch: which batch row.
+            head: which head.
+            most: characters along a side.
+            q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
+            kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
 
         Example:
             >>> from longspan import Window
@@ -157,7 +177,8 @@ class Mask:
         """
         from longspan.render import draw
 
-        return draw(self, q_len, kv_len, batch=batch, head=head, most=most)
+        positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+        return draw(self, q_len, kv_len, batch=batch, head=head, most=most, **positions)
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(_flat(And, self, other)) if isinstance(other, Mask) else NotImplemented

@@ -32,7 +32,7 @@ ERRORS = [
     (
         lambda: MaskInfo.from_segments(np.zeros((2, 3), int), q_positions=np.zeros((2, 4), int)),
         ValueError,
-        "q_positions must have shape (3,) or (2, 3), one position a token, got (2, 4)",
+        "q_positions must have shape [3] or [B, 3] (one position per slot), got (2, 4)",
     ),
     (
         lambda: MaskInfo.from_segments(np.zeros((2, 3), int), kv_positions=np.zeros((2, 3))),
@@ -162,7 +162,7 @@ ERRORS = [
         "replace() got 'segment_ids'. Fields: attention_mask, q_segment_ids",
     ),
     (lambda: SELF.replace(q_segment_ids=np.zeros((B, 4), int)), ValueError, "replace() keeps the sizes"),
-    (lambda: SELF.replace(q_positions=np.zeros((B, 4), int)), ValueError, "q_positions must have shape (5,) or (2, 5)"),
+    (lambda: SELF.replace(q_positions=np.zeros((B, 4), int)), ValueError, "q_positions must have shape [5] or [B, 5]"),
     (lambda: SELF.replace(batch_axis_name=("dp", 1)), TypeError, "batch_axis_name must be the name of a mesh axis"),
     (lambda: hash(SELF), TypeError, "A MaskInfo holds arrays, and arrays do not hash"),
     (lambda: jax.jit(lambda info: info == SELF)(SELF), TypeError, "== compares the values of two MaskInfos"),

@@ -7,7 +7,7 @@ import longspan as ls
 from longspan import MaskInfo
 
 PACKED = np.array([[0, 0, 0, 0, 1, 1, 1, -1, -1], [3, 3, 3, 3, 3, 3, 3, 3, 3]])
-TITLE = "MaskInfo batch {}, head 0: 9 queries x 9 keys in blocks of {}\n"
+TITLE = "Attention mask of batch {}, head 0: 9 queries x 9 keys in blocks of {}\n"
 SEGMENTS = "; ids of queries left, of keys above: PAD padding, MIX and ?? several"
 
 
@@ -57,7 +57,7 @@ def test_blocks_grow_until_the_picture_fits_the_screen():
     info = MaskInfo.from_mask(ls.Causal(), batch=1, q_len=300)
     picture = info.visualize(block_size=8, max_rows=5, max_cols=10, charset="ascii", return_str=True)
     assert picture == (
-        "MaskInfo batch 0, head 0: 300 queries x 300 keys in blocks of 64 x 32\n"
+        "Attention mask of batch 0, head 0: 300 queries x 300 keys in blocks of 64 x 32\n"
         "     00000000000000000000\n"
         "    +--------------------+\n"
         "   0|....                |\n"

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import longspan as ls
-from longspan.engines import _native
+from longspan.engines.cpu import library
 
 ROOT = Path(__file__).parent.parent.parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
-NUMBERED = f'extern "C" int longspan_abi() {{ return {_native.ABI + 1}; }}'
+NUMBERED = f'extern "C" int longspan_abi() {{ return {library.ABI + 1}; }}'
 STALE = {
-    f"has ABI {_native.ABI + 1}, but this longspan calls ABI {_native.ABI}.*make native.*install": NUMBERED,
+    f"has ABI {library.ABI + 1}, but this longspan calls ABI {library.ABI}.*make native.*install": NUMBERED,
     "has no ABI number, but this longspan calls": 'extern "C" const char* longspan_isas() { return "baseline"; }',
 }
 
@@ -27,10 +27,10 @@ def message(request, monkeypatch, tmp_path):
         pytest.skip("no compiler here")
     build = [COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / "stale.so"]
     subprocess.run(build, input=STALE[request.param], text=True, check=True)
-    monkeypatch.setattr(_native, "LIBRARY", tmp_path / "stale.so")
-    _native._load.cache_clear()
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "stale.so")
+    library._load.cache_clear()
     yield request.param
-    _native._load.cache_clear()
+    library._load.cache_clear()
 
 
 @pytest.mark.parametrize("engine", [pytest.param("auto", id="chosen"), pytest.param("cpu", id="named")])
@@ -51,4 +51,4 @@ def test_a_stale_library_that_is_switched_off_is_not_touched(message, monkeypatc
 
 def test_both_sources_have_one_number():
     (number,) = re.findall(r"kAbi = (\d+);", (ROOT / "native" / "program.h").read_text("utf-8"))
-    assert int(number) == _native.ABI
+    assert int(number) == library.ABI

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from longspan.maskinfo.checks import check_ints, check_size, is_traced
+
 PADDING = -1
 LAST_POSITION = np.iinfo(np.int32).max
 
@@ -51,7 +53,7 @@ def first_equal(keys: tuple[Any, ...]) -> Int[Array, "n"]:
 @jax.jit
 @jax.vmap
 def name_chunks(q_ids, kv_ids, q_chunks, kv_chunks):
-    """Ids of the chunks: chunk + 1 in a row of one document, else one a (document, chunk), counted from 1."""
+    """Ids of the chunks: chunk + 1 in a row of one document, else one per (document, chunk), counted from 1."""
     ids, chunks = jnp.concatenate([q_ids, kv_ids]), jnp.concatenate([q_chunks, kv_chunks])
     named = jnp.where(_has_several(ids), number_by_first_appearance((ids, chunks), ids >= 0) + 1, chunks + 1)
     return _split(jnp.where(ids >= 0, named, PADDING), q_ids.size)
@@ -60,7 +62,7 @@ def name_chunks(q_ids, kv_ids, q_chunks, kv_chunks):
 @jax.jit
 @jax.vmap
 def name_types(q_ids, kv_ids, q_types, kv_types):
-    """Ids of token types: the type in a row of one document, else one a (document, type), counted from 1."""
+    """Ids of token types: the type in a row of one document, else one per (document, type), counted from 1."""
     ids, types = jnp.concatenate([q_ids, kv_ids]), jnp.concatenate([q_types, kv_types])
     valid = (ids >= 0) & (types >= 0)
     named = jnp.where(_has_several(ids), number_by_first_appearance((ids, types), valid) + 1, types)
@@ -72,13 +74,13 @@ def has_several(ids: Int[Array, "B L"]) -> Bool[Array, "B"]:
     return jax.vmap(_has_several)(ids)
 
 
-def lengths(ids: Int[Array, "B L"]) -> Int[Array, "B"]:
+def lengths_of(ids: Int[Array, "B L"]) -> Int[Array, "B"]:
     """How many tokens of each row are not padding."""
     return jnp.sum(ids >= 0, axis=1, dtype=np.int32)
 
 
 @partial(jax.jit, static_argnums=1)
-def positions(ids: Int[Array, "B L"], padding: int) -> Int[Array, "B L"]:
+def positions_of(ids: Int[Array, "B L"], padding: int) -> Int[Array, "B L"]:
     """Positions that restart wherever the id changes."""
     if not ids.shape[1]:
         return jnp.zeros(ids.shape, np.int32)
@@ -93,6 +95,31 @@ def from_offsets(offsets: Int[Array, "n"], length: int) -> Int[Array, "1 length"
     slots = jnp.arange(length, dtype=np.int32)
     ids = jnp.searchsorted(offsets, slots, side="right").astype(np.int32) - 1
     return jnp.where(slots < offsets[-1], ids, PADDING).reshape(1, -1)
+
+
+def check_offsets(name: str, offsets: Any) -> jax.Array:
+    """Cumulative lengths [0, n0, n0+n1, ...]."""
+    offsets = check_ints(name, offsets, 1, "(n+1,)")
+    known = None if is_traced(offsets) else np.asarray(offsets)
+    if not offsets.size or (known is not None and (known[0] != 0 or np.any(np.diff(known) < 0))):
+        got = "an array without entries" if known is None or not known.size else known.tolist()
+        raise ValueError(
+            f"{name} must start at 0 and never fall: [0, n0, n0+n1, ...], got {got}. "
+            "Pairs [start0, end0, ...] go to `MaskInfo.from_cu_seqlens`."
+        )
+    return offsets
+
+
+def check_total(name: str, size: Any, offsets: jax.Array) -> int:
+    """How many tokens there are: as given, or as the offsets say."""
+    if size is not None:
+        size = check_size(name, size)
+        if not is_traced(offsets) and size < int(offsets[-1]):
+            raise ValueError(f"{name} must be >= {int(offsets[-1])}, the last offset, got {size}.")
+        return size
+    if is_traced(offsets):
+        raise ValueError(f"{name} must be given if the offsets are traced, because it fixes shapes.")
+    return int(offsets[-1])
 
 
 @partial(jax.jit, static_argnums=2)

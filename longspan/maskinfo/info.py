@@ -6,10 +6,11 @@ from typing import Any, Self, no_type_check
 import jax
 import numpy as np
 
-from longspan.maskinfo import naming
+from longspan.maskinfo.bound import as_positions, check_axis_names
 from longspan.maskinfo.build import Constructors
-from longspan.maskinfo.checks import check_axis_names, check_ids, check_offsets, check_positions, check_total, is_traced
+from longspan.maskinfo.checks import check_ids, is_traced
 from longspan.maskinfo.debug import trace_methods
+from longspan.maskinfo.ids import check_offsets, check_total, from_offsets
 from longspan.maskinfo.picture import Pictures
 from longspan.maskinfo.rules import Rules
 from longspan.maskinfo.sharding import Shardings
@@ -65,8 +66,11 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
     ) -> Self:
         """A copy with some fields changed; what is not named stays, `None` clears.
 
+        Only a new `attention_mask` takes more with it: documents, padding and all that was applied.
+
         Args:
-            attention_mask: the whole rule from now on, as in `from_attention_mask`. None leaves only the documents.
+            attention_mask: the whole rule from now on, as in `from_attention_mask`; the ids are those of the new mask,
+                unless they are named too. Positions stay if the sizes do. None: only documents and padding stay.
             q_segment_ids: new documents; all other rules stay. None: one document without padding.
             kv_segment_ids: likewise, of the keys.
             cu_seqlens_q: new documents as cumulative lengths, for one packed row. They are never stored: None does
@@ -84,6 +88,8 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
             .#..
             .##.
             .###
+            >>> info.replace(attention_mask=np.ones((1, 4, 4))).q_segment_ids.tolist()
+            [[0, 0, 0, 0]]
         """
         if unknown := sorted(set(axis_names) - set(AXES)):
             raise TypeError(
@@ -159,7 +165,7 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
         given = (("q_positions", q_positions, self.q_len), ("kv_positions", kv_positions, self.kv_len))
         return self._with(
             **{
-                name: check_positions(name, positions, self.batch_size, length)
+                name: as_positions(name, positions, length, self.batch_size)
                 for name, positions, length in given
                 if positions is not KEEP
             }
@@ -172,7 +178,7 @@ def _is_given(value: Any) -> bool:
 
 def _from_lengths(name: str, offsets: Any, length: int):
     offsets = check_offsets(name, offsets)
-    return naming.from_offsets(offsets, check_total(name, length, offsets))
+    return from_offsets(offsets, check_total(name, length, offsets))
 
 
 jax.tree_util.register_dataclass(MaskInfo)
