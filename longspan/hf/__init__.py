@@ -16,6 +16,13 @@ Example:
     'LongformerConfig'
 """
 
+# ruff: noqa: E402 - without Flax no import below would get far, and its error would not say what to install.
+
+from longspan._optional import needs
+
+needs(__name__, "flax", extra="hf")
+needs(__name__, "safetensors", extra="hf")
+
 from longspan.hf.extend import extend as extend
 from longspan.hf.load import load as load
 from longspan.hf.save import save as save

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from longspan.models import Encoder, LongformerConfig, MaskedLM, Model, QuestionAnswering, SequenceClassifier
+from longspan.models.activations import ACTIVATIONS
+from longspan.models.encoders.longformer import LONGFORMER
+from longspan.models.families import FAMILIES
 
 
 def extend(
@@ -34,14 +37,15 @@ def extend(
         (1, 1000, 6)
     """
     old = model.config
-    if old.model_type not in ("bert", "roberta"):
-        raise ValueError(f"`extend` makes a Longformer of a bert or roberta model, got a {old.model_type}.")
+    if not old.family.extendable:
+        those = " or ".join(family.model_type for family in FAMILIES if family.extendable)
+        raise ValueError(f"`extend` makes a Longformer of a {those} model, got a {old.model_type}.")
     if max_positions < old.max_tokens:
         raise ValueError(f"max_positions={max_positions} is fewer than the {old.max_tokens} the model has already.")
-    if isinstance(model, MaskedLM) and old.model_type == "bert" and old.hidden_act not in ("gelu", "gelu_python"):
-        # A RoBERTa's has the exact GELU too, whatever its config says.
+    wanted, given = (family.lm_activation or old.hidden_act for family in (LONGFORMER, old.family))
+    if isinstance(model, MaskedLM) and ACTIVATIONS[given] is not ACTIVATIONS[wanted]:
         raise ValueError(
-            f"A Longformer's masked-LM head has the activation 'gelu', this model's has {old.hidden_act!r}. "
+            f"A Longformer's masked-LM head has the activation {wanted!r}, this model's has {given!r}. "
             "Extend its encoder: `extend(model.encoder)`."
         )
     config = _config(old, max_positions, window, _separator(model, sep_token_id))
@@ -56,9 +60,9 @@ def extend(
 
 def _separator(model, given: int | None) -> int:
     extra = json.loads(model.config.extra)
-    known = [given, extra.get("sep_token_id"), extra.get("eos_token_id")]
+    known = [given, extra.get("sep_token_id"), extra.get("eos_token_id"), model.config.family.separator]
     found = next((number for number in known if isinstance(number, int)), None)
-    if found is None and isinstance(model, QuestionAnswering) and model.config.model_type == "bert":
+    if found is None and isinstance(model, QuestionAnswering):
         raise ValueError(
             "This BERT's config does not say which token separates question and text, whose place decides what is "
             "global in a Longformer. Pass `sep_token_id`, the tokenizer's [SEP] (102 in the original BERTs)."
@@ -92,7 +96,7 @@ def _values(model, config: LongformerConfig) -> dict:
             values[(*path[:-2], f"{path[-2]}_global", path[-1])] = value
     table = (*body, "embeddings", "position", "embedding")
     values[table] = _tile(flat[table], model.config.first_position, config)
-    if isinstance(model, SequenceClassifier) and model.config.model_type == "bert":
+    if isinstance(model, SequenceClassifier) and model.config.family.classifier_reads_pooler:
         for name in ("kernel", "bias"):
             values[("dense", name)] = values.pop(("encoder", "pooler", name))
     return values

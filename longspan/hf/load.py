@@ -16,19 +16,15 @@ from flax import nnx
 
 from longspan._checks import check_choice
 from longspan.hf.config import read_config
-from longspan.hf.names import BUFFERS, HEADS, PREFIX, TASKS, head_prefixes, parameters
-from longspan.models import BertConfig, BigBirdConfig, Encoder, MaskedLM, Model
+from longspan.hf.names import HEADS, Parameter, body_name, head_prefixes, parameters, task_of
+from longspan.models import Encoder, Model
+from longspan.models._family import Family, Task
+from longspan.models.encoders.bigbird import RANDOM_BLOCKS
+from longspan.models.families import FAMILIES
 
 logger = logging.getLogger("longspan.hf")
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TASK_NAMES = {
-    "encoder": "Model",
-    "masked_lm": "ForMaskedLM",
-    "sequence_classification": "ForSequenceClassification",
-    "token_classification": "ForTokenClassification",
-    "question_answering": "ForQuestionAnswering",
-}
 
 
 def load(
@@ -66,26 +62,27 @@ def load(
         >>> model(jnp.ones((1, 5), int)).pooler_output.shape
         (1, 6)
     """
-    check_choice("random_blocks", random_blocks, ("trained", "hf_eval"))
+    check_choice("random_blocks", random_blocks, RANDOM_BLOCKS)
     where = _directory(Path(directory))
     labels = {} if num_labels is None else dict(num_labels=num_labels)
     config, architectures = read_config(where, random_blocks=random_blocks, **labels)
-    kind = TASKS[_task(task, architectures)]
+    family = config.family
+    chosen = _task(family, task, architectures)
     with ExitStack() as stack:
         tensors = _Tensors.open(where, stack)
-        config = _untie_if_different(config, kind, tensors)
-        dtype = tensors.dtype_of("embeddings.word_embeddings.weight") if dtype is None else jnp.dtype(dtype)
-        model = _fitting_model(kind, config, dtype, tensors, rngs)
+        config = _untie_if_different(config, chosen, tensors)
+        dtype = tensors.dtype_of(family.word_embeddings) if dtype is None else jnp.dtype(dtype)
+        model = _fitting_model(chosen, config, dtype, tensors, rngs)
         _fill(model, tensors, where, dtype, new_head=rngs is not None)
     return model
 
 
 def _fill(model: Any, tensors: "_Tensors", where: Path, dtype, *, new_head: bool) -> None:
-    report, wanted = _Report(where), list(parameters(model))
-    headless = all(tensors.find(p.name, p.in_head) is None for p in wanted if p.in_head)
+    report, wanted, task = _Report(where), list(parameters(model)), task_of(model)
+    headless = all(tensors.find(p, task) is None for p in wanted if p.in_head)
     sources: dict[tuple, list[tuple[str, bool]]] = {}
     for p in wanted:
-        name = tensors.find(p.name, p.in_head)
+        name = tensors.find(p, task)
         if name is not None:
             sources.setdefault(p.path, []).append((name, p.transposed))
             if tensors.shape(name) != p.shape:
@@ -122,16 +119,17 @@ class _Report:
     ignored: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in _IGNORED})
 
     def sort_out_unread(self, names: set[str], model: Any, own: tuple[str, ...]) -> None:
-        tied = ("cls.predictions.decoder.", "lm_head.decoder.", "cls.predictions.bias", "lm_head.bias")
+        family, task = model.config.family, task_of(model)
+        tied = {task.tied, *(task.twin_biases or ())}
         for name in sorted(names):
-            plain = name.removeprefix(PREFIX[model.config.model_type])
-            if plain.endswith(BUFFERS):
+            plain = name.removeprefix(family.prefix)
+            if plain.endswith(family.buffers):
                 self.ignored["tables of constants"].append(name)
             elif plain.startswith("pooler."):
                 self.ignored["a pooler that this model does not use"].append(name)
-            elif isinstance(model, MaskedLM) and name.startswith(tied):
+            elif name in tied:
                 self.ignored["tied to the word embeddings"].append(name)
-            elif name.startswith("cls.seq_relationship.") or (name.startswith(HEADS) and not name.startswith(own)):
+            elif name.startswith(family.unused) or (name.startswith(HEADS) and not name.startswith(own)):
                 self.ignored["another task's head"].append(name)
             else:
                 self.unexpected.append(name)
@@ -192,15 +190,19 @@ class _Tensors:
                 where[new], old[new] = file, name
         return cls(where, old)
 
-    def find(self, name: str, in_head: bool) -> str | None:
-        """The name in the file: the encoder's may have a prefix, or none."""
-        if in_head:
-            biases = {"cls.predictions.bias": "cls.predictions.decoder.bias", "lm_head.bias": "lm_head.decoder.bias"}
-            # What is added to the logits is the decoder's bias; the other one is its twin, or not used at all.
-            names = [biases[name], name] if name in biases else [name]
-        else:
-            names = [*(p + name for p in sorted(set(PREFIX.values()))), name]
+    def find(self, p: Parameter, task: Task) -> str | None:
+        """A parameter's name in the file."""
+        if not p.in_head:
+            return self.find_in_body(p.name)
+        # What is added to the logits is the decoder's bias; the other one is its twin, or not used at all.
+        twins = task.twin_biases
+        names = reversed(twins) if twins and p.name in twins else [p.name]
         return next((n for n in names if n in self.where), None)
+
+    def find_in_body(self, name: str) -> str | None:
+        """The name in the file of one of the body's tensors, which may have a prefix, or none."""
+        prefixes = sorted({family.prefix for family in FAMILIES})
+        return next((n for n in [*(p + name for p in prefixes), name] if n in self.where), None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.where[name].get_slice(self.old_names[name]).get_shape())
@@ -209,47 +211,43 @@ class _Tensors:
         return self.where[name].get_tensor(self.old_names[name])
 
     def dtype_of(self, name: str):
-        found = self.find(name, in_head=False)
+        found = self.find_in_body(name)
         return jax.dtypes.canonicalize_dtype(jnp.float32 if found is None else self.read(found).dtype)
 
 
-def _fitting_model(kind, config: BertConfig, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> Any:
+def _fitting_model(task: Task, config: Any, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> Any:
     """A model without values, with a pooler if the file has one that Hugging Face's model of this kind keeps."""
-    pooled = kind is Encoder or (isinstance(config, BigBirdConfig) and kind is not TASKS["ForQuestionAnswering"])
-    stored = any(tensors.find(n, in_head=False) for n in ("pooler.dense.weight", "pooler.weight"))
-    if pooled and not stored:
-        logger.info("no pooler in the file: pooler_output will be None")
-    make = lambda: kind(  # noqa: E731
-        config, pooler=pooled and stored, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0) if rngs is None else rngs
+    options = {}
+    if task.optional_pooler:
+        options["pooler"] = tensors.find_in_body(body_name("pooler.kernel", config.family)) is not None
+        if not options["pooler"]:
+            logger.info("no pooler in the file: pooler_output will be None")
+    make = lambda: task.model(  # noqa: E731
+        config, **options, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0) if rngs is None else rngs
     )
     if rngs is not None:
         return make()
     return nnx.eval_shape(make)
 
 
-def _untie_if_different(config: BertConfig, kind, tensors: _Tensors) -> BertConfig:
+def _untie_if_different(config: Any, task: Task, tensors: _Tensors) -> Any:
     """If a file has decoder weights of their own, they count, whatever the config says: as in Hugging Face."""
-    decoder = next(
-        (n for n in ("cls.predictions.decoder.weight", "lm_head.decoder.weight") if n in tensors.where), None
-    )
-    word = tensors.find("embeddings.word_embeddings.weight", in_head=False)
-    if kind is not MaskedLM or not config.tie_word_embeddings or decoder is None or word is None:
+    word = tensors.find_in_body(config.family.word_embeddings)
+    if not config.tie_word_embeddings or task.tied is None or task.tied not in tensors.where or word is None:
         return config
-    same = np.array_equal(tensors.read(decoder), tensors.read(word))
+    same = np.array_equal(tensors.read(task.tied), tensors.read(word))
     return config if same else replace(config, tie_word_embeddings=False)
 
 
-def _task(task: str | None, architectures: list[str]) -> str:
-    if task is not None:
-        check_choice("task", task, tuple(TASK_NAMES))
-        return TASK_NAMES[task]
-    for name in architectures:
-        if name.endswith("ForPreTraining"):
-            return "ForMaskedLM"
-        found = next((suffix for suffix in TASKS if name.endswith(suffix)), None)
-        if found:
-            return found
-    return "Model"
+def _task(family: Family, name: str | None, architectures: list[str]) -> Task:
+    """The task with this name, or else the one that the config's architectures end like."""
+    tasks = {task.model.task: task for task in family.tasks}
+    if name is not None:
+        check_choice("task", name, tuple(tasks))
+        return tasks[name]
+    suffixes = {suffix: task for task in family.tasks for suffix in task.model.suffixes}
+    found = (task for end in architectures for suffix, task in suffixes.items() if end.endswith(suffix))
+    return next(found, family.tasks[0])
 
 
 def _directory(path: Path) -> Path:

@@ -6,58 +6,15 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from longspan.models import Encoder, MaskedLM, QuestionAnswering, SequenceClassifier, TokenClassifier
-
-# The attribute that holds the encoder in a model with a head.
-PREFIX = {"bert": "bert.", "roberta": "roberta.", "longformer": "longformer.", "big_bird": "bert."}
-
-# A model's class name in `architectures` is the family's name and one of these.
-TASKS = {
-    "Model": Encoder,
-    "ForMaskedLM": MaskedLM,
-    "ForSequenceClassification": SequenceClassifier,
-    "ForTokenClassification": TokenClassifier,
-    "ForQuestionAnswering": QuestionAnswering,
-}
-FAMILY = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird"}
+from longspan.models._family import Family, Names, Task, theirs
+from longspan.models.families import FAMILIES
 
 # Names that start like this belong to a head.
-HEADS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "qa_classifier.")
-# Tables of constants that older versions saved with the parameters.
-BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-
-_BODY = (
-    (r"^embeddings\.(word|position|token_type)\.", r"embeddings.\1_embeddings."),
-    (r"^embeddings\.norm\.", r"embeddings.LayerNorm."),
-    (r"^layers\.attention\.", r"encoder.layer.{}.attention.self."),
-    (r"^layers\.out\.", r"encoder.layer.{}.attention.output.dense."),
-    (r"^layers\.out_norm\.", r"encoder.layer.{}.attention.output.LayerNorm."),
-    (r"^layers\.feed_forward\.up\.", r"encoder.layer.{}.intermediate.dense."),
-    (r"^layers\.feed_forward\.down\.", r"encoder.layer.{}.output.dense."),
-    (r"^layers\.feed_forward\.norm\.", r"encoder.layer.{}.output.LayerNorm."),
-)
-_BERT_LM = (("dense.", "cls.predictions.transform.dense."), ("norm.", "cls.predictions.transform.LayerNorm."),
-            ("bias", "cls.predictions.bias"), ("decoder.", "cls.predictions.decoder."))  # fmt: skip
-_ROBERTA_LM = (("dense.", "lm_head.dense."), ("norm.", "lm_head.layer_norm."), ("bias", "lm_head.bias"),
-               ("decoder.", "lm_head.decoder."))  # fmt: skip
-_TWO_LAYERS = (("dense.", "classifier.dense."), ("classifier.", "classifier.out_proj."))
-_ONE_LAYER = (("classifier.", "classifier."),)
-_ANSWER = (("outputs.", "qa_outputs."),)
-_BIGBIRD_ANSWER = (("outputs.", "qa_classifier.qa_outputs."),
-                   ("feed_forward.up.", "qa_classifier.intermediate.dense."),
-                   ("feed_forward.down.", "qa_classifier.output.dense."),
-                   ("feed_forward.norm.", "qa_classifier.output.LayerNorm."))  # fmt: skip
-
-_HEAD = {
-    MaskedLM: {"bert": _BERT_LM, "big_bird": _BERT_LM, "roberta": _ROBERTA_LM, "longformer": _ROBERTA_LM},
-    SequenceClassifier: {"bert": _ONE_LAYER, **dict.fromkeys(("big_bird", "roberta", "longformer"), _TWO_LAYERS)},
-    TokenClassifier: dict.fromkeys(PREFIX, _ONE_LAYER),
-    QuestionAnswering: {**dict.fromkeys(("bert", "roberta", "longformer"), _ANSWER), "big_bird": _BIGBIRD_ANSWER},
-}
+HEADS = tuple({name.partition(".")[0] + "." for f in FAMILIES for task in f.tasks for _, name in task.names})
 
 
 class Parameter(NamedTuple):
-    """A tensor of a file: its Hugging Face name (for the encoder's without prefix) and where it lives in our model."""
+    """A tensor of a file: its Hugging Face name (for the body's without prefix) and where it lives in our model."""
 
     name: str
     path: tuple
@@ -67,35 +24,38 @@ class Parameter(NamedTuple):
     transposed: bool  # torch keeps a linear layer's weight as [outputs, inputs]
 
 
-def kind_of(model: Any) -> type:
-    """Which of our models it is, or is made from."""
-    for kind in TASKS.values():
-        if isinstance(model, kind):
-            return kind
-    known = ", ".join(kind.__name__ for kind in TASKS.values())
+def task_of(model: Any) -> Task:
+    """The task of its family that a model, or what it is made from, is for."""
+    family: Family | None = getattr(getattr(model, "config", None), "family", None)
+    for task in family.tasks if family else ():
+        if isinstance(model, task.model):
+            return task
+    known = ", ".join(dict.fromkeys(task.model.__name__ for family in FAMILIES for task in family.tasks))
     raise TypeError(f"Expected one of longspan.models' {known}, got {type(model).__name__}.")
 
 
 def parameters(model: Any) -> Iterator[Parameter]:
     """All tensors that a file of this model has, layer by layer."""
-    family, task = model.config.model_type, kind_of(model)
+    family, task = model.config.family, task_of(model)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         ours, shape, transposed = ".".join(map(str, path)), tuple(variable.shape), path[-1] == "kernel"
-        in_head = task is not Encoder and path[0] != "encoder"
+        in_head = bool(task.names) and path[0] != "encoder"
         stacked = not in_head and "layers" in path
         shape = shape[1:] if stacked else shape
+        shape = shape[::-1] if transposed else shape
+        name = _file_name(ours, task.names) if in_head else body_name(ours.removeprefix("encoder."), family)
         for layer in range(variable.shape[0]) if stacked else [None]:
-            if in_head:
-                name = _head_name(ours, _HEAD[task][family])
-            else:
-                name = _body_name(ours.removeprefix("encoder."), family, layer)
-            name = re.sub(r"(^|\.)(kernel|scale|embedding)$", r"\1weight", name)
-            yield Parameter(name, path, layer, shape[::-1] if transposed else shape, in_head, transposed)
+            yield Parameter(name.format(layer), path, layer, shape, in_head, transposed)
+
+
+def body_name(ours: str, family: Family) -> str:
+    """The name of one of the body's parameters, without prefix; {} is the number of its layer."""
+    return _file_name(ours, family.names)
 
 
 def prefix(model: Any) -> str:
-    """What the encoder's names begin with in a file of this model."""
-    return "" if isinstance(model, Encoder) else PREFIX[model.config.model_type]
+    """What the body's names begin with in a file of this model."""
+    return model.config.family.prefix if task_of(model).names else ""
 
 
 def head_prefixes(model: Any) -> tuple[str, ...]:
@@ -103,18 +63,5 @@ def head_prefixes(model: Any) -> tuple[str, ...]:
     return tuple({p.name.partition(".")[0] + "." for p in parameters(model) if p.in_head})
 
 
-def _body_name(ours: str, family: str, layer: int | None) -> str:
-    if ours.startswith("pooler."):
-        return ours if family == "big_bird" else ours.replace("pooler.", "pooler.dense.")
-    for pattern, theirs in _BODY:
-        ours, hits = re.subn(pattern, theirs, ours)
-        if hits:
-            return ours.format(layer)
-    raise AssertionError(f"no Hugging Face name for {ours}")
-
-
-def _head_name(ours: str, table) -> str:
-    for start, theirs in table:
-        if ours.startswith(start):
-            return theirs + ours.removeprefix(start)
-    raise AssertionError(f"no Hugging Face name for {ours}")
+def _file_name(ours: str, names: Names) -> str:
+    return re.sub(r"(^|\.)(kernel|scale|embedding)$", r"\1weight", theirs(ours, names))

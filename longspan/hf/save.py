@@ -14,8 +14,8 @@ from flax import nnx
 
 from longspan.hf.config import to_json
 from longspan.hf.load import INDEX, WEIGHTS
-from longspan.hf.names import FAMILY, TASKS, kind_of, parameters, prefix
-from longspan.models import Encoder, MaskedLM, Model, QuestionAnswering
+from longspan.hf.names import parameters, prefix, task_of
+from longspan.models import Encoder, Model, QuestionAnswering
 
 
 def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
@@ -42,12 +42,11 @@ def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
     """
     from safetensors.numpy import save as to_bytes
 
-    kind, config = kind_of(model), model.config
-    if kind is QuestionAnswering:  # its two outputs are labels to Hugging Face
+    config, task = model.config, task_of(model)
+    if isinstance(model, QuestionAnswering):  # its two outputs are labels to Hugging Face
         config = dataclasses.replace(config, num_labels=2)
-    suffix = next(suffix for suffix, other in TASKS.items() if other is kind)
     tensors = tensors_of(model)
-    raw = to_json(config, FAMILY[config.model_type] + suffix)
+    raw = to_json(config, config.family.name + task.model.suffixes[0])
     raw.pop("torch_dtype", None)
     raw["dtype"] = next(iter(tensors.values())).dtype.name
     where = Path(directory)
@@ -70,9 +69,9 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         # Contiguous, because safetensors writes the memory behind an array, whatever its strides say.
         value = np.ascontiguousarray(value.T if p.transposed else value)
         tensors[p.name if p.in_head else prefix(model) + p.name] = value
-    if isinstance(model, MaskedLM) and model.decoder is not None:
-        bias = "cls.predictions.bias" if "cls.predictions.bias" in tensors else "lm_head.bias"
-        tensors[bias.replace("bias", "decoder.bias")] = tensors[bias].copy()
+    twins = task_of(model).twin_biases
+    if twins and not model.config.tie_word_embeddings:
+        tensors[twins[1]] = tensors[twins[0]].copy()
     return tensors
 
 

@@ -11,14 +11,20 @@ Example:
     (1, 2)
 """
 
-from longspan.models.config import BertConfig as BertConfig
-from longspan.models.config import BigBirdConfig as BigBirdConfig
-from longspan.models.config import LongformerConfig as LongformerConfig
-from longspan.models.config import RobertaConfig as RobertaConfig
-from longspan.models.encoder import Encoder as Encoder
-from longspan.models.heads import MaskedLM as MaskedLM
-from longspan.models.heads import Model as Model
-from longspan.models.heads import QuestionAnswering as QuestionAnswering
-from longspan.models.heads import SequenceClassifier as SequenceClassifier
-from longspan.models.heads import TokenClassifier as TokenClassifier
+# ruff: noqa: E402 - without Flax no import below would get far, and its error would not say what to install.
+
+from longspan._optional import needs
+
+needs(__name__, "flax", extra="flax")
+
+from longspan.models.encoders.bert import BertConfig as BertConfig
+from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
+from longspan.models.encoders.encoder import Encoder as Encoder
+from longspan.models.encoders.longformer import LongformerConfig as LongformerConfig
+from longspan.models.encoders.roberta import RobertaConfig as RobertaConfig
+from longspan.models.encoders.tasks import MaskedLM as MaskedLM
+from longspan.models.encoders.tasks import Model as Model
+from longspan.models.encoders.tasks import QuestionAnswering as QuestionAnswering
+from longspan.models.encoders.tasks import SequenceClassifier as SequenceClassifier
+from longspan.models.encoders.tasks import TokenClassifier as TokenClassifier
 from longspan.models.output import Output as Output

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from longspan import hf
 from longspan.hf.save import tensors_of
-from longspan.models.attention import random_blocks
+from longspan.models.encoders.bigbird import random_blocks
 
 HERE = Path(__file__).parent
 TOLERANCE = 2e-5

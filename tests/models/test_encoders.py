@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 from longspan import models
-from longspan.models import dense
+from longspan.models import layers as plain_layers
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.attention import random_blocks
+from longspan.models.encoders.bigbird import random_blocks
 
 SIZES = dict(
     vocab_size=19, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=10,
@@ -202,7 +202,7 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
     cotangent = jnp.asarray(np.random.default_rng(2).normal(size=(*IDS.shape, 12)), jnp.float32)
 
     def gradients(few):
-        monkeypatch.setattr("longspan.models.attention.FEW", few)
+        monkeypatch.setattr("longspan.models.encoders.longformer.FEW", few)
         jax.clear_caches()
 
         def loss(parameters):
@@ -221,8 +221,8 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_feed_forward_by_pieces_is_the_same(monkeypatch, batch):
-    monkeypatch.setattr(dense, "PIECE", 8)
-    monkeypatch.setattr(dense, "LEAST", 5)
+    monkeypatch.setattr(plain_layers, "PIECE", 8)
+    monkeypatch.setattr(plain_layers, "LEAST", 5)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(batch, 37, 3)), jnp.float32)
     weights = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
@@ -238,7 +238,7 @@ def test_feed_forward_by_pieces_is_the_same(monkeypatch, batch):
             weights
         )
 
-    whole, pieces = (gradient(weights, run) for run in (lambda f, x: f(x), dense.by_pieces))
+    whole, pieces = (gradient(weights, run) for run in (lambda f, x: f(x), plain_layers.by_pieces))
     for a, b in zip(whole, pieces, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     assert {shape[1] for shape in shapes} == {37, 8 if batch == 1 else 5}
@@ -273,8 +273,8 @@ def test_windows_may_come_as_any_ints():
 
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_projections_side_by_side_are_the_same(use_bias):
-    make = partial(dense.linear, CONFIGS["bert"], 12, 8, dtype=jnp.float32, param_dtype=jnp.float32)
+    make = partial(plain_layers.linear, CONFIGS["bert"], 12, 8, dtype=jnp.float32, param_dtype=jnp.float32)
     layers = [make(use_bias=use_bias, rngs=nnx.Rngs(seed)) for seed in range(3)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)), jnp.float32)
-    for got, layer in zip(dense.side_by_side(layers, x), layers, strict=True):
+    for got, layer in zip(plain_layers.side_by_side(layers, x), layers, strict=True):
         np.testing.assert_allclose(got, layer(x), rtol=1e-6, atol=1e-6)

@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from longspan import hf, models
-from longspan.hf.names import kind_of
+from longspan.hf.names import task_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = sorted(p.name for p in GOLDEN.iterdir() if (p / "config.json").is_file())
@@ -324,4 +324,4 @@ def test_a_subclass_is_saved_as_what_it_is_made_from(tmp_path):
     hf.save(Mine(config, rngs=nnx.Rngs(0)), tmp_path)
     assert type(hf.load(tmp_path)) is models.SequenceClassifier
     with pytest.raises(TypeError, match=r"Expected one of longspan\.models' Encoder, MaskedLM"):
-        kind_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+        task_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

@@ -1,22 +1,19 @@
-"""The encoder that BERT, RoBERTa, Longformer and BigBird share: embeddings, layers, pooler."""
+"""The encoder that all families share: embeddings, layers, pooler."""
 
 import functools
-import itertools
 import operator
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from longspan._checks import check_choice
 from longspan._types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.attention import ATTENTION, Site, Tokens, random_blocks
-from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
-from longspan.models.dense import LayerNorm, by_pieces, dropout, embed, linear
+from longspan.models.encoders._family import EncoderConfig
+from longspan.models.encoders.attention import Site, Tokens
+from longspan.models.layers import LayerNorm, by_pieces, dropout, embed, linear
 from longspan.models.output import Output
 
 
@@ -39,12 +36,15 @@ class Encoder(nnx.Module):
         (1, 5, 6)
     """
 
+    task: ClassVar[str] = "encoder"  # its name in `hf.load`
+    suffixes: ClassVar[tuple[str, ...]] = ("Model",)  # ends of Hugging Face's names for it, which begin with the family
+
     def __init__(
-        self, config: BertConfig, *, pooler: bool = True, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self, config: EncoderConfig, *, pooler: bool = True, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
         self.config, self.dtype = config, jnp.dtype(dtype)
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.embeddings = Embeddings(config, **kinds)
+        self.embeddings = config.family.embeddings(config, **kinds)
         self.layers = _stack(config, dtype, param_dtype, rngs)
         self.pooler = linear(config, config.hidden_size, config.hidden_size, **kinds) if pooler else nnx.data(None)
 
@@ -76,38 +76,25 @@ class Encoder(nnx.Module):
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
             rngs: the stream "dropout" is used if not deterministic.
         """
-        config = self.config
-        T = check_inputs(config, input_ids, inputs_embeds, position_ids)
-        tokens = self.tokens(T, attention_mask, global_attention_mask, attention_type)
-        keys = _dropout_keys(config, deterministic, rngs)
+        T = check_inputs(self.config, input_ids, inputs_embeds, position_ids)
+        attention = self.layers.attention
+        valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
+        tokens = attention.tokens(T, valid, global_attention_mask, attention_type)
+        keys = _dropout_keys(self.config, deterministic, rngs)
         x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=keys and keys[0])
-        if isinstance(config, BigBirdConfig) and not tokens.full:
-            x, tokens = _pad_to_blocks(x, tokens, config.block_size)
+        x, tokens = attention.fit(x, tokens)
         graph, parameters = nnx.split(self.layers)
-        x = _run_layers(graph, config, remat, parameters, x, tokens, keys and keys[1])[:, :T]
+        x = _run_layers(graph, remat, parameters, x, tokens, keys and keys[1])[:, :T]
         pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
         return Output(last_hidden_state=x, pooler_output=pooled)
-
-    def tokens(self, seq_len: int, attention_mask, global_attention_mask, attention_type: str | None) -> Tokens:
-        config = self.config
-        valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
-        if isinstance(config, LongformerConfig):
-            _refuse(config, attention_type=attention_type)
-            is_global = None if global_attention_mask is None else jnp.asarray(global_attention_mask).astype(bool)
-            return Tokens(valid=valid, is_global=is_global)
-        _refuse(config, global_attention_mask=global_attention_mask)
-        if isinstance(config, BigBirdConfig):
-            attention_type = config.attention_type if attention_type is None else attention_type
-            check_choice("attention_type", attention_type, ("block_sparse", "original_full"))
-            return Tokens(valid=valid, full=attention_type == "original_full" or seq_len <= config.longest_full)
-        _refuse(config, attention_type=attention_type)
-        return Tokens(valid=valid)
 
 
 class Embeddings(nnx.Module):
     """Word + position + token type, normalised."""
 
-    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+    config: Any  # of the family: subclasses read more of it than every encoder has
+
+    def __init__(self, config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
         self.word = embed(config, config.vocab_size, **kinds)
@@ -116,31 +103,36 @@ class Embeddings(nnx.Module):
         self.norm = LayerNorm(config, **kinds)
 
     def __call__(self, input_ids, token_type_ids, position_ids, inputs_embeds, *, dropout_key) -> Float[Array, "B T D"]:
-        config = self.config
         if inputs_embeds is None:
             word = self.word(jnp.asarray(input_ids, jnp.int32))
         else:
             word = jnp.asarray(inputs_embeds, self.word.dtype)
         if position_ids is None:
-            position_ids = _positions(config, input_ids, word.shape[1])
+            position_ids = self.positions(input_ids, word.shape[1])
         if token_type_ids is None:
             token_type_ids = jnp.zeros((1, 1), jnp.int32)
-        if getattr(config, "rescale_embeddings", False):
-            word = word * jnp.asarray(config.hidden_size**0.5, word.dtype)
-        x = word + self.token_type(jnp.asarray(token_type_ids, jnp.int32))
+        x = self.scale(word) + self.token_type(jnp.asarray(token_type_ids, jnp.int32))
         x = x + self.position(jnp.asarray(position_ids, jnp.int32))
-        if isinstance(config, BigBirdConfig):
-            return self.norm(dropout(x, config.hidden_dropout_prob, dropout_key))
-        return dropout(self.norm(x), config.hidden_dropout_prob, dropout_key)
+        return self.finish(x, dropout_key)
+
+    def positions(self, input_ids, seq_len: int) -> jax.Array:
+        """Rows of the position table where the caller names none."""
+        return jnp.arange(seq_len, dtype=jnp.int32)[None] + self.config.first_position
+
+    def scale(self, word: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return word
+
+    def finish(self, x: Float[Array, "B T D"], dropout_key) -> Float[Array, "B T D"]:
+        return dropout(self.norm(x), self.config.hidden_dropout_prob, dropout_key)
 
 
 class Layer(nnx.Module):
     """Self-attention and a feed-forward network, each added to its input and normalised afterwards."""
 
-    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
-        self.attention = ATTENTION[config.model_type](config, **kinds)
+        self.attention = config.family.attention(config, **kinds)
         self.out = linear(config, config.hidden_size, config.hidden_size, **kinds)
         self.out_norm = LayerNorm(config, **kinds)
         self.feed_forward = FeedForward(config, **kinds)
@@ -155,7 +147,7 @@ class Layer(nnx.Module):
 class FeedForward(nnx.Module):
     """norm(down(act(up(x))) + residual)."""
 
-    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config = config
         self.up = linear(config, config.hidden_size, config.intermediate_size, **kinds)
@@ -168,7 +160,7 @@ class FeedForward(nnx.Module):
         return self.norm(dropout(hidden, self.config.hidden_dropout_prob, dropout_key) + residual)
 
 
-def check_inputs(config: BertConfig, input_ids, inputs_embeds, position_ids) -> int:
+def check_inputs(config: EncoderConfig, input_ids, inputs_embeds, position_ids) -> int:
     """The number of tokens, after checking that they are given once and that the model has positions for them."""
     if (input_ids is None) == (inputs_embeds is None):
         both = "neither" if input_ids is None else "both"
@@ -186,7 +178,7 @@ def check_inputs(config: BertConfig, input_ids, inputs_embeds, position_ids) -> 
     return shape[1]
 
 
-def _stack(config: BertConfig, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
+def _stack(config: EncoderConfig, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
     """All layers as one, whose parameters have the layers as their first axis."""
 
     @nnx.split_rngs(splits=config.num_hidden_layers)
@@ -198,55 +190,26 @@ def _stack(config: BertConfig, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
 
 
 # Jitted, or a call outside of `jit` would compile the scan every time: its body is a new function in each.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run_layers(graph, config: BertConfig, remat: bool, parameters, x, tokens: Tokens, keys):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_layers(graph, remat: bool, parameters, x, tokens: Tokens, keys):
     """A scan over the layers: one of them is compiled, and with `remat` one of them is in memory."""
 
-    def step(x, layer, window):
-        parameters, key, blocks = layer
-        return nnx.merge(graph, parameters)(x, tokens, Site(blocks, window), key), None
+    def step(x, layer):
+        parameters, key, site = layer
+        return nnx.merge(graph, parameters)(x, tokens, site, key), None
 
-    blocks = None
-    if isinstance(config, BigBirdConfig) and not tokens.full:
-        blocks = jnp.asarray(random_blocks(config, x.shape[1]))
-    for start, stop, window in _runs(config):
-        layers = parameters, keys, blocks
-        if stop - start < config.num_hidden_layers:
-            layers = jax.tree.map(operator.itemgetter(slice(start, stop)), layers)
-        body = functools.partial(step, window=window)
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, layers)
+    runs = nnx.merge(graph, parameters).attention.sites(x.shape[1], tokens)
+    start = 0
+    for count, site in runs:
+        mine = parameters, keys
+        if len(runs) > 1:
+            mine = jax.tree.map(operator.itemgetter(slice(start, start + count)), mine)
+        x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (*mine, site))
+        start += count
     return x
 
 
-def _runs(config: BertConfig) -> Iterator[tuple[int, int, int | None]]:
-    """(start, stop, window) of layers in a row with the same window."""
-    windows = config.windows if isinstance(config, LongformerConfig) else (None,) * config.num_hidden_layers
-    start = 0
-    for window, run in itertools.groupby(windows):
-        stop = start + len(list(run))
-        yield start, stop, window
-        start = stop
-
-
-def _positions(config: BertConfig, input_ids, seq_len: int):
-    if isinstance(config, RobertaConfig) and input_ids is not None:
-        is_token = (jnp.asarray(input_ids, jnp.int32) != config.pad_token_id).astype(jnp.int32)
-        return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + config.pad_token_id
-    return jnp.arange(seq_len, dtype=jnp.int32)[None] + config.first_position
-
-
-def _pad_to_blocks(x, tokens: Tokens, block_size: int) -> tuple[jax.Array, Tokens]:
-    """Zeros up to a whole number of blocks, which nobody sees."""
-    B, T, _ = x.shape
-    missing = -T % block_size
-    if missing == 0:
-        return x, tokens
-    valid = jnp.ones((B, T), bool) if tokens.valid is None else tokens.valid
-    valid = jnp.pad(valid, ((0, 0), (0, missing)))
-    return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), Tokens(valid=valid)
-
-
-def _dropout_keys(config: BertConfig, deterministic: bool, rngs: nnx.Rngs | None):
+def _dropout_keys(config: EncoderConfig, deterministic: bool, rngs: nnx.Rngs | None):
     """A key for the embeddings and one for each layer; None if nothing is dropped."""
     if deterministic or max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) == 0:
         return None
@@ -259,9 +222,3 @@ def dropout_key(rngs: nnx.Rngs | None):
     if rngs is None:
         raise ValueError("deterministic=False needs `rngs`. Pass `rngs=nnx.Rngs(dropout=seed)`.")
     return rngs.dropout()
-
-
-def _refuse(config: BertConfig, **arguments) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"`{name}` means nothing to a {config.model_type} model. Leave it out.")

@@ -1,7 +1,7 @@
-"""Encoders with a head: masked LM, sequence and token classification, question answering."""
+"""Encoders with a task's head: masked LM, sequence and token classification, question answering."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from jaxtyping import Float, Int, Shaped
 
 from longspan._types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.config import BertConfig, BigBirdConfig, LongformerConfig, RobertaConfig
-from longspan.models.dense import LayerNorm, dropout, linear
-from longspan.models.encoder import Encoder, FeedForward, check_inputs, dropout_key
+from longspan.models.encoders._family import EncoderConfig
+from longspan.models.encoders.encoder import Encoder, FeedForward, check_inputs, dropout_key
+from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
 
 
@@ -25,9 +25,12 @@ class Model(nnx.Module):
         True
     """
 
+    task: ClassVar[str]  # as in `Encoder`
+    suffixes: ClassVar[tuple[str, ...]]
+
     config: Any  # of the family: BigBird's and Longformer's have more than BERT's
 
-    def __init__(self, config: BertConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.encoder = Encoder(config, pooler=pooler, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -48,7 +51,7 @@ class Model(nnx.Module):
         """See `Encoder`. The output has the encoder's fields and the head's."""
         check_inputs(self.config, input_ids, inputs_embeds, position_ids)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        if global_attention_mask is None and isinstance(self.config, LongformerConfig):
+        if global_attention_mask is None and self.config.family.attention.has_globals:
             global_attention_mask = self.default_globals(input_ids, given.shape[:2])
         if token_type_ids is None:
             token_type_ids = self.default_token_types(input_ids)
@@ -72,7 +75,7 @@ class Model(nnx.Module):
         raise NotImplementedError
 
     def default_globals(self, input_ids, shape: tuple[int, int]):
-        """A Longformer's global tokens where the caller names none."""
+        """Global tokens, in a family that has them, where the caller names none."""
         return None
 
     def default_token_types(self, input_ids):
@@ -90,8 +93,11 @@ class MaskedLM(Model):
         (1, 5, 11)
     """
 
+    task = "masked_lm"
+    suffixes = ("ForMaskedLM", "ForPreTraining")
+
     def __init__(
-        self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self, config: EncoderConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
@@ -102,8 +108,7 @@ class MaskedLM(Model):
         self.decoder = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds)
 
     def head(self, output, input_ids, keys):
-        # RoBERTa's head has the exact GELU whatever the config says; BERT's has the config's activation.
-        act = "gelu" if isinstance(self.config, RobertaConfig) else self.config.hidden_act
+        act = self.config.family.lm_activation or self.config.hidden_act
         x = self.norm(ACTIVATIONS[act](self.dense(output.last_hidden_state)))
         logits = self.encoder.embeddings.word.attend(x) if self.decoder is None else self.decoder(x)
         return dict(logits=logits + jnp.asarray(self.bias[...], logits.dtype)[None, None])
@@ -122,9 +127,12 @@ class SequenceClassifier(Model):
         (1, 2)
     """
 
+    task = "sequence_classification"
+    suffixes = ("ForSequenceClassification",)
+
     def __init__(
         self,
-        config: BertConfig,
+        config: EncoderConfig,
         *,
         pooler: bool | None = None,
         dtype=jnp.float32,
@@ -132,8 +140,7 @@ class SequenceClassifier(Model):
         rngs: nnx.Rngs,
     ):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        # BERT's head reads the pooler's output; the others bring a layer of their own.
-        reads_pooler = config.model_type == "bert"
+        reads_pooler = config.family.classifier_reads_pooler
         super().__init__(config, pooler=reads_pooler or bool(pooler), **kinds)
         size = config.hidden_size
         self.dense = nnx.data(None) if reads_pooler else linear(config, size, size, **kinds)
@@ -142,8 +149,8 @@ class SequenceClassifier(Model):
     def head(self, output, input_ids, keys):
         rate, x = self.config.head_dropout, output.pooler_output
         if self.dense is not None:
-            act = ACTIVATIONS[self.config.hidden_act] if isinstance(self.config, BigBirdConfig) else jnp.tanh
-            x = act(self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
+            act = self.config.family.classifier_activation or self.config.hidden_act
+            x = ACTIVATIONS[act](self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
         return dict(logits=self.classifier(dropout(x, rate, keys[1])))
 
     def default_globals(self, input_ids, shape):
@@ -161,8 +168,11 @@ class TokenClassifier(Model):
         (1, 5, 2)
     """
 
+    task = "token_classification"
+    suffixes = ("ForTokenClassification",)
+
     def __init__(
-        self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self, config: EncoderConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
@@ -187,12 +197,15 @@ class QuestionAnswering(Model):
         (1, 5)
     """
 
+    task = "question_answering"
+    suffixes = ("ForQuestionAnswering",)
+
     def __init__(
-        self, config: BertConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self, config: EncoderConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **kinds)
-        self.feed_forward = FeedForward(config, **kinds) if isinstance(config, BigBirdConfig) else nnx.data(None)
+        self.feed_forward = FeedForward(config, **kinds) if config.family.answers_have_layer else nnx.data(None)
         self.outputs = linear(config, config.hidden_size, 2, **kinds)
 
     def head(self, output, input_ids, keys):
@@ -200,7 +213,7 @@ class QuestionAnswering(Model):
         if self.feed_forward is not None:
             x = self.feed_forward(dropout(x, self.config.hidden_dropout_prob, keys[0]), x, keys[1])
         logits = self.outputs(x)
-        if isinstance(self.config, BigBirdConfig) and input_ids is not None:
+        if self.config.family.answers_follow_question and input_ids is not None:
             question = self.question(input_ids).at[:, 0].set(False)
             logits = logits - jnp.where(question, 1e6, 0.0).astype(logits.dtype)[..., None]
         return dict(start_logits=logits[..., 0], end_logits=logits[..., 1])
@@ -209,14 +222,14 @@ class QuestionAnswering(Model):
         return None if input_ids is None else self.question(input_ids)
 
     def default_token_types(self, input_ids):
-        if isinstance(self.config, BigBirdConfig) and input_ids is not None:
+        if self.config.family.answers_follow_question and input_ids is not None:
             return 1 - self.question(input_ids).astype(jnp.int32)
         return None
 
     def question(self, input_ids) -> jax.Array:
-        """The tokens before the first separator; in a BigBird, the separator too."""
+        """The tokens before the first separator, and in some families the separator too."""
         config = self.config
         ids = jnp.asarray(input_ids, jnp.int32)
         first = jnp.argmax(ids == config.sep_token_id, axis=1, keepdims=True)
-        past = first + 1 if isinstance(config, BigBirdConfig) else first
+        past = first + 1 if config.family.answers_follow_question else first
         return jnp.arange(ids.shape[1])[None] < past

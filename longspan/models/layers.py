@@ -1,7 +1,7 @@
-"""The plain layers: Flax's, with the initial values and the precision that these encoders use."""
+"""The plain layers: Flax's, with the initial values and the precision that these models use."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,13 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from longspan.models.config import BertConfig
-
+# A layer reads a few numbers of a config, whichever family's it is.
+Config: TypeAlias = Any
 PIECE, LEAST = 1024, 256  # tokens of all rows of a batch together, but at least so many of each row
 
 
 def linear(
-    config: BertConfig, inputs: int, outputs: int, *, use_bias: bool = True, dtype, param_dtype, rngs: nnx.Rngs
+    config: Config, inputs: int, outputs: int, *, use_bias: bool = True, dtype, param_dtype, rngs: nnx.Rngs
 ) -> nnx.Linear:
     """Flax's linear layer with normal initial weights."""
     init = nnx.initializers.normal(config.initializer_range)
@@ -24,7 +24,7 @@ def linear(
     )
 
 
-def embed(config: BertConfig, rows: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> nnx.Embed:
+def embed(config: Config, rows: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> nnx.Embed:
     """Flax's table of embeddings with normal initial values."""
     init = nnx.initializers.normal(config.initializer_range)
     return nnx.Embed(rows, config.hidden_size, embedding_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -36,7 +36,7 @@ class LayerNorm(nnx.Module):
     Flax's own mixes dtypes, which strict promotion refuses, and its default variance, E[x²] − E[x]², loses digits.
     """
 
-    def __init__(self, config: BertConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype, param_dtype, rngs: nnx.Rngs):
         self.eps, self.dtype = config.layer_norm_eps, jnp.dtype(dtype)
         self.scale = nnx.Param(jnp.ones(config.hidden_size, param_dtype))
         self.bias = nnx.Param(jnp.zeros(config.hidden_size, param_dtype))

@@ -1,0 +1,96 @@
+"""What all encoders are made of (`EncoderConfig`), and what tells their families apart (`EncoderFamily`)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from longspan._checks import check_choice
+from longspan.models._family import Family
+from longspan.models.activations import ACTIVATIONS
+
+# Metadata of a config's field that no `config.json` has, at least not under this name.
+OURS = {"in_json": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """The numbers of every encoder, under the names of `config.json`; the defaults are bert-base."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    classifier_dropout: float | None = None
+    tie_word_embeddings: bool = True
+    num_labels: int = field(default=2, metadata=OURS)
+    extra: str = field(default="{}", metadata=OURS)
+
+    model_type: ClassVar[str]
+
+    def __post_init__(self):
+        check_choice("hidden_act", self.hidden_act, tuple(sorted(ACTIVATIONS)))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
+            )
+
+    @property
+    def family(self) -> "EncoderFamily":
+        """The record of what tells its family from the others."""
+        raise NotImplementedError
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def first_position(self) -> int:
+        """The row of the position table that the first token takes."""
+        return 0
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest input that has positions."""
+        return self.max_position_embeddings - self.first_position
+
+    @property
+    def head_dropout(self) -> float:
+        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+
+def refuse_decoders(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """No fields: every one of an encoder's is spelled as in `config.json`. Raises for what makes it no encoder."""
+    for name in ("is_decoder", "add_cross_attention"):
+        if raw.get(name):
+            raise ValueError(f"{where} has {name}=true. Longspan has encoders only: set it to false if it is one.")
+    kind = raw.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise ValueError(f"{where} has position_embedding_type={kind!r}. Longspan knows 'absolute' only.")
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncoderFamily(Family):
+    """A family of encoders: its own parts, and how its tasks differ from the others'."""
+
+    word_embeddings: str = "embeddings.word_embeddings.weight"
+    buffers: tuple[str, ...] = ("embeddings.position_ids", "embeddings.token_type_ids")
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]] = refuse_decoders
+
+    embeddings: type[Any]  # an `Embeddings`
+    attention: type[Any]  # a `FullAttention`
+    lm_activation: str | None = None  # in the masked-LM head; None: the config's
+    classifier_reads_pooler: bool = False  # for whole inputs: one layer behind the pooler, or two of its own
+    classifier_activation: str | None = "tanh"  # between those two; None: the config's
+    answers_have_layer: bool = False  # question answering has a feed-forward network before its outputs
+    answers_follow_question: bool = False  # the question, with its separator, has token type 0 and holds no answer
+    separator: int | None = None  # the token that ends a question, where a config does not say

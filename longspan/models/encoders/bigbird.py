@@ -1,0 +1,163 @@
+"""BigBird (arXiv:2007.14062): blocks that see their neighbours, both end blocks and random blocks."""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from longspan._checks import check_choice
+from longspan.models._family import Task
+from longspan.models.encoders._family import OURS, EncoderFamily
+from longspan.models.encoders.attention import FullAttention, Site, Tokens
+from longspan.models.encoders.bert import BODY, ENCODER, MASKED_LM, TOKEN_CLASSIFIER, BertConfig
+from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.roberta import SEQUENCE_CLASSIFIER
+from longspan.models.encoders.tasks import QuestionAnswering
+from longspan.models.layers import dropout
+from longspan.patterns import bigbird_attention, bigbird_random_blocks
+
+ATTENTION_TYPES = ("block_sparse", "original_full")
+RANDOM_BLOCKS = ("trained", "hf_eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigBirdConfig(BertConfig):
+    """A BigBird encoder: blocks that see their neighbours, the first and last block, and some random ones.
+
+    The defaults are bigbird-roberta-base, which is a BERT in everything but its vocabulary.
+
+    Args:
+        attention_type: "block_sparse" or "original_full"; a call may choose differently.
+        random_blocks: "trained" draws the random blocks that checkpoints were trained with; "hf_eval" makes every
+            random block the first block, as Hugging Face does in eval mode.
+        rescale_embeddings: whether word embeddings are multiplied by √hidden_size.
+        use_bias: whether query, key and value have biases.
+
+    Example:
+        >>> from longspan import models
+        >>> models.BigBirdConfig().longest_full
+        704
+    """
+
+    vocab_size: int = 50358
+    hidden_act: str = "gelu_new"
+    max_position_embeddings: int = 4096
+    sep_token_id: int = 66
+    attention_type: str = "block_sparse"
+    block_size: int = 64
+    num_random_blocks: int = 3
+    random_blocks: str = field(default="trained", metadata=OURS)
+    use_bias: bool = True
+    rescale_embeddings: bool = False
+
+    model_type: ClassVar[str] = "big_bird"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("attention_type", self.attention_type, ATTENTION_TYPES)
+        check_choice("random_blocks", self.random_blocks, RANDOM_BLOCKS)
+
+    @property
+    def family(self) -> EncoderFamily:
+        return BIG_BIRD
+
+    @property
+    def longest_full(self) -> int:
+        """Inputs up to this length get full attention: their blocks would nearly all be seen anyway."""
+        return (5 + 2 * self.num_random_blocks) * self.block_size
+
+
+class BigBirdEmbeddings(Embeddings):
+    """Words may be rescaled, and the norm comes last."""
+
+    def scale(self, word):
+        rescale = self.config.rescale_embeddings
+        return word * jnp.asarray(self.config.hidden_size**0.5, word.dtype) if rescale else word
+
+    def finish(self, x, dropout_key):
+        return self.norm(dropout(x, self.config.hidden_dropout_prob, dropout_key))
+
+
+class BigBirdAttention(FullAttention):
+    """Blocks that see their neighbours, both end blocks and random blocks; or everything, if the call says so."""
+
+    def __init__(self, config: BigBirdConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+        super().__init__(config, use_bias=config.use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def tokens(self, seq_len, valid, global_attention_mask, attention_type):
+        self.refuse(global_attention_mask=global_attention_mask)
+        attention_type = self.config.attention_type if attention_type is None else attention_type
+        check_choice("attention_type", attention_type, ATTENTION_TYPES)
+        return Tokens(valid=valid, full=attention_type == "original_full" or seq_len <= self.config.longest_full)
+
+    def fit(self, x, tokens):
+        """Zeros up to a whole number of blocks, which nobody sees."""
+        B, T, _ = x.shape
+        missing = -T % self.config.block_size
+        if tokens.full or missing == 0:
+            return x, tokens
+        valid = jnp.ones((B, T), bool) if tokens.valid is None else tokens.valid
+        valid = jnp.pad(valid, ((0, 0), (0, missing)))
+        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), Tokens(valid=valid)
+
+    def sites(self, seq_len, tokens):
+        if tokens.full:
+            return super().sites(seq_len, tokens)
+        return [(self.config.num_hidden_layers, Site(jnp.asarray(random_blocks(self.config, seq_len))))]
+
+    def attend(self, x, q, k, v, tokens, site, dropout):
+        if tokens.full:
+            return super().attend(x, q, k, v, tokens, site, dropout)
+        masks = dict(q_mask=tokens.valid, kv_mask=tokens.valid)
+        return bigbird_attention(
+            q, k, v, block_size=self.config.block_size, rand_attn=site.random_blocks, **masks, **dropout
+        )
+
+
+def random_blocks(config: BigBirdConfig, seq_len: int) -> Int[np.ndarray, "L N rows r"]:
+    """The random blocks of every layer: those it was trained with, or the first block, as in Hugging Face's eval."""
+    layers, heads, r = config.num_hidden_layers, config.num_attention_heads, config.num_random_blocks
+    if config.random_blocks == "hf_eval":
+        return np.zeros((layers, heads, seq_len // config.block_size - 2, r), np.int32)
+    draw = functools.partial(
+        bigbird_random_blocks,
+        seq_len,
+        block_size=config.block_size,
+        num_random_blocks=r,
+        num_heads=heads,
+        max_seq_len=config.max_position_embeddings,
+    )
+    return np.stack([np.asarray(draw(seed=layer), np.int32) for layer in range(layers)])
+
+
+BIG_BIRD = EncoderFamily(
+    config=BigBirdConfig,
+    name="BigBird",
+    prefix="bert.",
+    names=(("pooler.", "pooler."), *BODY),
+    tasks=(
+        ENCODER,
+        replace(MASKED_LM, optional_pooler=True),
+        replace(SEQUENCE_CLASSIFIER, optional_pooler=True),
+        replace(TOKEN_CLASSIFIER, optional_pooler=True),
+        Task(
+            QuestionAnswering,
+            names=(
+                ("outputs.", "qa_classifier.qa_outputs."),
+                ("feed_forward.up.", "qa_classifier.intermediate.dense."),
+                ("feed_forward.down.", "qa_classifier.output.dense."),
+                ("feed_forward.norm.", "qa_classifier.output.LayerNorm."),
+            ),
+        ),
+    ),
+    unused=("cls.seq_relationship.",),
+    embeddings=BigBirdEmbeddings,
+    attention=BigBirdAttention,
+    classifier_activation=None,
+    answers_have_layer=True,
+    answers_follow_question=True,
+)

@@ -1,0 +1,82 @@
+"""RoBERTa (arXiv:1907.11692): a BERT whose positions count the tokens that are not padding."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from longspan.models._family import Task
+from longspan.models.encoders._family import EncoderFamily
+from longspan.models.encoders.attention import FullAttention
+from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER, BertConfig
+from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.tasks import MaskedLM, SequenceClassifier
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobertaConfig(BertConfig):
+    """A RoBERTa encoder: as BERT, but positions count the tokens that are not padding, from `pad_token_id` + 1.
+
+    Example:
+        >>> from longspan import models
+        >>> models.RobertaConfig(max_position_embeddings=514).max_tokens
+        512
+    """
+
+    vocab_size: int = 50265
+    max_position_embeddings: int = 514
+    type_vocab_size: int = 1
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int = 1
+
+    model_type: ClassVar[str] = "roberta"
+
+    @property
+    def family(self) -> EncoderFamily:
+        return ROBERTA
+
+    @property
+    def first_position(self) -> int:
+        return self.pad_token_id + 1
+
+
+class RobertaEmbeddings(Embeddings):
+    """Padding has a position of its own, the row before the first token's."""
+
+    def positions(self, input_ids, seq_len):
+        if input_ids is None:
+            return super().positions(input_ids, seq_len)
+        pad = self.config.pad_token_id
+        is_token = (jnp.asarray(input_ids, jnp.int32) != pad).astype(jnp.int32)
+        return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + pad
+
+
+MASKED_LM = Task(
+    MaskedLM,
+    names=(
+        ("dense.", "lm_head.dense."),
+        ("norm.", "lm_head.layer_norm."),
+        ("bias", "lm_head.bias"),
+        ("decoder.", "lm_head.decoder."),
+    ),
+    tied="lm_head.decoder.weight",
+    twin_biases=("lm_head.bias", "lm_head.decoder.bias"),
+)
+SEQUENCE_CLASSIFIER = Task(
+    SequenceClassifier, names=(("dense.", "classifier.dense."), ("classifier.", "classifier.out_proj."))
+)
+
+ROBERTA = EncoderFamily(
+    config=RobertaConfig,
+    name="Roberta",
+    prefix="roberta.",
+    names=BODY,
+    tasks=(ENCODER, MASKED_LM, SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER, QUESTION_ANSWERING),
+    defaults=dict(max_position_embeddings=512, type_vocab_size=2, layer_norm_eps=1e-12),
+    extendable=True,
+    embeddings=RobertaEmbeddings,
+    attention=FullAttention,
+    # Its head has the exact GELU whatever the config says.
+    lm_activation="gelu",
+    separator=2,
+)

@@ -1,0 +1,57 @@
+"""A family is one record, and a missing dependency one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from longspan import hf, models
+from longspan.models.families import FAMILIES
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = dict(vocab_size=7, hidden_size=6, num_attention_heads=2, num_hidden_layers=1, intermediate_size=5)
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+
+
+@every_family
+def test_a_config_knows_the_record_that_knows_the_config(family):
+    assert family.config().family is family
+    assert family.model_type == family.config().model_type
+
+
+def test_no_two_families_have_the_same_name():
+    assert len({family.model_type for family in FAMILIES}) == len({family.name for family in FAMILIES}) == len(FAMILIES)
+
+
+@every_family
+def test_what_a_family_saves_it_loads_for_every_task(family, tmp_path):
+    for task in family.tasks:
+        model = task.model(family.config(**TINY), rngs=nnx.Rngs(0))
+        hf.save(model, tmp_path / task.model.task)
+        again = hf.load(tmp_path / task.model.task)
+        assert type(again) is task.model
+        assert again.config.family is family
+
+
+def test_a_subclass_of_a_config_is_of_the_same_family():
+    class Mine(models.RobertaConfig):
+        pass
+
+    assert Mine().family is models.RobertaConfig().family
+
+
+@pytest.mark.parametrize(
+    ("room", "module", "line"),
+    [
+        ("longspan.models", "flax", "longspan.models needs flax: pip install 'longspan[flax]'"),
+        ("longspan.hf", "flax", "longspan.hf needs flax: pip install 'longspan[hf]'"),
+        ("longspan.hf", "safetensors", "longspan.hf needs safetensors: pip install 'longspan[hf]'"),
+    ],
+)
+def test_a_missing_dependency_is_one_line_that_names_the_extra(room, module, line):
+    program = f"import sys; sys.modules[{module!r}] = None; import {room}"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1] == f"ImportError: {line}"
+    assert result.stderr.count("Traceback") == 1, "another error came before ours"
