@@ -82,6 +82,12 @@ def explain(
     )
 
 
+def _reason(asked: str | Engine) -> str:
+    if asked != "auto":
+        return "as asked"
+    return f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
+
+
 def _is_known(request: Request) -> bool:
     """Whether the arrays that decide what is visited have values here."""
     deciding = (request.mask, request.layout, request.q_positions, request.kv_positions)

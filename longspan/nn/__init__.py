@@ -13,6 +13,10 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from longspan._optional import needs as _needs
+
+_needs("longspan.nn", "flax", "flax")
+
 if _TYPE_CHECKING:
     from longspan.nn import linen as linen
     from longspan.nn import nnx as nnx

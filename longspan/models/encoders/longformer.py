@@ -90,11 +90,12 @@ class LongformerAttention(FullAttention):
         if tokens.is_global is None:
             # One call instead of two, and no global projections.
             padding = Full() if valid is None else Segments(jnp.where(valid, 0, -1))
-            return attention(q, k, v, mask=Window(site.window, site.window) & padding, **dropout)
+            window: Any = site.window
+            return attention(q, k, v, mask=Window(window, window) & padding, **dropout)
         is_global = tokens.is_global if valid is None else tokens.is_global & valid
         kinds = is_global.astype(jnp.int32)
         kinds = kinds if valid is None else jnp.where(valid, kinds, -1)
-        options = dict(window=site.window, token_kinds=kinds, **dropout)
+        options: dict[str, Any] = dict(window=site.window, token_kinds=kinds, **dropout)
 
         def many():
             projections = (self.heads(p(x)) for p in (self.query_global, self.key_global, self.value_global))
