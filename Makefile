@@ -11,11 +11,12 @@ READY := $(VENV)/.ready
 PARITY := .venv-parity
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test native-arm64 demo test slow matrix lint format bench parity lock clean distclean
+.PHONY: help setup native native-test native-arm64 demo quick test slow matrix lint format bench parity lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       draw masks and attend with them"
+	@echo "make quick      what breaks first: masks, laws, layout, errors, structure, doctests, a dozen cases of the matrix"
 	@echo "make test       the default test suite (ARGS=... goes to pytest)"
 	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
 	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (an hour on two cores)"
@@ -65,8 +66,12 @@ native-arm64: $(READY)
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-# Compiling is most of it, and the code that LLVM's optimiser would make faster runs for microseconds.
-QUICKLY := XLA_FLAGS=--xla_backend_optimization_level=0
+# Compiling is most of it, and the code that optimisers would make faster runs for microseconds: LLVM's is off, and
+# fusions take XLA's older, quicker way to LLVM. `make slow` compiles as users do.
+QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+
+quick: $(READY)
+	$(QUICKLY) LONGSPAN_HYPOTHESIS=quick $(BIN)/python -m pytest -n $(JOBS) -m quick $(ARGS)
 
 test: $(READY)
 	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)

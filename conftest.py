@@ -23,6 +23,8 @@ if os.environ.get("LONGSPAN_TEST_CACHE") != "0":
 # Only modules imported from here on are checked, so nothing above may import longspan.
 jaxtyping.install_import_hook("longspan", "beartype.beartype")
 
+SLOWER_DOCTESTS = ("longspan/hf", "longspan/models", "longspan/nn")  # they compile whole models
+
 # No deadline, and no complaint about slow examples: the first example of a shape compiles.
 EVERYWHERE = dict(
     deadline=None,
@@ -30,6 +32,7 @@ EVERYWHERE = dict(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile("default", max_examples=200, **EVERYWHERE)
+hypothesis.settings.register_profile("quick", max_examples=50, **EVERYWHERE)
 hypothesis.settings.register_profile("slow", max_examples=2000, **EVERYWHERE)
 
 
@@ -40,7 +43,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(config, items):
-    """The slow suite repeats every property test, with more examples."""
+    """The slow suite repeats every property test, with more examples; doctests are quick."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and not item.nodeid.startswith(SLOWER_DOCTESTS):
+            item.add_marker("quick")
     if _profile_of(config) == "slow":
         for item in items:
             if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):

@@ -10,7 +10,6 @@ Example:
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -91,43 +90,66 @@ def assert_matches_reference(
         features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
     """
     floats = {"q": q, "k": k, "v": v, **{n: features.pop(n) for n in ("bias", "sinks") if features.get(n) is not None}}
-    weights = _cotangents(q)
-
-    @partial(jax.jit, static_argnums=(0, 1))
-    def everything(call, engine, floats, weights, mask):
-        def loss(floats):
-            out, lse = call(**floats, mask=mask, engine=engine, return_lse=True, **features)
-            finite = jnp.where(jnp.isfinite(lse), lse, 0)
-            return jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1]), (out, lse)
-
-        grads, (out, lse) = jax.grad(loss, has_aux=True)(floats)
-        return {"out": out, "lse": lse, **{f"d{name}": g for name, g in grads.items()}}
-
+    engines = list(engine) if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]
     # The reference's own error in float64 cannot be seen, so it is that of float32, scaled to float64's unit.
     narrow = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in floats.items()}
     shrink = float(jnp.finfo(q.dtype).eps / jnp.finfo(narrow["q"].dtype).eps)
-    near = _as_numpy(everything(attention, "reference", narrow, _cotangents(narrow["q"]), mask))
+
+    @jax.jit  # one program: compiling is nearly all of it
+    def everything(narrow, floats, mask):
+        near = _values_and_gradients(attention, "reference", narrow, mask, features)
+        return near, [_values_and_gradients(run or attention, e, floats, mask, features) for e in engines]
+
+    near, got = jax.tree.map(_as_numpy, everything(narrow, floats, mask))
+    exact, scales = _exact(floats, mask, features)
+    for name, results in zip(engines, got, strict=True):
+        for part in exact:
+            rounding = ROUNDING_UNITS * _unit(part, q.dtype, floats) * scales[part]
+            allowed = TIMES * shrink * _distance(near[part], exact[part]) + rounding
+            _assert_close(f"{getattr(name, 'name', name)}: {part}", results[part], exact[part], allowed)
+
+
+def _values_and_gradients(call: Callable, engine, floats: dict[str, Any], mask, features) -> dict[str, jax.Array]:
+    """Output, lse and the gradients of a random combination of both."""
+    weights = _cotangents(floats["q"])
+
+    def loss(floats):
+        out, lse = call(**floats, mask=mask, engine=engine, return_lse=True, **features)
+        finite = jnp.where(jnp.isfinite(lse), lse, 0)
+        return jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1]), (out, lse)
+
+    grads, (out, lse) = jax.grad(loss, has_aux=True)(floats)
+    return {"out": out, "lse": lse, **{f"d{name}": g for name, g in grads.items()}}
+
+
+def _exact(floats: dict[str, Any], mask, features) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The reference's results in float64, and the size of what each of them adds up."""
+    q, k = floats["q"], floats["k"]
+    weights = _cotangents(q)
+    wide = {name: np.asarray(x, np.float64) for name, x in floats.items()}
+    if "bias" in wide:  # written out, to see what its gradient is the sum of
+        wide["bias"] = np.broadcast_to(wide["bias"], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+
+    @jax.jit
+    def everything(wide, mask):
+        results = _values_and_gradients(attention, "reference", wide, mask, features)
+        kept = whole = _weights(wide, mask, features)
+        if features.get("dropout_rate", 0) > 0:
+            whole = _weights(wide, mask, features | dict(dropout_rate=0.0))
+        return results, kept, whole
+
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in floats.items()}
-        if "bias" in wide:  # written out, to see what its gradient is the sum of
-            wide["bias"] = jnp.broadcast_to(wide["bias"], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-        exact = everything(attention, "reference", wide, tuple(w.astype(np.float64) for w in weights), mask)
+        exact, kept, whole = everything(jax.tree.map(jnp.asarray, wide), mask)
         assert all(x.dtype == jnp.float64 for x in exact.values()), "float64 was truncated"
-        exact = _as_numpy(exact)
-    scales = {part: np.abs(x[np.isfinite(x)]).max(initial=0) for part, x in exact.items()}
+        exact, kept, whole = jax.tree.map(_as_numpy, (exact, kept, whole))
+    scales = {part: float(np.abs(x[np.isfinite(x)]).max(initial=0)) for part, x in exact.items()}
     if "bias" in floats:
         terms = exact["dbias"]
         exact["dbias"] = _sum_to(terms, floats["bias"].shape)
         scales["dbias"] = _sum_to(np.abs(terms), floats["bias"].shape).max(initial=0)
     if "sinks" in floats:
-        scales["dsinks"] = _sink_scale(np.asarray(floats["sinks"], np.float64), exact, weights)
-    scales |= _score_scales(wide, exact, weights, mask, features)
-    for name in engine if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]:
-        got = _as_numpy(everything(run or attention, name, floats, weights, mask))
-        for part in exact:
-            rounding = ROUNDING_UNITS * _unit(part, q.dtype, floats) * scales[part]
-            allowed = TIMES * shrink * _distance(near[part], exact[part]) + rounding
-            _assert_close(f"{getattr(name, 'name', name)}: {part}", got[part], exact[part], allowed)
+        scales["dsinks"] = _sink_scale(wide["sinks"], exact, weights)
+    return exact, scales | _score_scales(wide, exact, weights, features, kept, whole)
 
 
 def assert_obeys_laws(
@@ -253,12 +275,14 @@ def _bounds(q, kv):
 
 
 def _cotangents(q):
+    """Weights of out and lse: float32's numbers in every dtype, so that passes in different ones have the same."""
     rng = np.random.default_rng(1)
-    return tuple(np.asarray(rng.normal(size=shape), statistics_dtype(q.dtype)) for shape in (q.shape, q.shape[:3]))
+    sizes = q.shape, q.shape[:3]
+    return tuple(rng.normal(size=size).astype(np.float32).astype(statistics_dtype(q.dtype)) for size in sizes)
 
 
-def _as_numpy(tree: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x, np.float64) for name, x in tree.items()}
+def _as_numpy(x) -> np.ndarray:
+    return np.asarray(x, np.float64)
 
 
 def _unit(name: str, dtype: Any, floats: dict[str, Any]) -> float:
@@ -284,7 +308,7 @@ def _sink_scale(sinks: np.ndarray, exact: dict[str, np.ndarray], weights) -> flo
     return float(np.sqrt((np.square(weight) * squares).sum((0, 1))).max(initial=0))
 
 
-def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, mask, features) -> dict[str, float]:
+def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, features, kept, whole) -> dict[str, float]:
     """What the gradients of q and k add up, as roots of summed squares: p * (dp - sum(dout * out)) * (k or q).
 
     Kernels that keep no weights take the difference between two numbers that were rounded apart. The dense softmax
@@ -292,10 +316,6 @@ def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, mask, features
     """
     (B, _, N, H), (S, K) = wide["q"].shape, wide["k"].shape[1:3]
     scale = features.get("scale") or H**-0.5
-    with jax.enable_x64(True):
-        kept = whole = _weights(wide, mask, features | dict(scale=scale))
-        if features.get("dropout_rate", 0) > 0:
-            whole = _weights(wide, mask, features | dict(scale=scale, dropout_rate=0.0))
     q, k, v = (np.nan_to_num(wide[name], posinf=0, neginf=0) for name in "qkv")  # unseen places may hold anything
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
     dout, dlse = (np.asarray(x, np.float64) for x in cotangents)
@@ -310,14 +330,14 @@ def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, mask, features
     return {name: float(np.sqrt(x).max(initial=0)) for name, x in (("dq", dq), ("dk", dk))}
 
 
-def _weights(wide, mask, features) -> np.ndarray:
+def _weights(wide, mask, features) -> jax.Array:
     """The reference's weights [B, T, N, S]: what it returns for unit vectors as values."""
     S, K, H = wide["k"].shape[1:]
-    size = max(S, H)
+    features, size = features | dict(scale=features.get("scale") or H**-0.5), max(S, H)
     q, k = (jnp.pad(wide[name], ((0, 0), (0, 0), (0, 0), (0, size - H))) for name in ("q", "k"))
     units = jnp.broadcast_to(jnp.eye(S, size)[:, None], (wide["k"].shape[0], S, K, size))
     out = attention(**{**wide, "q": q, "k": k, "v": units}, mask=mask, engine="reference", **features)
-    return np.asarray(out, np.float64)[..., :S]
+    return out[..., :S]
 
 
 def _distance(near: np.ndarray, exact: np.ndarray) -> float:

@@ -8,6 +8,8 @@ import pytest
 import longspan as ls
 from longspan.testing import Shape, make_qkv
 
+pytestmark = pytest.mark.quick
+
 Q, K, V = make_qkv(Shape(B=2, T=5, S=7, N=6, K=3, H=4), jnp.float32)
 IDS = np.zeros((2, 5), np.int32)
 

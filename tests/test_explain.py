@@ -8,6 +8,8 @@ import pytest
 import longspan as ls
 from longspan.engines import ENGINES
 
+pytestmark = pytest.mark.quick
+
 IDS = np.repeat(np.arange(6), 70)[None, :389]
 MASKS = [
     ls.Full(),

@@ -12,6 +12,8 @@ from longspan.layout import count, plan
 from longspan.testing import assert_obeys_laws, masks
 from tests import oracle
 
+pytestmark = pytest.mark.quick
+
 T, S, B, N = 7, 11, 2, 3
 ANY_MASK = masks(T, S, batch=B, heads=N)
 positions = st.none() | st.integers(0, 2**32 - 1)

@@ -8,6 +8,8 @@ import pytest
 import longspan as ls
 from longspan.layout import count, plan
 
+pytestmark = pytest.mark.quick
+
 
 def rows(layout, batch=0, head=0):
     """The tiles that each row visits."""

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 
+pytestmark = pytest.mark.quick
+
 IDS = np.array([[0, 0, 1, 1, -1]], np.int32)
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import longspan as ls
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 
+pytestmark = pytest.mark.quick
+
 SHAPE = Shape(B=2, T=5, S=13, N=6, K=3, H=7)
 MASK = ls.Causal(4) & ls.Window(6, 9)
 

@@ -129,7 +129,12 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
         assert_matches_reference(running, q, k, v, mask, **arguments)
 
 
-@pytest.mark.parametrize("choice", list(pairwise(*AXES)), ids=", ".join)
+def marked(choices):
+    """The choices as parameters; every eighth, a dozen in all, belongs to the quick suite."""
+    return [pytest.param(c, id=", ".join(c), marks=[pytest.mark.quick] * (i % 8 == 0)) for i, c in enumerate(choices)]
+
+
+@pytest.mark.parametrize("choice", marked(pairwise(*AXES)))
 def test_engines_match_the_reference(choice):
     check(*choice)
 

@@ -15,6 +15,8 @@ from longspan.masks import rule
 from longspan.render import grid, grid_of
 from longspan.testing import masks
 
+pytestmark = pytest.mark.quick
+
 B, N, T, S = 2, 2, 29, 41
 MILLION = 1_000_000
 

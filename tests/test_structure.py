@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 # From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
 ORDER = (
     "_version", "_types", "_optional", "_checks", "dropout", "masks", "layout", "render", "maskinfo", "rope", "_merge",
