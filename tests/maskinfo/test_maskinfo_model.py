@@ -26,7 +26,7 @@ def ids_of(draw, length, packed=None):
         ]
         rows = [
             row[: length - pad] + [-1] * pad
-            for row, pad in zip(rows, draw(st.tuples(*[st.integers(0, 3)] * B)), strict=True)
+            for row, pad in zip(rows, draw(st.tuples(*[st.integers(0, min(3, length))] * B)), strict=True)
         ]
         return np.array(rows, np.int32)
     return np.array(draw(st.lists(st.integers(-1, 2), min_size=B * length, max_size=B * length)), np.int32).reshape(
