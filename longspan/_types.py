@@ -1,11 +1,12 @@
 """The axis vocabulary and array types that every other file speaks.
 
-One letter an axis, as in `jax.nn.dot_product_attention`: `B` batch, `T` queries, `S` keys/values, `N` query heads,
+One letter per axis, as in `jax.nn.dot_product_attention`: `B` batch, `T` queries, `S` keys/values, `N` query heads,
 `K` key/value heads, `H` head size.
 """
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, no_type_check
 
 import jax
 import numpy as np
@@ -17,10 +18,18 @@ Namespace: TypeAlias = ModuleType  # numpy or jax.numpy
 
 Query: TypeAlias = Float[Array, "B T N H"]
 Key: TypeAlias = Float[Array, "B S K H"]
-Output: TypeAlias = Float[Array, "B T N H"]
-LogSumExp: TypeAlias = Float[Array, "B T N"]
+Output: TypeAlias = Float[jax.Array, "B T N H"]
+LogSumExp: TypeAlias = Float[jax.Array, "B T N"]
 Positions: TypeAlias = Int[Array, "B_or_1 L"]
 Scores: TypeAlias = Bool[Array, "B_or_1 N_or_1 T S"]
+EngineName: TypeAlias = Literal["auto", "cpu", "xla", "reference"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def edge(function: F) -> F:
+    """Marks a public function: it makes its own checks, whose messages come before those of the run-time checker."""
+    return function if TYPE_CHECKING else no_type_check(function)
 
 
 def statistics_dtype(dtype: Any):

@@ -1,4 +1,4 @@
-"""`BlockLayout`: which key tiles each query tile visits. Planned once a step, used by every layer and engine.
+"""`BlockLayout`: which key tiles each query tile visits. Planned once per step, used by every layer and engine.
 
 A layout holds, for each query tile, a static number of half-open intervals of key tiles, and once for all rows a list
 of further key tiles that every query tile visits (the columns of global tokens). Both grow linearly with the length;
@@ -8,17 +8,18 @@ is visited.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_tiles
-from longspan._types import Namespace, Positions
+from longspan._types import Namespace, Positions, edge
 from longspan.masks import Mask
-from longspan.masks.base import Spans, short
-from longspan.masks.side import Side, Slots, Tiles, two_sides
+from longspan.masks.pytree import short
+from longspan.masks.sides import Side, Slots, Tiles, two_sides
+from longspan.masks.spans import Spans
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 CHUNK = 1 << 22  # how many pairs or tiles are looked at together when counting
@@ -164,7 +165,7 @@ class Counts(NamedTuple):
     pairs: int  # allowed pairs of tokens, each as often as it counts
 
 
-@no_type_check
+@edge
 def plan(
     mask: Mask,
     q_len: int,

@@ -1,8 +1,7 @@
 """`MaskInfo`: a mask bound to a batch, convertible between masks, ids, positions, lengths and offsets.
 
 `bound` holds the fields; `build`, `rules`, `views`, `sharding` and `picture` the methods by subject, which `container`
-brings together; `naming` works out ids, positions and offsets, `slicing` cuts rules to some slots, `convert` has the
-functions of plain arrays.
+brings together; `naming` works out ids, positions and offsets, `convert` has the functions of plain arrays.
 """
 
 from longspan.maskinfo.container import MaskInfo as MaskInfo

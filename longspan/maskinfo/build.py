@@ -12,15 +12,7 @@ from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUE
 from longspan.maskinfo.checks import check_ids, check_offsets, check_rank, check_size, check_total
 from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks
 from longspan.maskinfo.naming import PADDING, from_offsets
-from longspan.masks import And, Band, Causal, Chunk, Dense, Full, KvLengths, Mask, Segments, TokenTypes, Window
-
-KINDS: dict[type, str] = {
-    Causal: "causal",
-    Window: "sliding_window",
-    Band: "sliding_window",
-    Chunk: "chunked",
-    TokenTypes: "token_type_ids",
-}
+from longspan.masks import And, Dense, Full, KvLengths, Mask, Segments
 
 
 class Constructors(Bound):
@@ -304,13 +296,12 @@ def _dense(mask) -> tuple[Mask, Any, Any]:
 
 def _kinds(mask: Mask) -> tuple[str, ...]:
     """The rules that a mask asks for with `&`, as `baked_in_masks` names them."""
-    parts = mask.masks if isinstance(mask, And) else (mask,)
-    return tuple(dict.fromkeys(KINDS[type(part)] for part in parts if type(part) in KINDS))
+    return tuple(dict.fromkeys(part.applied for part in _demands(mask) if part.applied))
 
 
 def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:
     """The rule without the documents and lengths that it asks for, and these as ids; the mask itself if it has none."""
-    parts = mask.masks if isinstance(mask, And) else (mask,)
+    parts = _demands(mask)
     documents = next((p for p in parts if isinstance(p, Segments)), None)
     lengths = [p for p in parts if isinstance(p, KvLengths)]
     rest = [p for p in parts if p is not documents and not isinstance(p, KvLengths)]
@@ -323,3 +314,8 @@ def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:
         kv_ids = jnp.where(inside, jnp.asarray(kv_ids).astype(np.int32), PADDING)
     rule = Full() if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
     return rule, q_ids, kv_ids
+
+
+def _demands(mask: Mask) -> tuple[Mask, ...]:
+    """The rules that must all hold."""
+    return mask.parts() if isinstance(mask, And) else (mask,)

@@ -10,7 +10,7 @@ import numpy as np
 from longspan._checks import check_choice
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced
-from longspan.masks.side import Side, Slots, Tiles, two_sides
+from longspan.masks.sides import Side, Slots, Tiles, two_sides
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 INK = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}

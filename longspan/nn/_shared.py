@@ -9,7 +9,7 @@ from flax.linen.dtypes import promote_dtype
 
 from longspan.attention import attention
 from longspan.maskinfo import MaskInfo
-from longspan.masks import Band, Causal, Chunk, Custom, Dense, Full, Mask, Window
+from longspan.masks import Causal, Dense, Full, Mask
 
 
 class Heads(NamedTuple):
@@ -134,22 +134,12 @@ def _check_flax(mask, query, key, precision, module) -> None:
         )
     if precision is not None:
         raise NotImplementedError(f"precision={precision!r}: Longspan's engines choose it themselves. Leave it None.")
-    if query.shape[-3] == 1 < key.shape[-3] and any(isinstance(m, POSITIONAL) for m in _parts(mask)):
+    # A MaskInfo knows its positions.
+    if query.shape[-3] == 1 < key.shape[-3] and isinstance(mask, Mask) and mask.reads_q_position:
         raise NotImplementedError(
             f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where {mask!r} would take the query "
             "for position 0. Use `attention` with `q_positions` for decoding."
         )
-
-
-POSITIONAL = (Band, Causal, Chunk, Custom, Window)
-
-
-def _parts(mask):
-    """A mask and all masks inside it; nothing of a MaskInfo, which knows its positions."""
-    if isinstance(mask, Mask):
-        yield mask
-        for part in (*getattr(mask, "masks", ()), getattr(mask, "mask", None)):
-            yield from _parts(part)
 
 
 def _combined(mask, array, is_causal: bool) -> dict[str, Any]:
