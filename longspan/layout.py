@@ -261,7 +261,8 @@ def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows
     """Slot intervals as disjoint tile intervals, sorted within each row."""
     low, high, common = spans
     shape = np.broadcast_shapes(low.shape, high.shape, (1, 1, rows, 1))
-    low, high = xp.broadcast_to(low, shape), xp.broadcast_to(high, shape)
+    # A user's rule may name slots before the first and past the last.
+    low, high = (xp.clip(xp.broadcast_to(end, shape), 0, tiles * tile) for end in (low, high))
     empty = low >= high
     starts = xp.where(empty, np.int32(tiles), low // tile).astype(np.int32)
     stops = xp.where(empty, np.int32(tiles), -(-high // tile)).astype(np.int32)

@@ -9,6 +9,7 @@ from longspan.masks.algebra import And as And
 from longspan.masks.algebra import Not as Not
 from longspan.masks.algebra import Or as Or
 from longspan.masks.algebra import PerHead as PerHead
+from longspan.masks.base import Extent as Extent
 from longspan.masks.base import Mask as Mask
 from longspan.masks.base import rule as rule
 from longspan.masks.by_position import Band as Band
@@ -23,5 +24,6 @@ from longspan.masks.by_slot import KvLengths as KvLengths
 from longspan.masks.by_slot import Segments as Segments
 from longspan.masks.by_slot import TokenTypes as TokenTypes
 from longspan.masks.custom import Custom as Custom
+from longspan.masks.spans import Spans as Spans
 from longspan.masks.tables import Blocks as Blocks
 from longspan.masks.tables import Dense as Dense

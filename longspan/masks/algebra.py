@@ -59,14 +59,14 @@ class And(_Composition):
         return reduce(lambda a, b: a & b, [m.allowed(q, kv) for m in self.masks])
 
     def classify(self, q, kv):
-        kinds = [m.classify(q, kv) for m in self._merged(q.side)]
+        kinds = [m.classify(q, kv) for m in self._merged(q)]
         return reduce(lambda a, b: (a[0] & b[0], a[1] & b[1]), kinds)
 
     def kv_spans(self, q, kv):
-        return intersect(KEYS, [m.kv_spans(q, kv) for m in self._merged(q.side)])
+        return intersect(KEYS, [m.kv_spans(q, kv) for m in self._merged(q)])
 
     def q_spans(self, kv, q):
-        return intersect(QUERIES, [m.q_spans(kv, q) for m in self._merged(q.side)])
+        return intersect(QUERIES, [m.q_spans(kv, q) for m in self._merged(q)])
 
     def band(self):
         bands = [m.band() for m in self.masks]
@@ -76,9 +76,9 @@ class And(_Composition):
         bands = [m._band_at(side) for m in self.masks]
         return _meet(bands) if all(b is not None for b in bands) else None
 
-    def _merged(self, side) -> list[Mask]:
+    def _merged(self, tiles) -> list[Mask]:
         """The parts, with all bands (causal, windows) merged into one: tighter than each on its own."""
-        bands = [m._band_at(side) for m in self.masks]
+        bands = [m._band_at(tiles) for m in self.masks]
         if sum(b is not None for b in bands) < 2:
             return list(self.masks)
         others = [m for m, b in zip(self.masks, bands, strict=True) if b is None]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Int
 
 from longspan._checks import check_extents, check_lengths, check_positions
@@ -198,7 +199,9 @@ class Mask(Value):
         """
         q, kv = self._sides(q_len, kv_len, q_positions, kv_positions, jnp)
         shape = (max(q.batch.size, *(_rows(s.positions) for s in (q, kv))), self.heads, q_len, kv_len)
-        return jnp.broadcast_to(self.allowed(q.slots(), kv.slots()), shape)
+        truth = self.allowed(q.slots(), kv.slots())
+        # A user's rule may tell rows or heads apart without saying so in `extents`.
+        return jnp.broadcast_to(truth, np.broadcast_shapes(truth.shape, shape))
 
     @edge
     def layout(

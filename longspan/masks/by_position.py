@@ -109,7 +109,7 @@ class MergedBand(_Banded):
     def __init__(self, low, high):
         self._band = low, high
 
-    def band(self):
+    def _band_at(self, side):
         return self._band
 
 

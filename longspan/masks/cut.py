@@ -223,13 +223,13 @@ def _length(kept: Kept, known: int | None) -> int:
 
 def _columns(xp: Namespace, array, slots):
     """The entries of an array [B or 1, ..., L] at slots [B or 1, n] of its last axis."""
-    rows, *middle, length = array.shape
-    # Slots past the end, as the last tile of a ragged length has them, are dropped later, whatever is read here.
+    _, *middle, length = array.shape
+    # Slots past the end, as a traced cut may have them, read the last entry instead of failing or filling.
     slots = xp.clip(slots, 0, max(length - 1, 0))
     if slots.shape[0] == 1:
         return xp.take(array, slots[0], axis=-1)
-    rows = slots.shape[0]
-    slots = xp.broadcast_to(slots.reshape(rows, *[1] * len(middle), -1), (rows, *middle, slots.shape[1]))
+    rows, count = slots.shape
+    slots = xp.broadcast_to(slots.reshape(rows, *[1] * len(middle), count), (rows, *middle, count))
     return xp.take_along_axis(xp.broadcast_to(array, (rows, *middle, length)), slots, axis=-1)
 
 

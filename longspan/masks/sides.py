@@ -70,8 +70,6 @@ class Side:
         """A rule's number, ready to broadcast: a Python int as it is, an array of shape () or [B] as rank 4."""
         if isinstance(value, int):
             return max(-FAR, min(FAR, value))
-        if value.ndim == 4:
-            return value
         value = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
         if value.size == 1 or (self.whole and value.shape[0] == self.batch.size):
             return value.reshape(-1, 1, 1, 1)

@@ -64,7 +64,7 @@ class Blocks(Mask):
             return super().kv_spans(q, kv)
         blocks, real = mine
         rows = xp.where(real[..., None], q.side.listed(self.table, blocks), np.int32(-1))  # [b, n, q, 1, q block, r]
-        flat = rows.reshape(*rows.shape[:3], -1)
+        flat = rows.reshape(*rows.shape[:3], rows.shape[4] * rows.shape[5])
         low = xp.where(flat < 0, np.int32(0), flat * size)
         high = xp.where(flat < 0, np.int32(0), xp.minimum((flat + 1) * size, kv.side.length))
         if 0 < flat.shape[3] <= MOST_INTERVALS:
