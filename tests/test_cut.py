@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan.layout import count, plan
+from longspan.masks import rule
 from longspan.masks.by_slot import KvFlags
 from longspan.masks.cut import View
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
@@ -259,6 +260,19 @@ def test_arrays_are_cut_and_stay_small():
     dense = RNG.random((1, 3, 5, 1)) < 0.5
     np.testing.assert_array_equal(ls.Dense(dense).cut(q, kv).array, dense[:, :, q])
     assert ls.Dense(RNG.random((5, 5)) < 0.5).cut(None, kv).array.shape == (2, 1, 5, 3)
+
+
+def test_a_subclass_of_a_rule_stays_itself():
+    @rule
+    class Strict(ls.Segments):
+        least: int = 0
+
+        def _valid(self, ids):
+            return ids >= self.least
+
+    cut = Strict(np.array([[0, 0, 1, 1]]), least=1).cut([1, 2])
+    assert type(cut) is Strict and cut.least == 1
+    assert cut.show(2, 4).split() == ["....", "..##"]
 
 
 def test_key_flags_span_from_the_first_to_the_last():

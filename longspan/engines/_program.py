@@ -125,7 +125,7 @@ def _height(mask: Mask) -> int:
         return 1
     heights = sorted(map(_height, mask.parts()), reverse=True)
     if isinstance(mask, And | Or):
-        return max(heights[0], *(height + 1 for height in heights[1:]))
+        return max([heights[0], *(height + 1 for height in heights[1:])])
     return max(heights, default=2 if isinstance(mask, Window | Global) else 1)
 
 

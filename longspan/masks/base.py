@@ -8,7 +8,7 @@ nothing is taken for the worst: a rule that reads everything and bounds nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ class Mask(Value):
     """
 
     # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
-    reads: frozenset[str] = BY_POSITION | BY_SLOT
-    applied: str | None = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
+    reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
+    applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
 
     def allowed(self, q: Slots, kv: Slots) -> Bool[Array, "..."]:
         """The truth for each pair of slots, rank 4."""
@@ -113,7 +113,7 @@ class Mask(Value):
         """The rules in it that bound nothing: they have neither `classify` nor `kv_spans`, so no tile is skipped."""
         if type(self).classify is Mask.classify and type(self).kv_spans is Mask.kv_spans:
             return (self,)
-        return tuple(rule for part in self.parts() for rule in part.unbounded())
+        return tuple(leaf for part in self.parts() for leaf in part.unbounded())
 
     @edge
     def cut(

@@ -3,7 +3,7 @@
 `tables` has those whose arrays say who sees whom, block by block or pair by pair.
 """
 
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, replace
 from typing import Any
 
 import jax
@@ -108,7 +108,7 @@ class KvFlags(Mask):
         yield from _extents(self, "flags", self.flags, "BS")
 
     def _cut(self, q, kv, q_len, kv_len):
-        return KvFlags(gather(self.flags, kv))
+        return replace(self, flags=gather(self.flags, kv))
 
     def _arguments(self):
         return [short(self.flags)]
@@ -189,7 +189,7 @@ class Segments(_EqualIds):
 
     def _cut(self, q, kv, q_len, kv_len):
         q_ids, kv_ids = self._ids()
-        return Segments(gather(q_ids, q), gather(kv_ids, kv))
+        return replace(self, q_ids=gather(q_ids, q), kv_ids=gather(kv_ids, kv))
 
     def extents(self):
         yield from _extents(self, "q_ids", self.q_ids, "BT")
@@ -236,7 +236,7 @@ class TokenTypes(_EqualIds):
 
     def _cut(self, q, kv, q_len, kv_len):
         q_types, kv_types = self._ids()
-        return TokenTypes(gather(q_types, q), gather(kv_types, kv), zero=self.zero)
+        return replace(self, q_types=gather(q_types, q), kv_types=gather(kv_types, kv))
 
     def extents(self):
         yield from _extents(self, "q_types", self.q_types, "BT")
@@ -334,8 +334,7 @@ class Global(Mask):
         return some, every
 
     def _cut(self, q, kv, q_len, kv_len):
-        flags = dict(q_flags=gather(self.q_flags, q), kv_flags=gather(self.kv_flags, kv))
-        return Global(self.indices, **flags, rows=self.rows, columns=self.columns)
+        return replace(self, q_flags=gather(self.q_flags, q), kv_flags=gather(self.kv_flags, kv))
 
     def _arguments(self):
         arguments = [repr(self.indices)] if self.indices else []

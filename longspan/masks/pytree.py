@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 class Value:
     """A frozen pytree made by `rule`: its arrays are leaves, so new arrays never retrace; all else is structure."""
 
-    static: tuple[str, ...] = ()  # fields whose NumPy arrays belong to the structure, not to the data
+    static: ClassVar[tuple[str, ...]] = ()  # fields whose NumPy arrays belong to the structure, not to the data
     _data: tuple[str, ...] = ()  # fields that are pytree children, found by `rule`
 
     def __eq__(self, other: object) -> bool:

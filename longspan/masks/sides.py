@@ -255,8 +255,10 @@ class Tiles:
         """One number per tile [B or 1, N or 1, tiles] of all tiles, for the tiles, rows and heads looked at."""
         if self.whole and self.side.whole:
             return self.side.by_row(summary)
-        tile = self.index * 0 if self._is_single else self.index
-        return summary[self.side.rows_of(summary), self.side.heads_of(summary.shape[1]), tile]
+        summary, tile = (summary[..., 0], ()) if self._is_single else (summary, (self.index,))
+        if summary.shape[1] == 1:
+            return summary[:, 0][self.side.rows_of(summary), *tile]
+        return summary[self.side.rows_of(summary), self.side.head, *tile]
 
     @property
     def _is_single(self) -> bool:

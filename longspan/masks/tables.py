@@ -1,5 +1,7 @@
 """Rules by slot whose arrays say who sees whom: `Blocks`, a table of block pairs, and `Dense`, one bool per pair."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,7 +147,7 @@ class Dense(Mask):
             array = gather(array, kv)
         if q is not None and array.shape[QUERIES] > 1:
             array = gather(array.swapaxes(QUERIES, KEYS), q).swapaxes(QUERIES, KEYS)
-        return Dense(array)
+        return replace(self, array=array)
 
     def _one_tile(self, array, q, kv):
         """The entries of a single tile; past a ragged end it is moved back, which keeps the bound sound."""
