@@ -6,7 +6,7 @@ Write a mask once; the same object runs block-sparse attention, explains itself 
 import importlib as _importlib
 import importlib.util as _util
 from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from longspan import testing as testing
 from longspan._attention import attention as attention
@@ -49,7 +49,7 @@ from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
 from longspan.patterns import longformer as longformer
 from longspan.patterns import longformer_attention as longformer_attention
 
-if _TYPE_CHECKING:
+if TYPE_CHECKING:
     from longspan import hf as hf
     from longspan import models as models
     from longspan import nn as nn
@@ -100,7 +100,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
 _LAZY = {"hf": "flax", "models": "flax", "nn": "flax"}
 
 
-if not _TYPE_CHECKING:  # a checker would take any name for one of the package's
+if not TYPE_CHECKING:  # a checker would take any name for one of the package's
 
     def __getattr__(name: str) -> _ModuleType:
         if name in _LAZY:

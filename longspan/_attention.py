@@ -21,7 +21,7 @@ from longspan._checks import (
     check_qkv,
     is_abstract,
 )
-from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, edge
+from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, no_type_check
 from longspan.dropout import Dropout, make_dropout
 from longspan.engines import Engine, Request, choose
 from longspan.engines._contract import is_differentiable, without_pairs
@@ -91,7 +91,7 @@ def attention(
 ) -> Output | tuple[Output, LogSumExp]: ...
 
 
-@edge
+@no_type_check
 def attention(
     q: Query,
     k: Key,

@@ -1,123 +1,11 @@
-"""Every check at the public edge, and its message: what was expected, what came, what to do."""
+"""Checks that several rooms share, and their messages: what was expected, what came, what to do."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-
-from longspan._types import FAR
-
-
-def check_number(mask: Any, name: str) -> None:
-    """A rule's number: a Python int, or an int array of shape () or [B]. NumPy integers become Python ints."""
-    value = getattr(mask, name)
-    label = f"{type(mask).__name__}.{name}"
-    if is_array(value):
-        if not is_int(value):
-            raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. Cast it with `.astype('int32')`.")
-        if value.ndim > 1:
-            raise ValueError(
-                f"{label} must be an int, or an int array of shape () or [B], got shape {tuple(value.shape)}. "
-                "Give one number for all rows, or one a batch row."
-            )
-        object.__setattr__(mask, name, _clipped_to_int32(value))
-        return
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        object.__setattr__(mask, name, operator.index(value))
-    except TypeError:
-        raise TypeError(
-            f"{label} must be an int, or an int array of shape () or [B], got {value!r} ({type(value).__name__})."
-        ) from None
-
-
-def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
-    """A number with a lower bound; a traced or array number is taken at its word."""
-    if static and is_array(getattr(mask, name)):
-        raise TypeError(
-            f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
-            "`int(...)` outside jit."
-        )
-    check_number(mask, name)
-    value = getattr(mask, name)
-    if isinstance(value, int) and value < least:
-        raise ValueError(
-            f"{type(mask).__name__}.{name} must be >= {least}, got {value}. "
-            "For a band that leaves the query's own position out, use `Band(low, high)`."
-            if name in ("left", "right")
-            else f"{type(mask).__name__}.{name} must be >= {least}, got {value}."
-        )
-
-
-def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = False) -> None:
-    """An array of a mask: of ints or bools, with the axes named."""
-    value: Any = getattr(mask, name)
-    label = f"{type(mask).__name__}.{name}"
-    if optional and value is None:
-        return
-    array: Any = value
-    if not is_array(value):
-        if not isinstance(value, Sequence):
-            raise TypeError(f"{label} must be an array [{_axes(axes)}], got {type(value).__name__}.")
-        array = np.asarray(value)
-        object.__setattr__(mask, name, array)
-    wanted = is_int(array) if kind == "int" else array.dtype == bool
-    if not wanted:
-        cure = "Cast it with `.astype('int32')`." if kind == "int" else "Compare it, e.g. `array != 0`, to get bools."
-        noun = "integers" if kind == "int" else "bools"
-        raise TypeError(f"{label} must hold {noun}, got dtype {array.dtype}. {cure}")
-    ranks = [len(option) for option in axes.split(" or ")]
-    if array.ndim not in ranks:
-        raise ValueError(
-            f"{label} must have shape [{_axes(axes)}], got rank {array.ndim} (shape {tuple(array.shape)}). "
-            "Add or drop axes, e.g. `array[None]`."
-        )
-    if kind == "int":
-        object.__setattr__(mask, name, _as_int32(label, array))
-
-
-def check_indices(mask: Any, name: str) -> None:
-    """A tuple of static ints."""
-    value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
-    if isinstance(value, jax.Array):
-        raise TypeError(
-            f"{label} must be a tuple of Python ints, got a JAX array. "
-            "Global tokens that are data go into `q_flags` and `kv_flags`."
-        )
-    try:
-        indices = tuple(operator.index(i) for i in (value if np.iterable(value) else (value,)))
-    except TypeError:
-        raise TypeError(f"{label} must be a tuple of ints, got {value!r}.") from None
-    object.__setattr__(mask, name, indices)
-
-
-def check_masks(mask: Any, name: str, kind: type) -> None:
-    """A non-empty sequence of masks."""
-    value, label = getattr(mask, name), f"{type(mask).__name__}.{name}"
-    if not isinstance(value, Sequence) or not value or not all(isinstance(m, kind) for m in value):
-        raise TypeError(f"{label} must be a non-empty sequence of masks, one a head, got {value!r}.")
-    object.__setattr__(mask, name, tuple(value))
-
-
-def check_custom(fn: Any, bounds: Any) -> None:
-    for name, value in (("fn", fn), ("bounds", bounds)):
-        if not callable(value) and not (name == "bounds" and value is None):
-            raise TypeError(f"Custom.{name} must be a function, got {type(value).__name__}.")
-
-
-def check_truth(got: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """What a user's rule returned: of the positions' shape, or one row a batch row or head."""
-    sizes = zip((1,) * (4 - len(got)) + got, expected, strict=False)
-    if len(got) > 4 or any(n not in (1, size) and not (axis < 2 and size == 1) for axis, (n, size) in enumerate(sizes)):
-        raise ValueError(
-            f"Custom's function returned shape {got} for positions of shape {expected}. It must return one truth value "
-            "for every pair of the positions it is given: compare them, and use an array's values at q or k."
-        )
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -149,8 +37,7 @@ def check_extents(mask: Any, *, q_len: int, kv_len: int, batch: int | None = Non
         name, axis, size, unit = extent
         if axis in lengths:
             blocks = -(-lengths[axis] // unit)
-            broadcast = name == "Dense.array" and size == 1
-            if size != blocks and not broadcast:
+            if size != blocks:
                 covers = f"{size} {names[axis]}" if unit == 1 else f"{size} blocks of {unit} {names[axis]}"
                 raise ValueError(
                     f"{name} covers {covers}, but the call has {lengths[axis]}. "
@@ -194,38 +81,9 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
 
 
-def _clipped_to_int32(value: Any) -> Any:
-    """Numbers as engines count, where all that is further than any position is as good as FAR."""
-    if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
-        return value
-    if value.dtype.itemsize >= 4:  # smaller ones hold no number that is too large
-        xp = jnp if isinstance(value, jax.Array) else np
-        value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))
-    return value.astype(np.int32)
-
-
-def _as_int32(label: str, array: Any) -> Any:
-    """Ids as engines compare them. Traced ones are taken at their word."""
-    if isinstance(array, jax.ShapeDtypeStruct) or array.dtype == np.int32:
-        return array
-    if array.dtype.itemsize >= 4 and not isinstance(array, Tracer) and array.size:
-        least, most = int(array.min()), int(array.max())
-        if not (least >= -(2**31) and most < 2**31):
-            raise ValueError(
-                f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
-                "with `np.unique(array, return_inverse=True)[1].reshape(array.shape)`."
-            )
-    return array.astype(np.int32)
-
-
 def is_int(value: Any) -> bool:
     """Whether an array holds integers."""
     return np.issubdtype(value.dtype, np.integer)
-
-
-def _axes(axes: str) -> str:
-    readable = {"B": "B or 1", "T": "T", "S": "S", "N": "N or 1", "Q": "q blocks", "r": "r"}
-    return "] or [".join(", ".join(readable[a] for a in option) for option in axes.split(" or "))
 
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

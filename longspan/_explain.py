@@ -10,14 +10,14 @@ from jaxtyping import Bool, Float
 
 from longspan._attention import bind
 from longspan._checks import is_abstract
-from longspan._types import Array, EngineName, Key, Positions, Query, edge
+from longspan._types import Array, EngineName, Key, Positions, Query, no_type_check
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
-from longspan.masks import Custom, Mask, Not
+from longspan.masks import Mask
 
 
-@edge
+@no_type_check
 def explain(
     q: Query | jax.ShapeDtypeStruct,
     k: Key | jax.ShapeDtypeStruct,
@@ -142,9 +142,7 @@ class Explanation:
 
 
 def _notes(request: Request) -> tuple[str, ...]:
-    notes = []
-    if any(isinstance(m, Custom) and m.bounds is None for m in _parts(request.mask)):
-        notes.append("Custom without bounds: no tile of it can be skipped or known to be full")
+    notes = [_cost(request.mask, part) for part in request.mask.unbounded()]
     if not _is_known(request):
         notes.append("the mask's arrays are not known here: what is skipped depends on them")
     if request.has_positions:
@@ -152,12 +150,16 @@ def _notes(request: Request) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _parts(mask: Mask):
-    """A mask and all masks inside it."""
-    yield mask
-    inside = (mask.mask,) if isinstance(mask, Not) else getattr(mask, "masks", ())
-    for part in inside:
-        yield from _parts(part)
+def _cost(mask: Mask, part: Mask) -> str:
+    """What a part that bounds nothing costs the mask it is in."""
+    empty, full = mask.tells()
+    effect = (
+        "no tile can be skipped" if not empty
+        else "no tile is known to be full, so every visited one is masked pair by pair" if not full
+        else "tiles that it decides are masked pair by pair"
+    )  # fmt: skip
+    name = type(part).__name__
+    return f"{name} without bounds ({part!r} has no `classify` of its own): {effect}"
 
 
 def _sizes(request: Request) -> dict[str, int]:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from longspan._types import Array, LogSumExp, Output, edge, statistics_dtype
+from longspan._types import Array, LogSumExp, Output, no_type_check, statistics_dtype
 
 
-@edge
+@no_type_check
 def merge(
     outs: Sequence[Float[Array, "B T N H"]],
     lses: Sequence[Float[Array, "B T N"]],

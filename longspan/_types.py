@@ -6,7 +6,7 @@ One letter per axis, as in `jax.nn.dot_product_attention`: `B` batch, `T` querie
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, no_type_check
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -30,9 +30,16 @@ EngineName: TypeAlias = Literal["auto", "cpu", "xla", "reference"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def edge(function: F) -> F:
-    """Marks a public function: it makes its own checks, whose messages come before those of the run-time checker."""
-    return function if TYPE_CHECKING else no_type_check(function)
+if TYPE_CHECKING:
+
+    def no_type_check(function: F) -> F:
+        """The function itself: static checkers see its types."""
+        return function
+
+else:
+    # Public functions check their arguments themselves, and their messages come before those of the run-time checker,
+    # which goes by this very name.
+    from typing import no_type_check as no_type_check
 
 
 def statistics_dtype(dtype: Any):

@@ -1,4 +1,4 @@
-"""`BlockLayout`: which key tiles each query tile visits. Planned once a step, used by every layer and engine.
+"""`BlockLayout`: which key tiles each query tile visits. Planned once per step, used by every layer and engine.
 
 A layout holds, for each query tile, a static number of half-open intervals of key tiles, and once for all rows a list
 of further key tiles that every query tile visits (the columns of global tokens). Both grow linearly with the length;
@@ -8,17 +8,18 @@ is visited.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_tiles
-from longspan._types import Namespace, Positions
+from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
-from longspan.masks.base import Spans, short
-from longspan.masks.side import Side, Slots, Tiles, two_sides
+from longspan.masks.pytree import short
+from longspan.masks.sides import Side, Slots, Tiles, two_sides
+from longspan.masks.spans import Spans
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 CHUNK = 1 << 22  # how many pairs or tiles are looked at together when counting
@@ -260,7 +261,8 @@ def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows
     """Slot intervals as disjoint tile intervals, sorted within each row."""
     low, high, common = spans
     shape = np.broadcast_shapes(low.shape, high.shape, (1, 1, rows, 1))
-    low, high = xp.broadcast_to(low, shape), xp.broadcast_to(high, shape)
+    # A user's rule may name slots before the first and past the last.
+    low, high = (xp.clip(xp.broadcast_to(end, shape), 0, tiles * tile) for end in (low, high))
     empty = low >= high
     starts = xp.where(empty, np.int32(tiles), low // tile).astype(np.int32)
     stops = xp.where(empty, np.int32(tiles), -(-high // tile)).astype(np.int32)

@@ -9,7 +9,7 @@
 
 namespace longspan {
 
-// What Python compares when it opens the library: ABI in longspan/engines/_native.py. Raise both whenever a call
+// What Python compares when it opens the library: ABI in longspan/engines/cpu/library.py. Raise both whenever a call
 // changes: the words of the mask program, roles, attributes, operands or results.
 constexpr int32_t kAbi = 1;
 

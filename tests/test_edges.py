@@ -7,7 +7,7 @@ import pytest
 
 import longspan as ls
 from longspan.engines import ENGINES
-from longspan.masks.base import Mask, rule
+from longspan.masks import Mask, rule
 from longspan.testing import Shape, make_qkv
 
 SHAPE = Shape(B=2, T=9, S=9, N=4, K=2, H=5)

@@ -74,6 +74,51 @@ def test_a_custom_rule_without_bounds_is_noted():
     assert not ls.explain(*call(), mask=ls.Causal()).notes
 
 
+@ls.masks.rule
+class Mine(ls.Mask):
+    """A user's rule that says nothing about tiles."""
+
+    def allowed(self, q, kv):
+        return q.position >= kv.position
+
+
+UNBOUNDED = ls.Custom(lambda q, k: q % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "culprit", "effect"),
+    [
+        (UNBOUNDED, "Custom(<lambda>)", "no tile can be skipped"),
+        (UNBOUNDED | ls.Window(3, 0), "Custom(<lambda>)", "no tile can be skipped"),
+        (~(UNBOUNDED & ls.Window(3, 0)), "Custom(<lambda>)", "no tile can be skipped"),
+        (UNBOUNDED & ls.Window(3, 0), "Custom(<lambda>)", "no tile is known to be full"),
+        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that it decides are masked"),
+        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "no tile can be skipped"),
+        (ls.Causal() & Mine(), "Mine()", "no tile is known to be full"),
+    ],
+    ids=repr,
+)
+def test_it_says_which_part_of_a_composition_costs_what(mask, culprit, effect):
+    notes = ls.explain(*call(T=16), mask=mask, engine="xla").notes
+    assert len(notes) == 1 and culprit in notes[0] and effect in notes[0], notes
+
+
+def test_it_asks_the_native_engine_what_travels_as_bits():
+    from longspan.engines import ENGINES, Request
+
+    request = Request(*call(T=16), ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)))
+    notes = ENGINES["cpu"].notes(request)
+    assert len(notes) == 1 and "no word for Mine()" in notes[0]
+    assert not ENGINES["cpu"].notes(Request(*call(T=16), ls.Causal() | ls.Global((0,))))
+
+
+def test_the_reason_for_an_engine_holds_whichever_it_is(monkeypatch):
+    assert ls.explain(*call()).reason.startswith("the first of cpu, xla, reference that can run this")
+    monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+    report = ls.explain(*call())
+    assert report.engine == "xla" and report.reason.startswith("the first of cpu, xla, reference that can run this")
+
+
 def test_a_million_tokens_are_explained_without_a_dense_mask():
     report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Window(511, 0), engine="reference")
     assert report.useful_flops == 2 * 4 * 16 * (512 * 2**20 - 511 * 512 // 2)

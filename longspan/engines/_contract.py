@@ -105,8 +105,11 @@ class Engine(Protocol):
         lse and delta [B, T, N] may be those of more keys than the request's own (a ring over devices): delta is
         sum(dout · out) - dlse over all of them, and 0 where lse is not finite. Sinks need nothing here.
         """
-        reason = f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'."
-        raise NotImplementedError(reason)
+        return _no_backward(self)
+
+
+def _no_backward(engine: Engine) -> Any:
+    raise NotImplementedError(f"engine={engine.name!r} has no backward pass. Differentiate with engine='reference'.")
 
 
 def is_differentiable(engine: Engine) -> bool:

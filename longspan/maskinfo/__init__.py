@@ -1,8 +1,8 @@
 """`MaskInfo`: a mask bound to a batch, convertible between masks, ids, positions, lengths and offsets.
 
 `bound` holds the fields; `build`, `rules`, `views`, `sharding` and `picture` the methods by subject, which `info`
-brings together; `ids` names tokens and works out positions, lengths and offsets, `slicing` cuts rules to some slots,
-`convert` has the functions of plain arrays.
+brings together; `ids` names tokens and works out positions, lengths and offsets, `convert` has the functions of plain
+arrays.
 """
 
 from longspan.maskinfo.convert import attention_mask_to_qkv_cu_seqlens as attention_mask_to_qkv_cu_seqlens

@@ -1,15 +1,16 @@
 """What a `MaskInfo` holds: a rule, and the arrays of the batch that it is bound to. Everything else is derived."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, no_type_check
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_positions
-from longspan.maskinfo.slicing import Kept, cut, take
+from longspan._types import no_type_check
 from longspan.masks import Full, Mask, Segments
+from longspan.masks.cut import Kept, gather
 
 BATCH_AXES, QHEADS_AXIS, KVHEADS_AXIS, SEQUENCE_AXIS = ("dp", "fsdp"), "tp", "tp", "sp"
 
@@ -141,15 +142,15 @@ class Bound:
     def _cut(self, q: Kept, kv: Kept) -> Self:
         """The same for some slots of each side, [B, kept] or None for all. Tokens keep their positions."""
         q_positions, kv_positions = (
-            given if slots is None else slots if given is None else take(given, slots)
+            given if slots is None else slots if given is None else gather(given, slots)
             for given, slots in ((self.q_positions, q), (self.kv_positions, kv))
         )
         return self._with(
-            _rule=cut(self._rule, q, kv, self.q_len, self.kv_len),
-            _q_documents=take(self._q_documents, q),
-            _kv_documents=take(self._kv_documents, kv),
-            _q_names=take(self._q_names, q),
-            _kv_names=take(self._kv_names, kv),
+            _rule=self._rule.cut(q, kv, q_len=self.q_len, kv_len=self.kv_len),
+            _q_documents=gather(self._q_documents, q),
+            _kv_documents=gather(self._kv_documents, kv),
+            _q_names=gather(self._q_names, q),
+            _kv_names=gather(self._kv_names, kv),
             q_positions=q_positions,
             kv_positions=kv_positions,
         )

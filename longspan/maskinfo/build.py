@@ -1,26 +1,20 @@
 """How a `MaskInfo` is made: from ids, masks, lengths, any rule, or what a model is called with."""
 
-from typing import Any, Self, no_type_check
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from longspan._checks import check_extents, check_lengths
+from longspan._types import Array as AnyArray
+from longspan._types import no_type_check
 from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, AxisName, Bound
 from longspan.maskinfo.checks import check_ids, check_rank, check_size
 from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks
 from longspan.maskinfo.ids import PADDING, check_offsets, check_total, from_offsets
-from longspan.masks import And, Band, Causal, Chunk, Dense, Full, KvLengths, Mask, Segments, TokenTypes, Window
-
-KINDS: dict[type, str] = {
-    Causal: "causal",
-    Window: "sliding_window",
-    Band: "sliding_window",
-    Chunk: "chunked",
-    TokenTypes: "token_type_ids",
-}
+from longspan.masks import And, Dense, Full, KvLengths, Mask, Segments
 
 
 class Constructors(Bound):
@@ -30,10 +24,10 @@ class Constructors(Bound):
     @no_type_check
     def from_segments(
         cls,
-        q_segment_ids: Int[Array, "B T"],
-        kv_segment_ids: Int[Array, "B S"] | None = None,
-        q_positions: Int[Array, "B T"] | None = None,
-        kv_positions: Int[Array, "B S"] | None = None,
+        q_segment_ids: Int[AnyArray, "B T"],
+        kv_segment_ids: Int[AnyArray, "B S"] | None = None,
+        q_positions: Int[AnyArray, "B T"] | None = None,
+        kv_positions: Int[AnyArray, "B S"] | None = None,
         batch_axis_name: AxisName = BATCH_AXES,
         qheads_axis_name: AxisName = QHEADS_AXIS,
         kvheads_axis_name: AxisName = KVHEADS_AXIS,
@@ -60,19 +54,20 @@ class Constructors(Bound):
             ..#.
             ....
         """
-        ids = (q_segment_ids, q_segment_ids if kv_segment_ids is None else kv_segment_ids)
+        ids: Any = (q_segment_ids, q_segment_ids if kv_segment_ids is None else kv_segment_ids)
         if is_attn_mask:
             ids = tuple(_padding_ids(as_bool(mask)) for mask in ids)
+        q_ids, kv_ids = check_ids(*ids)
         axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
-        return cls._bind(Full(), *check_ids(*ids), q_positions, kv_positions, **axes)
+        return cls._bind(Full(), q_ids, kv_ids, q_positions, kv_positions, **axes)
 
     @classmethod
     @no_type_check
     def from_attention_mask(
         cls,
-        attention_mask: Shaped[Array, "..."],
-        q_positions: Int[Array, "B T"] | None = None,
-        kv_positions: Int[Array, "B S"] | None = None,
+        attention_mask: Shaped[AnyArray, "..."],
+        q_positions: Int[AnyArray, "B T"] | None = None,
+        kv_positions: Int[AnyArray, "B S"] | None = None,
         *,
         mask_is_valid: bool = True,
         batch_axis_name: AxisName = BATCH_AXES,
@@ -110,13 +105,13 @@ class Constructors(Bound):
     @no_type_check
     def from_cu_seqlens(
         cls,
-        cu_seqlens_q: Int[Array, "2*B"],
+        cu_seqlens_q: Int[AnyArray, "2*B"],
         *,
         max_q_len: int,
-        cu_seqlens_kv: Int[Array, "2*B"] | None = None,
+        cu_seqlens_kv: Int[AnyArray, "2*B"] | None = None,
         max_kv_len: int | None = None,
-        q_positions: Int[Array, "B T"] | None = None,
-        kv_positions: Int[Array, "B S"] | None = None,
+        q_positions: Int[AnyArray, "B T"] | None = None,
+        kv_positions: Int[AnyArray, "B S"] | None = None,
         batch_axis_name: AxisName = BATCH_AXES,
         qheads_axis_name: AxisName = QHEADS_AXIS,
         kvheads_axis_name: AxisName = KVHEADS_AXIS,
@@ -134,20 +129,20 @@ class Constructors(Bound):
             cu_seqlens_q, max_q_len=max_q_len, cu_seqlens_kv=cu_seqlens_kv, max_kv_len=max_kv_len
         )
         axes = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
-        ids = check_ids(*map(_padding_ids, masks), names=("cu_seqlens_q", "cu_seqlens_kv"))
-        return cls._bind(Full(), *ids, q_positions, kv_positions, **axes)
+        q_ids, kv_ids = check_ids(*map(_padding_ids, masks), names=("cu_seqlens_q", "cu_seqlens_kv"))
+        return cls._bind(Full(), q_ids, kv_ids, q_positions, kv_positions, **axes)
 
     @classmethod
     @no_type_check
     def from_offsets(
         cls,
-        offsets: Int[Array, "n"],
+        offsets: Int[AnyArray, "n"],
         *,
         max_q_len: int | None = None,
-        kv_offsets: Int[Array, "n"] | None = None,
+        kv_offsets: Int[AnyArray, "n"] | None = None,
         max_kv_len: int | None = None,
-        q_positions: Int[Array, "1 T"] | None = None,
-        kv_positions: Int[Array, "1 S"] | None = None,
+        q_positions: Int[AnyArray, "1 T"] | None = None,
+        kv_positions: Int[AnyArray, "1 S"] | None = None,
         batch_axis_name: AxisName = BATCH_AXES,
         qheads_axis_name: AxisName = QHEADS_AXIS,
         kvheads_axis_name: AxisName = KVHEADS_AXIS,
@@ -191,8 +186,8 @@ class Constructors(Bound):
         batch: int,
         q_len: int,
         kv_len: int | None = None,
-        q_positions: Int[Array, "B T"] | None = None,
-        kv_positions: Int[Array, "B S"] | None = None,
+        q_positions: Int[AnyArray, "B T"] | None = None,
+        kv_positions: Int[AnyArray, "B S"] | None = None,
         batch_axis_name: AxisName = BATCH_AXES,
         qheads_axis_name: AxisName = QHEADS_AXIS,
         kvheads_axis_name: AxisName = KVHEADS_AXIS,
@@ -217,11 +212,11 @@ class Constructors(Bound):
         static = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
         static["_has_documents"] = rule is not mask
         static["_applied"] = _kinds(mask)
-        ids = [
+        q_ids, kv_ids = (
             jnp.broadcast_to(jnp.asarray(ids).astype(np.int32), (batch, length))
             for ids, length in ((q_ids, q_len), (kv_ids, kv_len))
-        ]
-        return cls._bind(rule, *ids, q_positions, kv_positions, **static)
+        )
+        return cls._bind(rule, q_ids, kv_ids, q_positions, kv_positions, **static)
 
     @classmethod
     @no_type_check
@@ -232,8 +227,8 @@ class Constructors(Bound):
         kv_len: int | None = None,
         sparsity: float = 0.5,
         seed: int = 0,
-        q_positions: Int[Array, "B T"] | None = None,
-        kv_positions: Int[Array, "B S"] | None = None,
+        q_positions: Int[AnyArray, "B T"] | None = None,
+        kv_positions: Int[AnyArray, "B S"] | None = None,
         batch_axis_name: AxisName = BATCH_AXES,
         qheads_axis_name: AxisName = QHEADS_AXIS,
         kvheads_axis_name: AxisName = KVHEADS_AXIS,
@@ -259,9 +254,9 @@ class Constructors(Bound):
         cls,
         *,
         mask_info: Self | None = None,
-        input_ids: Int[Array, "B T"] | None = None,
-        inputs_embeds: Float[Array, "B T D"] | None = None,
-        attention_mask: Shaped[Array, "..."] | None = None,
+        input_ids: Int[AnyArray, "B T"] | None = None,
+        inputs_embeds: Float[AnyArray, "B T D"] | None = None,
+        attention_mask: Shaped[AnyArray, "..."] | None = None,
     ) -> Self:
         """What a model has at hand: its mask if it has one, else no mask for all of its tokens.
 
@@ -304,13 +299,12 @@ def _dense(mask) -> tuple[Mask, Any, Any]:
 
 def _kinds(mask: Mask) -> tuple[str, ...]:
     """The rules that a mask asks for with `&`, as `baked_in_masks` names them."""
-    parts = mask.masks if isinstance(mask, And) else (mask,)
-    return tuple(dict.fromkeys(KINDS[type(part)] for part in parts if type(part) in KINDS))
+    return tuple(dict.fromkeys(part.applied for part in _demands(mask) if part.applied))
 
 
 def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:
     """The rule without the documents and lengths that it asks for, and these as ids; the mask itself if it has none."""
-    parts = mask.masks if isinstance(mask, And) else (mask,)
+    parts = _demands(mask)
     documents = next((p for p in parts if isinstance(p, Segments)), None)
     lengths = [p for p in parts if isinstance(p, KvLengths)]
     rest = [p for p in parts if p is not documents and not isinstance(p, KvLengths)]
@@ -323,3 +317,8 @@ def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:
         kv_ids = jnp.where(inside, jnp.asarray(kv_ids).astype(np.int32), PADDING)
     rule = Full() if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
     return rule, q_ids, kv_ids
+
+
+def _demands(mask: Mask) -> tuple[Mask, ...]:
+    """The rules that must all hold."""
+    return mask.parts() if isinstance(mask, And) else (mask,)

@@ -34,7 +34,9 @@ def check_ints(name: str, array: Any, rank: int, axes: str) -> jax.Array:
     return jnp.asarray(array).astype(np.int32)
 
 
-def check_ids(q_ids: Any, kv_ids: Any, *, names: tuple[str, str] = ("q_segment_ids", "kv_segment_ids")):
+def check_ids(
+    q_ids: Any, kv_ids: Any, *, names: tuple[str, str] = ("q_segment_ids", "kv_segment_ids")
+) -> tuple[jax.Array, jax.Array]:
     """Ids [B, T] and [B, S]; one row serves all rows of the other side."""
     q_ids, kv_ids = (check_ints(n, a, 2, "(B, L)") for n, a in zip(names, (q_ids, kv_ids), strict=True))
     rows = {q_ids.shape[0], kv_ids.shape[0]}
@@ -43,7 +45,8 @@ def check_ids(q_ids: Any, kv_ids: Any, *, names: tuple[str, str] = ("q_segment_i
             f"{names[0]} has {q_ids.shape[0]} batch rows, but {names[1]} has {kv_ids.shape[0]}. They must agree."
         )
     batch = (rows - {1} or {1}).pop()
-    return tuple(jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in (q_ids, kv_ids))
+    q_ids, kv_ids = (jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in (q_ids, kv_ids))
+    return q_ids, kv_ids
 
 
 def check_size(name: str, value: Any, least: int = 0) -> int:

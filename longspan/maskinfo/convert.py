@@ -4,7 +4,7 @@ A padding mask is [B, L]; an attention mask is [B, 1 or N, T, S]; ids are [B, L]
 [2B]: the span [start, end) of valid tokens of each row, interleaved.
 """
 
-from typing import Any, no_type_check
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from longspan._checks import check_choice
+from longspan._types import Array as AnyArray
+from longspan._types import no_type_check
 from longspan.maskinfo.checks import check_ids, check_ints, check_rank, check_size
 from longspan.maskinfo.debug import traced
 from longspan.maskinfo.ids import first_equal
@@ -22,7 +24,7 @@ HEADS = ("any", "all", "first")
 @traced
 @no_type_check
 def mask_to_segment_ids(
-    mask: Shaped[Array, "*B T S"], per_head: bool = False
+    mask: Shaped[AnyArray, "*B T S"], per_head: bool = False
 ) -> tuple[Int[Array, "*B T"], Int[Array, "*B S"]]:
     """Segment ids recovered from a dense mask: equal rows share a query id, equal columns a key id.
 
@@ -48,13 +50,33 @@ def mask_to_segment_ids(
     return both[0](mask), both[1](mask)
 
 
+Separate: TypeAlias = tuple[Shaped[Array, "B T"], Shaped[Array, "B S"], Shaped[Array, "B 1 T S"]]
+
+
+@overload
+def segment_ids_to_mask(
+    segment_ids: Int[AnyArray, "B L"] | tuple[Int[AnyArray, "B T"], Int[AnyArray, "B S"]],
+    dtype: Any = ...,
+    return_separate_masks: Literal[False] = ...,
+) -> Shaped[Array, "B 1 T S"]: ...
+
+
+@overload
+def segment_ids_to_mask(
+    segment_ids: Int[AnyArray, "B L"] | tuple[Int[AnyArray, "B T"], Int[AnyArray, "B S"]],
+    dtype: Any = ...,
+    *,
+    return_separate_masks: Literal[True],
+) -> Separate: ...
+
+
 @traced
 @no_type_check
 def segment_ids_to_mask(
-    segment_ids: Int[Array, "B L"] | tuple[Int[Array, "B T"], Int[Array, "B S"]],
+    segment_ids: Int[AnyArray, "B L"] | tuple[Int[AnyArray, "B T"], Int[AnyArray, "B S"]],
     dtype: Any = jnp.bool_,
     return_separate_masks: bool = False,
-) -> Shaped[Array, "B 1 T S"] | tuple[Shaped[Array, "B T"], Shaped[Array, "B S"], Shaped[Array, "B 1 T S"]]:
+) -> Shaped[Array, "B 1 T S"] | Separate:
     """The dense mask [B, 1, T, S] of equal ids, both >= 0.
 
     Args:
@@ -79,7 +101,7 @@ def segment_ids_to_mask(
 @traced
 @no_type_check
 def segment_ids_to_qkv_masks(
-    q_segment_ids: Int[Array, "B T"], kv_segment_ids: Int[Array, "B S"] | None = None, dtype: Any = jnp.bool_
+    q_segment_ids: Int[AnyArray, "B T"], kv_segment_ids: Int[AnyArray, "B S"] | None = None, dtype: Any = jnp.bool_
 ) -> tuple[Shaped[Array, "B T"], Shaped[Array, "B S"], Shaped[Array, "B 1 T S"]]:
     """The padding masks of both sides and the dense mask of equal ids.
 
@@ -95,7 +117,7 @@ def segment_ids_to_qkv_masks(
 @traced
 @no_type_check
 def qkv_masks_to_cu_seqlens(
-    q_mask: Shaped[Array, "B T"], kv_mask: Shaped[Array, "B S"] | None = None, *, out_dtype: Any = jnp.int32
+    q_mask: Shaped[AnyArray, "B T"], kv_mask: Shaped[AnyArray, "B S"] | None = None, *, out_dtype: Any = jnp.int32
 ) -> tuple[Int[Array, "2*B"], Int[Array, "2*B"]]:
     """The span of valid tokens of each row, as pairs [start0, end0, start1, end1, ...]; (0, 0) for an empty row.
 
@@ -113,7 +135,7 @@ def qkv_masks_to_cu_seqlens(
 
 @traced
 @no_type_check
-def cu_seqlens_to_mask(cu_seqlens: Int[Array, "2*B"], max_len: int, dtype: Any = jnp.bool_) -> Shaped[Array, "B L"]:
+def cu_seqlens_to_mask(cu_seqlens: Int[AnyArray, "2*B"], max_len: int, dtype: Any = jnp.bool_) -> Shaped[Array, "B L"]:
     """The padding masks [B, max_len] of pairs [start0, end0, start1, end1, ...].
 
     Example:
@@ -129,10 +151,10 @@ def cu_seqlens_to_mask(cu_seqlens: Int[Array, "2*B"], max_len: int, dtype: Any =
 @traced
 @no_type_check
 def qkv_cu_seqlens_to_qkv_masks(
-    cu_seqlens_q: Int[Array, "2*B"],
+    cu_seqlens_q: Int[AnyArray, "2*B"],
     *,
     max_q_len: int,
-    cu_seqlens_kv: Int[Array, "2*B"] | None = None,
+    cu_seqlens_kv: Int[AnyArray, "2*B"] | None = None,
     max_kv_len: int | None = None,
     dtype: Any = jnp.bool_,
 ) -> tuple[Shaped[Array, "B T"], Shaped[Array, "B S"]]:
@@ -151,10 +173,10 @@ def qkv_cu_seqlens_to_qkv_masks(
 @traced
 @no_type_check
 def qkv_cu_seqlens_to_attention_mask(
-    cu_seqlens_q: Int[Array, "2*B"],
+    cu_seqlens_q: Int[AnyArray, "2*B"],
     *,
     max_q_len: int,
-    cu_seqlens_kv: Int[Array, "2*B"] | None = None,
+    cu_seqlens_kv: Int[AnyArray, "2*B"] | None = None,
     max_kv_len: int | None = None,
     dtype: Any = jnp.bool_,
 ) -> Shaped[Array, "B 1 T S"]:
@@ -174,7 +196,7 @@ def qkv_cu_seqlens_to_attention_mask(
 @traced
 @no_type_check
 def attention_mask_to_qkv_cu_seqlens(
-    attention_mask: Shaped[Array, "..."], *, reduce_heads: str = "any", out_dtype: Any = jnp.int32
+    attention_mask: Shaped[AnyArray, "..."], *, reduce_heads: str = "any", out_dtype: Any = jnp.int32
 ) -> tuple[Int[Array, "2*B"], Int[Array, "2*B"]]:
     """The spans of tokens that take part in a mask, as pairs for queries and for keys.
 
@@ -205,7 +227,7 @@ def as_bool(mask: Any) -> Bool[Array, "..."]:
 
 
 @jax.jit
-def _ids_of_rows(mask: Bool[Array, "rows columns"]) -> Int[Array, "rows"]:
+def _ids_of_rows(mask: Bool[AnyArray, "rows columns"]) -> Int[Array, "rows"]:
     """Numbers equal rows alike. 32 columns at a time, so that memory stays near an eighth of the mask."""
     rows, columns = mask.shape
     words = -(-columns // 32)
@@ -223,7 +245,7 @@ def _ids_of_rows(mask: Bool[Array, "rows columns"]) -> Int[Array, "rows"]:
     return jnp.where(seen, number[first] if rows else first, -1)
 
 
-def _spans(mask: Bool[Array, "B L"]) -> Int[Array, "2*B"]:
+def _spans(mask: Bool[AnyArray, "B L"]) -> Int[Array, "2*B"]:
     batch, length = mask.shape
     slots = jnp.arange(length, dtype=np.int32).reshape(1, -1)
     start = jnp.min(jnp.where(mask, slots, np.int32(length)), axis=1, initial=length)

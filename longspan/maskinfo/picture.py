@@ -2,12 +2,13 @@
 
 import html
 from itertools import pairwise
-from typing import NamedTuple, no_type_check
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from longspan._checks import check_choice
+from longspan._types import no_type_check
 from longspan.layout import EMPTY, FULL
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced

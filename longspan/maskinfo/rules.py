@@ -1,6 +1,6 @@
 """How a `MaskInfo` is narrowed: each method returns a new one with one more rule, or with fewer slots."""
 
-from typing import Any, Self, no_type_check
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from longspan._checks import check_choice, check_lengths
+from longspan._types import Array as AnyArray
+from longspan._types import no_type_check
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_ints, check_size, is_traced
 from longspan.maskinfo.ids import PADDING, name_chunks, name_types
@@ -109,7 +111,7 @@ class Rules(Bound):
     @no_type_check
     def apply_token_type_ids(
         self,
-        token_type_ids: Int[Array, "B L"] | tuple[Int[Array, "B T"], Int[Array, "B S"]],
+        token_type_ids: Int[AnyArray, "B L"] | tuple[Int[AnyArray, "B T"], Int[AnyArray, "B S"]],
         *,
         combine: str = "union",
         zero_policy: str = "q",

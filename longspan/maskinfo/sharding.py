@@ -1,10 +1,11 @@
 """Where the arrays of a mask go on a mesh of devices."""
 
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from longspan._types import no_type_check
 from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, Bound
 
 DEFAULTS = {

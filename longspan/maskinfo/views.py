@@ -1,16 +1,21 @@
 """What a `MaskInfo` gives: dense masks, biases, ids, positions, lengths, offsets; computed when asked, never kept."""
 
-from typing import Any, Self, no_type_check
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from longspan._types import EngineName, no_type_check
 from longspan.layout import BlockLayout
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced
 from longspan.maskinfo.ids import LAST_POSITION, PADDING, has_several, lengths_of, positions_of, sequences
+
+if TYPE_CHECKING:
+    from longspan._explain import Explanation
+    from longspan.engines import Engine
 
 MOST_SEGMENTS = 128
 KINDS = ("causal", "sliding_window", "chunked", "token_type_ids")
@@ -285,7 +290,14 @@ class Views(Bound):
         return self.mask.layout(self.q_len, self.kv_len, q_tile=q_tile, kv_tile=kv_tile, **positions)
 
     @no_type_check
-    def explain(self, *, heads: int | None = None, head_size: int = 64, dtype: Any = jnp.float32, engine: str = "auto"):
+    def explain(
+        self,
+        *,
+        heads: int | None = None,
+        head_size: int = 64,
+        dtype: Any = jnp.float32,
+        engine: "EngineName | Engine" = "auto",
+    ) -> "Explanation":
         """What `attention` would do with this mask: engine, tiles, FLOPs, and what keeps tiles from being skipped.
 
         Example:
@@ -300,7 +312,8 @@ class Views(Bound):
             jax.ShapeDtypeStruct((self.batch_size, length, heads, head_size), dtype)
             for length in (self.q_len, self.kv_len)
         )
-        return explain(q, kv, kv, mask=self, engine=engine)
+        info: Any = self
+        return explain(q, kv, kv, mask=info, engine=engine)
 
 
 def _check_segments(count: Any, in_order: Any, most: int) -> None:

@@ -1,24 +1,33 @@
-"""`Mask`: an immutable rule for who may attend to whom, and its algebra `&`, `|`, `~`.
+"""`Mask`: an immutable rule for who may attend to whom, and what it answers about itself.
 
 A rule is written once at three granularities: `allowed` for single tokens, `classify` for tiles, `kv_spans` (with its
 mirror `q_spans`) for whole rows of tiles. The algebra combines all three, so a composition is as sound as its parts.
+
+It also says what it is: which masks it is made of (`parts`), what it `reads`, how it is `cut` to some slots. What says
+nothing is taken for the worst: a rule that reads everything and bounds nothing.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from functools import reduce, wraps
-from typing import Any, NamedTuple, dataclass_transform, no_type_check
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from longspan._checks import check_extents, check_lengths, check_positions
-from longspan._types import Array, Namespace, Positions
-from longspan.masks.side import KEYS, QUERIES, Slots, Tiles, two_sides
+from longspan._types import Array, Namespace, Positions, no_type_check
+from longspan.masks.checks import check_slots
+from longspan.masks.pytree import Value
+from longspan.masks.pytree import rule as rule
+from longspan.masks.sides import Slots, Tiles, two_sides
+from longspan.masks.spans import Spans, everything
 
-MOST_INTERVALS = 64  # a rule that needs more than this many intervals a row is covered by fewer, wider ones
+if TYPE_CHECKING:
+    from longspan.layout import BlockLayout
+
+POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
+BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
 
 
 class Extent(NamedTuple):
@@ -30,19 +39,7 @@ class Extent(NamedTuple):
     unit: int = 1
 
 
-class Spans(NamedTuple):
-    """What a row of tiles may see: half-open slot intervals, and tiles that every row sees.
-
-    `low`, `high`: [B or 1, N or 1, rows, P] (for `q_spans` [.., P, rows]); `common`: bool over the other side's
-    tiles, rank 4, or None.
-    """
-
-    low: Any
-    high: Any
-    common: Any = None
-
-
-class Mask:
+class Mask(Value):
     """A rule for which query may attend to which key; `True` = may attend.
 
     Masks know no lengths. They compose with `&`, `|` and `~`, are pytrees whose leaves are their arrays (so new
@@ -50,6 +47,8 @@ class Mask:
     so add padding last, with `&`.
 
     Subclass with `@rule` and define `allowed`; `classify`, `kv_spans` and `q_spans` are optional and let engines skip.
+    Read your arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). Say in `reads` what your
+    rule compares, if not both positions and slots.
 
     Example:
         >>> from longspan import Causal, Window
@@ -60,8 +59,9 @@ class Mask:
         ..##
     """
 
-    static: tuple[str, ...] = ()  # fields whose NumPy arrays belong to the structure, not to the data
-    _data: tuple[str, ...] = ()  # fields that are pytree children, found by `rule`
+    # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
+    reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
+    applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
 
     def allowed(self, q: Slots, kv: Slots) -> Bool[Array, "..."]:
         """The truth for each pair of slots, rank 4."""
@@ -69,7 +69,7 @@ class Mask:
 
     def classify(self, q: Tiles, kv: Tiles) -> tuple[Any, Any]:
         """(may_any, must_all) for each pair of tiles: sound bounds, so (True, False) is always legal."""
-        return _constant(q.side.xp, True), _constant(q.side.xp, False)
+        return q.side.xp.full((1, 1, 1, 1), True), q.side.xp.full((1, 1, 1, 1), False)
 
     def kv_spans(self, q: Tiles, kv: Tiles) -> Spans:
         """Key slots that cover all that each query tile may see."""
@@ -79,15 +79,101 @@ class Mask:
         """Query slots that cover all that may see each key tile."""
         return everything(q.side.xp, q.side.length)
 
+    @property
+    def reads_q_position(self) -> bool:
+        """Whether the position of the query matters. A rule by position may look at the keys' alone, as `Prefix`."""
+        return POSITION in self.reads
+
     def band(self) -> tuple[Any, Any] | None:
         """(low, high) if the rule is just low <= k - q <= high, so that `&` can merge such rules into one."""
         return None
+
+    def parts(self) -> tuple["Mask", ...]:
+        """The masks that this one is made of, one level deep."""
+        return ()
+
+    def with_parts(self, parts: Sequence["Mask"]) -> "Mask":
+        """The same composition of other parts, as many as before."""
+        assert not parts, f"{type(self).__name__} has no parts"
+        return self
+
+    def walk(self) -> Iterator["Mask"]:
+        """The mask itself and all masks inside it.
+
+        Example:
+            >>> from longspan import Causal, Chunk, Window
+            >>> list((Causal() & ~Chunk(4)).walk())
+            [Causal() & ~Chunk(4), Causal(), ~Chunk(4), Chunk(4)]
+        """
+        yield self
+        for part in self.parts():
+            yield from part.walk()
+
+    def unbounded(self) -> tuple["Mask", ...]:
+        """The rules in it that bound nothing: they have neither `classify` nor `kv_spans`, so no tile is skipped."""
+        if type(self).classify is Mask.classify and type(self).kv_spans is Mask.kv_spans:
+            return (self,)
+        return tuple(leaf for part in self.parts() for leaf in part.unbounded())
+
+    def tells(self) -> tuple[bool, bool]:
+        """Whether tiles of it can be known to be EMPTY, and whether they can be known to be FULL."""
+        own = not self.unbounded()
+        return own, own and type(self).classify is not Mask.classify
+
+    @no_type_check
+    def cut(
+        self,
+        q: Int[Array, "*B n"] | Sequence[int] | None = None,
+        kv: Int[Array, "*B n"] | Sequence[int] | None = None,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+    ) -> "Mask":
+        """The rule for some slots of each side: one decoding step, one shard.
+
+        Rules by position stay as they are, so the positions that you attend with must be cut alike. Slots that grow
+        keep what can be skipped.
+
+        Args:
+            q: the query slots that stay, int [n] or [B, n]: NumPy (static) or JAX (data, may be traced); None: all.
+            kv: the key slots that stay, likewise.
+            q_len: number of queries before the cut; only for a rule of your own that reads `side.length`.
+            kv_len: number of keys before the cut.
+
+        Example:
+            >>> from longspan import Segments
+            >>> print(Segments(np.array([[0, 0, 1, 1]])).cut(np.array([1, 2])).show(2, 4))
+            ##..
+            ..##
+        """
+        q, kv = check_slots(
+            self,
+            q,
+            kv,
+            self._length("T") if q_len is None else q_len,
+            self._length("S") if kv_len is None else kv_len,
+        )
+        if (q is None and kv is None) or SLOT not in self.reads:
+            return self
+        return self._cut(q, kv, q_len, kv_len)
+
+    def _cut(self, q, kv, q_len: int | None, kv_len: int | None) -> "Mask":
+        """`cut` of a rule by slot, to int32 [B or 1, n] or None; by default it is looked at through the slots."""
+        from longspan.masks.cut import view
+
+        return view(self, q, kv, q_len, kv_len)
 
     def extents(self) -> Iterator[Extent]:
         """The sizes that this mask's arrays fix."""
         for name, value in self.__dict__.items():
             if name in self._data and getattr(value, "ndim", 0) == 1:
                 yield Extent(f"{type(self).__name__}.{name}", "B", value.shape[0])
+        for part in self.parts():
+            yield from part.extents()
+
+    def _length(self, axis: str) -> int | None:
+        """How many slots the mask's arrays fix along an axis (T or S), if any do; the last block may be too long."""
+        return min(((e.unit, e.size * e.unit) for e in self.extents() if e.axis == axis), default=(1, None))[1]
 
     @property
     def batch(self) -> int:
@@ -102,7 +188,7 @@ class Mask:
     @no_type_check
     def dense(
         self, q_len: int, kv_len: int, *, q_positions: Positions | None = None, kv_positions: Positions | None = None
-    ) -> Bool[Array, "B_or_1 N_or_1 T S"]:
+    ) -> Bool[jax.Array, "B_or_1 N_or_1 T S"]:
         """The whole truth table, bool [B or 1, N or 1, T, S]. This is the T×S array that Longspan otherwise avoids.
 
         Args:
@@ -118,7 +204,9 @@ class Mask:
         """
         q, kv = self._sides(q_len, kv_len, q_positions, kv_positions, jnp)
         shape = (max(q.batch.size, *(_rows(s.positions) for s in (q, kv))), self.heads, q_len, kv_len)
-        return self._broadcast(self.allowed(q.slots(), kv.slots()), shape)
+        truth = self.allowed(q.slots(), kv.slots())
+        # A user's rule may tell rows or heads apart without saying so in `extents`.
+        return jnp.broadcast_to(truth, np.broadcast_shapes(truth.shape, shape))
 
     @no_type_check
     def layout(
@@ -130,7 +218,7 @@ class Mask:
         kv_tile: int = 128,
         q_positions: Positions | None = None,
         kv_positions: Positions | None = None,
-    ):
+    ) -> "BlockLayout":
         """The `BlockLayout` of this mask: which key tiles each query tile visits.
 
         Example:
@@ -181,35 +269,27 @@ class Mask:
         return draw(self, q_len, kv_len, batch=batch, head=head, most=most, **positions)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return And(_flat(And, self, other)) if isinstance(other, Mask) else NotImplemented
+        from longspan.masks.algebra import And
+
+        return And.of(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Or(_flat(Or, self, other)) if isinstance(other, Mask) else NotImplemented
+        from longspan.masks.algebra import Or
+
+        return Or.of(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> "Mask":
+        from longspan.masks.algebra import Not
+
         return Not(self)
 
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        mine, my_tree = jax.tree.flatten(self)
-        theirs, their_tree = jax.tree.flatten(other)
-        return my_tree == their_tree and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-    def __hash__(self) -> int:
-        leaves, tree = jax.tree.flatten(self)
-        if leaves:
-            raise TypeError(
-                f"{self!r} holds arrays, and arrays do not hash. Pass it to jit as an ordinary argument (masks are "
-                "pytrees), not as a static one."
-            )
-        return hash(tree)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._arguments())})"
-
-    def _arguments(self) -> list[str]:
-        return [f"{f.name}={short(getattr(self, f.name))}" for f in fields(self)]  # type: ignore[arg-type]
+    def _band_at(self, side) -> tuple[Any, Any] | None:
+        """`band` with its ends ready to broadcast."""
+        band = self.band()
+        if band is None:
+            return None
+        low, high = (None if end is None else side.number(end) for end in band)
+        return low, high
 
     def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
         check_lengths(q_len, kv_len)
@@ -221,290 +301,6 @@ class Mask:
             q_len, kv_len, batch=batch, heads=self.heads, q_positions=q_positions, kv_positions=kv_positions, xp=xp
         )
 
-    def _broadcast(self, truth, shape):
-        return jnp.broadcast_to(truth, shape)
-
-
-@dataclass_transform(frozen_default=True, eq_default=False)
-def rule(cls):
-    """Makes a frozen pytree of a `Mask` subclass: fields that hold arrays or masks are data, all others are static."""
-    cls = dataclass(frozen=True, eq=False, repr=False)(cls)
-    names = tuple(f.name for f in fields(cls))
-    plain_init = cls.__init__
-
-    @wraps(plain_init)
-    def init(self, *args, **kwargs):
-        plain_init(self, *args, **kwargs)
-        # Decided once, here: JAX rebuilds masks with placeholders (ints, None) where the arrays were.
-        object.__setattr__(self, "_data", tuple(n for n in names if _is_data(getattr(self, n), n in cls.static)))
-
-    def flatten_with_keys(self):
-        data = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self._data]
-        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
-        return data, (self._data, static)
-
-    def flatten(self):
-        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
-        return [getattr(self, n) for n in self._data], (self._data, static)
-
-    def unflatten(aux, children):
-        data, static = aux
-        self = object.__new__(cls)
-        for name, value in (*zip(data, children, strict=True), *static):
-            object.__setattr__(self, name, value.array if isinstance(value, StaticArray) else value)
-        object.__setattr__(self, "_data", data)
-        return self
-
-    cls.__init__ = init
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    return cls
-
-
-class StaticArray:
-    """A NumPy array as part of a mask's static structure: compared and hashed by its contents."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = array
-        self._key = (array.shape, array.dtype.str, array.tobytes())
-
-    def __eq__(self, other):
-        return isinstance(other, StaticArray) and self._key == other._key
-
-    def __hash__(self):
-        return hash(self._key)
-
-
-@rule
-class And(Mask):
-    """Allows what every one of `masks` allows; write it `a & b`.
-
-    Example:
-        >>> from longspan import Causal, Chunk
-        >>> Causal() & Chunk(4)
-        Causal() & Chunk(4)
-    """
-
-    masks: tuple[Mask, ...]
-
-    def allowed(self, q, kv):
-        return reduce(lambda a, b: a & b, [m.allowed(q, kv) for m in self.masks])
-
-    def classify(self, q, kv):
-        kinds = [m.classify(q, kv) for m in self._merged(q.side)]
-        return reduce(lambda a, b: (a[0] & b[0], a[1] & b[1]), kinds)
-
-    def kv_spans(self, q, kv):
-        return reduce(_intersect(KEYS), [m.kv_spans(q, kv) for m in self._merged(q.side)])
-
-    def q_spans(self, kv, q):
-        return reduce(_intersect(QUERIES), [m.q_spans(kv, q) for m in self._merged(q.side)])
-
-    def band(self):
-        bands = [m.band() for m in self.masks]
-        return _meet(bands) if all(b is not None for b in bands) else None
-
-    def extents(self):
-        for mask in self.masks:
-            yield from mask.extents()
-
-    def _merged(self, side) -> list[Mask]:
-        """The parts, with all bands (causal, windows) merged into one: tighter than each on its own."""
-        from longspan.masks.numbers import MergedBand
-
-        bands = [m.band() for m in self.masks]
-        if sum(b is not None for b in bands) < 2:
-            return list(self.masks)
-        others = [m for m, b in zip(self.masks, bands, strict=True) if b is None]
-        low, high = _meet([tuple(None if n is None else side.number(n) for n in b) for b in bands if b is not None])
-        return [MergedBand(low, high), *others]
-
-    def __repr__(self):
-        return " & ".join(_wrapped(m, Or) for m in self.masks)
-
-
-@rule
-class Or(Mask):
-    """Allows what any one of `masks` allows; write it `a | b`.
-
-    Example:
-        >>> from longspan import Prefix, Window
-        >>> Window(2, 0) | Prefix(1)
-        Window(2, 0) | Prefix(1)
-    """
-
-    masks: tuple[Mask, ...]
-
-    def allowed(self, q, kv):
-        return reduce(lambda a, b: a | b, [m.allowed(q, kv) for m in self.masks])
-
-    def classify(self, q, kv):
-        kinds = [m.classify(q, kv) for m in self.masks]
-        return reduce(lambda a, b: (a[0] | b[0], a[1] | b[1]), kinds)
-
-    def kv_spans(self, q, kv):
-        return reduce(_unite(KEYS), [m.kv_spans(q, kv) for m in self.masks])
-
-    def q_spans(self, kv, q):
-        return reduce(_unite(QUERIES), [m.q_spans(kv, q) for m in self.masks])
-
-    def extents(self):
-        for mask in self.masks:
-            yield from mask.extents()
-
-    def __repr__(self):
-        return " | ".join(repr(m) for m in self.masks)
-
-
-@rule
-class Not(Mask):
-    """Allows what `mask` does not; write it `~a`. Padding is opened too: add padding after it, with `&`.
-
-    Example:
-        >>> from longspan import Causal
-        >>> print((~Causal()).show(3, 3))
-        .##
-        ..#
-        ...
-    """
-
-    mask: Mask
-
-    def allowed(self, q, kv):
-        return ~self.mask.allowed(q, kv)
-
-    def classify(self, q, kv):
-        may_any, must_all = self.mask.classify(q, kv)
-        return ~must_all, ~may_any
-
-    def extents(self):
-        yield from self.mask.extents()
-
-    def __repr__(self):
-        return f"~{_wrapped(self.mask, And, Or)}"
-
-
-def everything(xp: Namespace, length: int) -> Spans:
-    """One interval that covers a whole side."""
-    return Spans(xp.zeros((1, 1, 1, 1), np.int32), xp.full((1, 1, 1, 1), length, np.int32))
-
-
-def nothing(xp: Namespace) -> Spans:
-    """One empty interval."""
-    return Spans(xp.zeros((1, 1, 1, 1), np.int32), xp.zeros((1, 1, 1, 1), np.int32))
-
-
-def whole_or_nothing(xp: Namespace, seen, length: int) -> Spans:
-    """The whole other side for the tiles that are `seen`, nothing for the others."""
-    return Spans(xp.zeros_like(seen, np.int32), xp.where(seen, np.int32(length), np.int32(0)))
-
-
-def short(value: Any) -> str:
-    """A value as it stands in a repr: arrays by dtype and shape (`i32[2,7]`), tuples and masks in full."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        kind = {"bool": "bool", "int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
-        name = np.dtype(value.dtype).name if not isinstance(value.dtype, str) else value.dtype
-        letters = name.rstrip("0123456789")
-        return f"{kind.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, value.shape))}]"
-    return repr(value)
-
-
-def _constant(xp: Namespace, truth: bool):
-    return xp.full((1, 1, 1, 1), truth)
-
 
 def _rows(positions) -> int:
     return 1 if positions is None else positions.shape[0]
-
-
-def _flat(kind, *masks: Mask) -> tuple[Mask, ...]:
-    """Nested ands (ors) as one tuple, so that grouping does not show."""
-    return tuple(part for m in masks for part in (getattr(m, "masks", ()) if type(m) is kind else (m,)))
-
-
-def _wrapped(mask: Mask, *kinds) -> str:
-    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
-
-
-def _is_data(value: Any, static_if_numpy: bool = False) -> bool:
-    if isinstance(value, np.ndarray):
-        return not static_if_numpy
-    if isinstance(value, jax.Array | Mask | jax.ShapeDtypeStruct):
-        return True
-    return isinstance(value, tuple) and any(_is_data(v) for v in value)
-
-
-def _hashable(value: Any) -> Any:
-    return StaticArray(value) if isinstance(value, np.ndarray) else value
-
-
-def _meet(bands):
-    """The intersection of bands whose ends are ints, arrays or None (unbounded)."""
-    lows = [low for low, _ in bands if low is not None]
-    highs = [high for _, high in bands if high is not None]
-    return (
-        reduce(_pick(max, jnp.maximum, np.maximum), lows) if lows else None,
-        reduce(_pick(min, jnp.minimum, np.minimum), highs) if highs else None,
-    )
-
-
-def _pick(of_ints, of_jax, of_numpy):
-    def pick(a, b):
-        if isinstance(a, int) and isinstance(b, int):
-            return of_ints(a, b)
-        return (of_numpy if all(isinstance(x, int | np.ndarray) for x in (a, b)) else of_jax)(a, b)
-
-    return pick
-
-
-def _unite(axis: int):
-    def unite(a: Spans, b: Spans) -> Spans:
-        low, high = (_join(axis, x, y) for x, y in ((a.low, b.low), (a.high, b.high)))
-        return Spans(low, high, _either(a.common, b.common))
-
-    return unite
-
-
-def _intersect(axis: int):
-    def intersect(a: Spans, b: Spans) -> Spans:
-        # What both see lies in an interval of each, or in a tile common to one of them.
-        common = _either(a.common, b.common)
-        if a.low.shape[axis] * b.low.shape[axis] > MOST_INTERVALS:
-            few, many = sorted((a, b), key=lambda s: s.low.shape[axis])
-            return Spans(*_clip(axis, few, many), common)
-        xp = np if all(isinstance(x, np.ndarray) for x in (a.low, b.low)) else jnp
-        pairs = [(i, j) for i in range(a.low.shape[axis]) for j in range(b.low.shape[axis])]
-        low = _stack(axis, [xp.maximum(_nth(axis, a.low, i), _nth(axis, b.low, j)) for i, j in pairs])
-        high = _stack(axis, [xp.minimum(_nth(axis, a.high, i), _nth(axis, b.high, j)) for i, j in pairs])
-        return Spans(low, high, common)
-
-    return intersect
-
-
-def _clip(axis: int, few: Spans, many: Spans):
-    """The intervals of `few`, cut to what lies between the first and the last of `many`."""
-    xp = np if all(isinstance(x, np.ndarray) for x in (few.low, many.low)) else jnp
-    empty, never = many.low >= many.high, np.int32(np.iinfo(np.int32).max)
-    first = xp.min(xp.where(empty, never, many.low), axis=axis, keepdims=True)
-    last = xp.max(xp.where(empty, np.int32(0), many.high), axis=axis, keepdims=True)
-    return xp.maximum(few.low, first), xp.minimum(few.high, last)
-
-
-def _nth(axis: int, array, i: int):
-    return array[:, :, :, i : i + 1] if axis == KEYS else array[:, :, i : i + 1, :]
-
-
-def _join(axis: int, a, b):
-    return _stack(axis, [a, b])
-
-
-def _stack(axis: int, arrays):
-    xp = np if all(isinstance(a, np.ndarray) for a in arrays) else jnp
-    shape = np.broadcast_shapes(*[tuple(1 if i == axis else n for i, n in enumerate(a.shape)) for a in arrays])
-    full = [tuple(a.shape[i] if i == axis else n for i, n in enumerate(shape)) for a in arrays]
-    return xp.concatenate([xp.broadcast_to(a, s) for a, s in zip(arrays, full, strict=True)], axis=axis)
-
-
-def _either(a, b):
-    if a is None or b is None:
-        return b if a is None else a
-    return a | b

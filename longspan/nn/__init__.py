@@ -11,20 +11,20 @@ Example:
 
 import importlib as _importlib
 from types import ModuleType as _ModuleType
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from longspan._optional import needs as _needs
 
 _needs("longspan.nn", "flax", "flax")
 
-if _TYPE_CHECKING:
+if TYPE_CHECKING:
     from longspan.nn import linen as linen
     from longspan.nn import nnx as nnx
 
 _LAZY = ("linen", "nnx")
 
 
-if not _TYPE_CHECKING:  # a checker would take any name for one of the package's
+if not TYPE_CHECKING:  # a checker would take any name for one of the package's
 
     def __getattr__(name: str) -> _ModuleType:
         if name in _LAZY:

@@ -8,10 +8,10 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from longspan._attention import attention
-from longspan._types import EngineName, edge
+from longspan._types import EngineName, no_type_check
 from longspan.engines import Engine
 from longspan.maskinfo import MaskInfo
-from longspan.masks import Band, Causal, Chunk, Custom, Dense, Full, Mask, Window
+from longspan.masks import Causal, Dense, Full, Mask
 
 
 class Heads(NamedTuple):
@@ -67,7 +67,7 @@ def split_of(name: str, mesh_axis: str | None, heads: Heads) -> Split | None:
     return Split((None, axis, None), (axis, None))
 
 
-@edge
+@no_type_check
 def attention_fn(
     mask: Mask | MaskInfo | None = None, *, engine: EngineName | Engine = "auto", **options: Any
 ) -> Callable:
@@ -138,22 +138,12 @@ def _check_flax(mask, query, key, precision, module) -> None:
         )
     if precision is not None:
         raise NotImplementedError(f"precision={precision!r}: Longspan's engines choose it themselves. Leave it None.")
-    if query.shape[-3] == 1 < key.shape[-3] and any(isinstance(m, POSITIONAL) for m in _parts(mask)):
+    # A MaskInfo knows its positions.
+    if query.shape[-3] == 1 < key.shape[-3] and isinstance(mask, Mask) and mask.reads_q_position:
         raise NotImplementedError(
             f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where {mask!r} would take the query "
             "for position 0. Use `attention` with `q_positions` for decoding."
         )
-
-
-POSITIONAL = (Band, Causal, Chunk, Custom, Window)
-
-
-def _parts(mask):
-    """A mask and all masks inside it; nothing of a MaskInfo, which knows its positions."""
-    if isinstance(mask, Mask):
-        yield mask
-        for part in (*getattr(mask, "masks", ()), getattr(mask, "mask", None)):
-            yield from _parts(part)
 
 
 def _combined(mask, array, is_causal: bool) -> dict[str, Any]:

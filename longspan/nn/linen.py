@@ -31,7 +31,7 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int, Num
 
 from longspan._attention import attention
-from longspan._types import EngineName, edge
+from longspan._types import EngineName, no_type_check
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
@@ -105,7 +105,7 @@ class SelfAttention(_Attention, kw_only=True):
         (1, 8, 16)
     """
 
-    @edge
+    @no_type_check
     @nn.compact
     def __call__(
         self,
@@ -138,7 +138,7 @@ class LongformerSelfAttention(_Attention, kw_only=True):
     dilation: int | Sequence[int] = 1
     causal: bool = False
 
-    @edge
+    @no_type_check
     @nn.compact
     def __call__(
         self,
@@ -187,7 +187,7 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
     max_seq_len: int = 4096
     legacy_lengths: tuple[int, ...] = (1024, 3072, 4096)
 
-    @edge
+    @no_type_check
     @nn.compact
     def __call__(
         self,

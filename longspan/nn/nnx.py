@@ -14,7 +14,7 @@ from flax.nnx.module import first_from
 from jaxtyping import Array, Float, Int, Num
 
 from longspan._attention import attention
-from longspan._types import EngineName, edge
+from longspan._types import EngineName, no_type_check
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
@@ -32,7 +32,7 @@ class _Attention(nnx.Module):
 
     projections: tuple[str, ...] = ("query", "key", "value")
 
-    @edge
+    @no_type_check
     def __init__(
         self,
         *,
@@ -108,7 +108,7 @@ class SelfAttention(_Attention):
         (1, 8, 16)
     """
 
-    @edge
+    @no_type_check
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -133,13 +133,13 @@ class LongformerSelfAttention(_Attention):
 
     projections = ("query", "key", "value", "query_global", "key_global", "value_global")
 
-    @edge
+    @no_type_check
     def __init__(self, *, window: int, dilation: int | Sequence[int] = 1, causal: bool = False, **common: Any):
         super().__init__(**common)
         self.window, self.causal = window, causal
         self.dilation = dilation if isinstance(dilation, int) else tuple(dilation)
 
-    @edge
+    @no_type_check
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -174,7 +174,7 @@ class BigBirdSelfAttention(_Attention):
         (1, 16, 8)
     """
 
-    @edge
+    @no_type_check
     def __init__(
         self,
         *,
@@ -189,7 +189,7 @@ class BigBirdSelfAttention(_Attention):
         self.block_size, self.num_random_blocks, self.seed = block_size, num_random_blocks, seed
         self.max_seq_len, self.legacy_lengths = max_seq_len, tuple(legacy_lengths)
 
-    @edge
+    @no_type_check
     def __call__(
         self,
         x: Float[Array, "B T D"],

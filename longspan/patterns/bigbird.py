@@ -12,7 +12,7 @@ from jaxtyping import Int, Num
 
 from longspan._attention import attention
 from longspan._checks import FLOATS, check_qkv, check_static_size, is_array, is_int
-from longspan._types import Array, EngineName, Key, Output, Query, edge
+from longspan._types import Array, EngineName, Key, Output, Query, no_type_check
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.masks import Blocks, Full, Global, Mask, Segments
@@ -21,7 +21,7 @@ from longspan.patterns._padding import padding_ids
 LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 tokens
 
 
-@edge
+@no_type_check
 def bigbird(seq_len: int, *, block_size: int, rand_attn: Int[Array, "N_or_1 rows r"]) -> Mask:
     """BigBird: sliding window + global blocks + random blocks (arXiv:2007.14062).
 
@@ -57,7 +57,7 @@ def bigbird(seq_len: int, *, block_size: int, rand_attn: Int[Array, "N_or_1 rows
     return Blocks(table, block_size) | Global(ends)
 
 
-@edge
+@no_type_check
 def bigbird_attention(
     q: Query,
     k: Key,
@@ -111,7 +111,7 @@ def bigbird_attention(
     return attention(q, k, v, mask=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
 
 
-@edge
+@no_type_check
 def bigbird_random_blocks(
     seq_len: int,
     *,

@@ -13,14 +13,14 @@ from jaxtyping import Num
 
 from longspan._attention import attention
 from longspan._checks import FLOATS, check_qkv, is_array, is_int
-from longspan._types import Array, EngineName, Key, Number, Output, Query, edge
+from longspan._types import Array, EngineName, Key, Number, Output, Query, no_type_check
 from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
 from longspan.patterns._padding import padding_ids
 
 
-@edge
+@no_type_check
 def longformer(
     window: Number,
     *,
@@ -62,7 +62,7 @@ def longformer(
     return mask & Segments(padding_ids(is_token))
 
 
-@edge
+@no_type_check
 def longformer_attention(
     q: Query,
     k: Key,

@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.layout import EMPTY, FULL, PARTIAL, BlockLayout, plan
 from longspan.masks import Mask
-from longspan.masks.side import Side, Slots, Tiles
+from longspan.masks.sides import Side, Slots, Tiles
 
 LEAF = 16  # slots along a tile that is read pair by pair instead of being split
 FINENESS = (8192, 2048, 512)  # tiles along a side that are looked at first; the finest of which there are few

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspan.engines import _native
+from longspan.engines.cpu import library
 
 FULL, PER_HEAD = 0, 15
-needs_library = pytest.mark.skipif("_native.missing() is not None", reason="no native library here")
+needs_library = pytest.mark.skipif("library.missing() is not None", reason="no native library here")
 
 
 def nested(depth: int) -> list[int]:
@@ -22,9 +22,9 @@ def attend(words: list[int]):
     row = jax.ShapeDtypeStruct((1, 4, 1), jnp.float32)
     numbers = dict(scale=1.0, soft_cap=0.0, dropout_rate=0.0, dropout_threshold=0, q_tile=4, kv_tile=4)
     attributes = {name: np.float64(x) if isinstance(x, float) else np.int64(x) for name, x in numbers.items()}
-    attributes |= dict(roles=_native.static_ints([-1] * 9), program=_native.static_ints(words))
+    attributes |= dict(roles=library.static_ints([-1] * 9), program=library.static_ints(words))
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), row, row)
-    out, *_ = _native.call("longspan_forward", results, (q, q, q, table, table + 1), **attributes)
+    out, *_ = library.call("longspan_forward", results, (q, q, q, table, table + 1), **attributes)
     return jax.block_until_ready(out)
 
 

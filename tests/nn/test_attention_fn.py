@@ -10,6 +10,7 @@ from flax import nnx
 import longspan as ls
 from longspan.nn import linen
 from longspan.nn import nnx as in_nnx
+from tests.users_masks import Near, NearSlots
 
 B, T, D, N = 2, 9, 12, 3
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
@@ -146,3 +147,31 @@ def test_flax_s_decoding_is_refused_where_positions_would_be_wrong():
         layer.apply(variables, X[:, :1], mutable=["cache"])
     got, wanted = (m.apply(variables, X[:, :1], mutable=["cache"])[0] for m in (plain, flax_s))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ls.Global((0,)),
+        ls.Global((0,), columns=False),
+        ls.KvLengths(3) & ~ls.Chunk(2),
+        Near(3),
+        ls.PerHead((Near(3),) * N),
+    ],
+    ids=repr,
+)
+def test_flax_s_decoding_is_refused_for_every_rule_that_may_read_the_query_s_position(mask):
+    one, many = X[:, :1].reshape(B, 1, N, 4), X.reshape(B, T, N, 4)
+    with pytest.raises(NotImplementedError, match=r"look like Flax's `decode=True`, where .* would take the query for"):
+        linen.attention_fn(mask)(one, many, many)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [ls.Prefix(3), ls.Global((0,), rows=False), ls.KvLengths(4) & ls.Prefix(6), NearSlots(0), ls.Full()],
+    ids=repr,
+)
+def test_flax_s_decoding_works_where_the_query_s_position_does_not_matter(mask):
+    one, many = X[:, :1].reshape(B, 1, N, 4), X.reshape(B, T, N, 4)
+    wanted = ls.attention(one, many, many, mask=mask.dense(1, T), engine="reference")
+    np.testing.assert_allclose(linen.attention_fn(mask)(one, many, many), wanted, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from longspan.engines._contract import Engine, Request
 from longspan.engines.cpu import library
 from longspan.engines.cpu.call import call
 from longspan.engines.cpu.operands import prepare
+from longspan.engines.cpu.program import unknown
 from longspan.layout import BlockLayout
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -34,6 +35,12 @@ class Cpu(Engine):
     def tiles(self, request: Request) -> tuple[int, int]:
         """The kernel's own tiles, smaller for short sides."""
         return min(TILE, max(request.dims["T"], 1)), min(TILE, max(request.dims["S"], 1))
+
+    def notes(self, request: Request) -> tuple[str, ...]:
+        return tuple(
+            f"the kernel has no word for {part!r}: its truth travels as one bit for each pair of a visited tile"
+            for part in unknown(request.mask)
+        )
 
     def run(self, request: Request, layout: BlockLayout):
         return tuple(_forward("forward", request, layout)[:2])

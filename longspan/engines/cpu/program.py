@@ -1,7 +1,7 @@
 """A mask as the native kernel reads it: a short postfix program of int32 words, and the arrays that it names.
 
 The words are those of `enum Code` in native/problem.h. Rules the kernel does not know (`Custom`, and masks that users
-define) are evaluated here for the tiles that the layout visits, and travel as one bit a pair.
+define) are evaluated here for the tiles that the layout visits, and travel as one bit per pair.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,8 @@ from longspan.masks import (
     TokenTypes,
     Window,
 )
-from longspan.masks.numbers import reach
+from longspan.masks.by_position import reach
+from longspan.masks.by_slot import KvFlags
 
 (FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
     range(15)
@@ -85,9 +86,8 @@ def _write(out: Program, mask: Mask) -> None:
     band = mask.band()
     if band is not None:
         return _band(out, *band)
-    for kind, write in _WRITERS.items():
-        if type(mask) is kind:
-            return write(out, mask)
+    if type(mask) in _WRITERS:
+        return _WRITERS[type(mask)](out, mask)
     out.words += [BITS, out.add(_bits(out, mask), "l", "n", "", "", "", "")]
 
 
@@ -110,9 +110,9 @@ def _number(word: int, name: str, out: Program, mask: Mask) -> None:
     out.words += [word, *out.number(getattr(mask, name))]
 
 
-def _all_of(word: int, out: Program, mask) -> None:
+def _all_of(word: int, out: Program, mask: Mask) -> None:
     # The highest first, so that the kernel's stack grows with the logarithm of a mask's size, however it is nested.
-    first, *others = sorted(mask.masks, key=_height, reverse=True)
+    first, *others = sorted(mask.parts(), key=_height, reverse=True)
     _write(out, first)
     for part in others:
         _write(out, part)
@@ -121,16 +121,12 @@ def _all_of(word: int, out: Program, mask) -> None:
 
 def _height(mask: Mask) -> int:
     """How many truths the kernel keeps at once while it evaluates a mask."""
-    if mask.band() is not None:
+    if mask.band() is not None or type(mask) not in _WRITERS:
         return 1
-    if isinstance(mask, Not):
-        return _height(mask.mask)
-    if isinstance(mask, PerHead):
-        return max(map(_height, mask.masks))
+    heights = sorted(map(_height, mask.parts()), reverse=True)
     if isinstance(mask, And | Or):
-        first, *others = sorted(map(_height, mask.masks), reverse=True)
-        return max(first, *(height + 1 for height in others)) if others else first
-    return 2 if isinstance(mask, Window | Global) else 1
+        return max([heights[0], *(height + 1 for height in heights[1:])])
+    return max(heights, default=2 if isinstance(mask, Window | Global) else 1)
 
 
 def _not(out: Program, mask: Not) -> None:
@@ -142,7 +138,7 @@ def _per_head(out: Program, mask: PerHead) -> None:
     # The kernel picks a part by the head's global number, so that sharded heads keep theirs.
     out.needs_head_ids = True
     before, parts = out.words, []
-    for part in mask.masks:
+    for part in mask.parts():
         out.words = []
         _write(out, part)
         parts.append(out.words)
@@ -161,6 +157,10 @@ def _ids(out: Program, valid: int, q_ids, kv_ids) -> None:
     q_ids = jnp.asarray(q_ids).astype(np.int32)
     kv_ids = q_ids if kv_ids is None else jnp.asarray(kv_ids).astype(np.int32)
     out.words += [IDS, valid, out.add(q_ids, "b", ""), out.add(kv_ids, "b", "")]
+
+
+def _kv_flags(out: Program, mask: KvFlags) -> None:
+    out.words += [KV_FLAGS, out.add(jnp.asarray(mask.flags), "b", "")]
 
 
 def _global(out: Program, mask: Global) -> None:
@@ -202,6 +202,7 @@ _WRITERS = {
     PerHead: _per_head,
     Segments: _segments,
     TokenTypes: _token_types,
+    KvFlags: _kv_flags,
     Global: _global,
     Blocks: _blocks,
     Dense: _dense,
@@ -210,8 +211,16 @@ _WRITERS = {
 
 def knows(mask: Mask) -> bool:
     """Whether the kernel evaluates a mask by itself, without bit tiles."""
-    parts = (*getattr(mask, "masks", ()), *([mask.mask] if isinstance(mask, Not) else []))
-    return mask.band() is not None or (type(mask) in _WRITERS and all(map(knows, parts)))
+    return not unknown(mask)
+
+
+def unknown(mask: Mask) -> tuple[Mask, ...]:
+    """The rules in a mask that the kernel has no words for: they travel as bits."""
+    if mask.band() is not None:
+        return ()
+    if type(mask) not in _WRITERS:
+        return (mask,)
+    return tuple(rule for part in mask.parts() for rule in unknown(part))
 
 
 def _bits(out: Program, mask: Mask):
@@ -267,8 +276,8 @@ def most_visits(layout: BlockLayout) -> int:
     sizes = layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile
     if _is_static(layout.mask):
         return _widest(plan(layout.mask, *sizes, xp=np))
-    # What data allow lies within what the static parts of an intersection allow, if those are one interval a row.
-    parts = [part for part in getattr(layout.mask, "masks", ()) if _is_static(part)]
+    # What data allow lies within what the static parts of an intersection allow, if those are one interval per row.
+    parts = [part for part in layout.mask.parts() if _is_static(part)]
     if isinstance(layout.mask, And) and parts and layout.common is None:
         within = plan(And(tuple(parts)), *sizes, xp=np)
         if within.common is None and within.starts.shape[3] == 1:

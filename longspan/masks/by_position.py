@@ -1,4 +1,4 @@
-"""Rules that compare positions: everything, bands (causal, windows), chunks and prefixes."""
+"""Rules by position: everything, bands (causal, windows), chunks and prefixes. They hold for any slots as they are."""
 
 from typing import Any
 
@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import check_at_least, check_number
 from longspan._types import FAR, Number
-from longspan.masks.base import Mask, Spans, nothing, rule, short, whole_or_nothing
+from longspan.masks.base import BY_POSITION, Mask, rule
+from longspan.masks.checks import check_at_least, check_number
+from longspan.masks.pytree import short
+from longspan.masks.spans import Spans, nothing, whole_or_nothing
 
 
 @rule
@@ -20,6 +22,8 @@ class Full(Mask):
         ###
         ###
     """
+
+    reads = frozenset()
 
     def allowed(self, q, kv):
         return (q.index >= 0) | (kv.index >= 0)
@@ -38,6 +42,8 @@ class Empty(Mask):
         False
     """
 
+    reads = frozenset()
+
     def allowed(self, q, kv):
         return (q.index < 0) & (kv.index < 0)
 
@@ -54,6 +60,9 @@ class Empty(Mask):
 
 class _Banded(Mask):
     """The part that `Band`, `Causal` and `Window` share: low <= k - q <= high."""
+
+    reads = BY_POSITION
+    applied = "sliding_window"
 
     def allowed(self, q, kv):
         low, high = self._ends(q)
@@ -87,10 +96,11 @@ class _Banded(Mask):
         last = kv.last * 0 + FAR if low is None else kv.last - low
         return Spans(*q.side.between(first, last))
 
-    def _ends(self, side):
+    def _ends(self, side) -> tuple[Any, Any]:
         """(low, high) ready to broadcast; None is unbounded."""
-        low, high = self.band() or (None, None)
-        return tuple(None if end is None else side.number(end) for end in (low, high))
+        ends = self._band_at(side)
+        assert ends is not None, "only a dilated window is no band"
+        return ends
 
 
 class MergedBand(_Banded):
@@ -99,7 +109,7 @@ class MergedBand(_Banded):
     def __init__(self, low, high):
         self._band = low, high
 
-    def band(self):
+    def _band_at(self, side):
         return self._band
 
 
@@ -142,6 +152,8 @@ class Causal(_Banded):
         ##.
         ###
     """
+
+    applied = "causal"
 
     offset: Number = 0
 
@@ -207,6 +219,9 @@ class Window(_Banded):
     def band(self):
         return (-self.left, self.right) if self._dense() else None
 
+    def _band_at(self, side):
+        return self._ends(side) if self._dense() else None
+
     def _ends(self, side):
         left, right, dilation = (side.number(n) for n in (self.left, self.right, self.dilation))
         return -reach(left, dilation), reach(right, dilation)
@@ -233,6 +248,9 @@ class Chunk(Mask):
         ..##
         ..##
     """
+
+    reads = BY_POSITION
+    applied = "chunked"
 
     size: Number
 
@@ -278,10 +296,16 @@ class Prefix(Mask):
         ###
     """
 
+    reads = BY_POSITION
+
     length: Number
 
     def __post_init__(self):
         check_at_least(self, "length", 0)
+
+    @property
+    def reads_q_position(self):
+        return False
 
     def allowed(self, q, kv):
         return Full().allowed(q, kv) & (kv.position < q.number(self.length))

@@ -3,6 +3,9 @@
 Every array here has rank 4, [B or 1, N or 1, T or 1, S or 1], so that rules are written as plain comparisons between
 the two sides and broadcast without surprises. The same objects are made of NumPy arrays (planning on the host) or of
 JAX arrays (inside a program), and may stand for all rows and heads or for one of each (inside an engine's loop).
+
+Rules read their arrays and numbers only through these objects (`take`, `number`, `table` and what is made of them), so
+that whoever runs a rule decides what is handed to it: a row of an array, or the block that a kernel has just loaded.
 """
 
 from collections.abc import Callable
@@ -35,9 +38,13 @@ class Side:
         return vector.reshape((1, 1, -1, 1) if self.axis == QUERIES else (1, 1, 1, -1))
 
     def by_row(self, array):
-        """An array [B or 1, X], laid along the batch and this side's axis. No gather: a sharded batch stays sharded."""
-        rows = array.shape[0]
-        return array.reshape((rows, 1, -1, 1) if self.axis == QUERIES else (rows, 1, 1, -1))
+        """An array [B or 1, X] or [B or 1, N or 1, X], laid along the batch, heads and this side's axis.
+
+        No gather: a sharded batch stays sharded.
+        """
+        rows, *heads, size = array.shape
+        tail = (size, 1) if self.axis == QUERIES else (1, size)
+        return array.reshape(rows, *(heads or [1]), *tail)
 
     def at(self, *, batch=None, head=None) -> "Side":
         """The same side, looked at for some batch rows and heads only."""
@@ -63,16 +70,29 @@ class Side:
         """A rule's number, ready to broadcast: a Python int as it is, an array of shape () or [B] as rank 4."""
         if isinstance(value, int):
             return max(-FAR, min(FAR, value))
-        if value.ndim == 4:
-            return value
-        value = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
-        if value.size == 1 or (self.whole and value.shape[0] == self.batch.size):
-            return value.reshape(-1, 1, 1, 1)
-        return value[self.batch]
+        array: Any = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
+        if array.size == 1 or (self.whole and array.shape[0] == self.batch.size):
+            return array.reshape(-1, 1, 1, 1)
+        return array[self.batch]
+
+    def table(self, array):
+        """A whole array of a rule, be it a constant or a leaf."""
+        return self.xp.asarray(array)
+
+    def listed(self, table, blocks):
+        """What a table [N or 1, blocks, r] lists for some blocks, on one more axis."""
+        table = self.table(table).astype(np.int32)
+        head = self.heads_of(table.shape[0])
+        head = head.reshape(*head.shape, *([1] * (blocks.ndim - 4)))
+        return table[head, self.xp.clip(blocks, 0, table.shape[1] - 1)]
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
         return self.batch if array.shape[0] > 1 else self.xp.zeros_like(self.batch)
+
+    def heads_of(self, count: int):
+        """Which of `count` heads (all, or one for all) are looked at."""
+        return self.head if count > 1 else self.xp.zeros_like(self.head)
 
     def between(self, low, high):
         """The slots, as a half-open interval, that hold every position in [low, high]."""
@@ -80,13 +100,7 @@ class Side:
         if self.positions is None:
             low, high = xp.asarray(low, dtype=np.int32), xp.asarray(high, dtype=np.int32)
             return xp.clip(low, 0, self.length), xp.clip(high + 1, 0, self.length)
-        positions = xp.asarray(self.positions)
-        # Positions may come in any order (rolling caches, packed rows). Only where they grow with the slots can an
-        # interval of positions be found by bisection; elsewhere every slot may hold one.
-        grows = xp.all(positions[:, 1:] >= positions[:, :-1], axis=1).reshape(-1, 1, 1, 1)
-        start = search_rows(xp, positions, low, "left")
-        stop = search_rows(xp, positions, high, "right")
-        return xp.where(grows, start, np.int32(0)), xp.where(grows, stop, np.int32(self.length))
+        return find_between(xp, xp.asarray(self.positions), low, high)
 
 
 @dataclass(frozen=True)
@@ -99,20 +113,48 @@ class Slots:
 
     @property
     def position(self):
-        """The position of each slot: what number rules (causal, window, ...) compare."""
+        """The position of each slot: what rules by position (causal, window, ...) compare."""
         if self.side.positions is None:
             return self.index
         return self.take(self.side.positions)
 
     def take(self, array):
         """The entries of an array [B or 1, length] for these slots."""
-        array = self.side.xp.asarray(array)
+        array = self.side.table(array)
         if self.whole and self.side.whole and array.shape[1] == self.side.length:
             return self.side.by_row(array)
         return array[self.side.rows_of(array), self._inside(array.shape[1])]
 
     def number(self, value: Number):
         return self.side.number(value)
+
+    def table(self, array):
+        return self.side.table(array)
+
+    def is_one_of(self, positions: tuple[int, ...]):
+        """Whether each slot's position is one of these."""
+        xp, listed = self.side.xp, self.side.table(_sorted(positions))
+        at = xp.clip(xp.searchsorted(listed, self.position), 0, len(listed) - 1)
+        return listed[at] == self.position
+
+    def listed(self, table, unit: int) -> list[Any]:
+        """What a table [N or 1, blocks, r] lists for the block of `unit` slots that each slot is in: r arrays."""
+        rows = self.side.listed(table, self.index // unit)
+        return [rows[..., column] for column in range(rows.shape[-1])]
+
+    def pairs(self, array, others: "Slots"):
+        """The entries of an array [T, S] or [B or 1, N or 1, T or 1, S or 1] for these queries and those keys."""
+        array, side = self.side.table(array), self.side
+        array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+        if self.whole and others.whole and side.whole:
+            return array
+        if 0 in array.shape:  # nothing to read, and no such pair
+            return side.xp.ones((1, 1, 1, 1), array.dtype)
+        q_index, kv_index = (
+            side.xp.clip(slots.index, 0, size - 1) if size > 1 else slots.index * 0
+            for slots, size in zip((self, others), array.shape[2:], strict=True)
+        )
+        return array[side.rows_of(array), side.heads_of(array.shape[1]), q_index, kv_index]
 
     def _inside(self, length: int):
         # The last tile of a ragged length has slots past the end: engines drop them, whatever is read here.
@@ -128,6 +170,11 @@ class Tiles:
     index: Any  # the tile numbers
     unit: int = 0  # the slots from one tile number to the next; 0: tiles stand side by side
     whole: bool = False  # all tiles of the side, in order
+
+    @property
+    def solid(self) -> bool:
+        """Whether a tile is all of its slots from `start` to `stop`, and not only some that lie in between."""
+        return True
 
     @property
     def start(self):
@@ -150,36 +197,72 @@ class Tiles:
     def number(self, value: Number):
         return self.side.number(value)
 
+    def table(self, array):
+        return self.side.table(array)
+
     def least(self, array, valid: Callable | None = None):
-        """The least (valid) entry of an array [B or 1, length] within each tile."""
+        """The least (valid) entry of an array [B or 1, length] or [B or 1, N or 1, length] within each tile."""
         return self._reduce(array, self.side.xp.min, np.iinfo(np.int32).max, valid)
 
     def greatest(self, array, valid: Callable | None = None):
-        """The greatest (valid) entry of an array [B or 1, length] within each tile."""
+        """The greatest (valid) entry of an array [B or 1, length] or [B or 1, N or 1, length] within each tile."""
         return self._reduce(array, self.side.xp.max, np.iinfo(np.int32).min, valid)
 
-    def _reduce(self, array, reduce: Callable, neutral: int, valid: Callable | None):
-        xp = self.side.xp
-        if valid is not None:
-            plain = reduce
-            reduce = lambda entries, axis: plain(xp.where(valid(entries), entries, np.int32(neutral)), axis=axis)  # noqa: E731
-        return self._reduce_runs(array, reduce, neutral)
+    def count_of(self, positions: tuple[int, ...]):
+        """How many of these positions lie between the first and the last of each tile."""
+        xp, listed = self.side.xp, self.side.table(_sorted(positions))
+        before_first = xp.searchsorted(listed, self.first, side="left")
+        to_last = xp.searchsorted(listed, self.last, side="right")
+        return (to_last - before_first).astype(np.int32)
 
-    def _reduce_runs(self, array, reduce: Callable, neutral: int):
-        xp, (_, length) = self.side.xp, array.shape
-        array = xp.asarray(array).astype(np.int32)
-        rows = self.side.rows_of(array)
-        if self.index.size == 1 and not self.whole:
-            # One tile, inside an engine's loop: read the tile, not the whole row. Past a ragged end the window is
-            # moved back, so the bound covers more slots than the tile: looser, still sound.
+    def blocks(self, unit: int) -> tuple[Any, Any] | None:
+        """The blocks of `unit` slots that each tile touches, on one more axis, and which of those entries are real.
+
+        None if there may be too many to list.
+        """
+        most = (self.size - 1 + unit - 1) // unit + 1
+        first, last = self.start // unit, (self.stop - 1) // unit
+        blocks = first[..., None] + self.side.xp.arange(most, dtype=np.int32).reshape(1, 1, 1, 1, -1)
+        return blocks, blocks <= last[..., None]
+
+    def _reduce(self, array, reduce: Callable, neutral: int, valid: Callable | None):
+        xp, array = self.side.xp, self.side.table(array).astype(np.int32)
+        entries = self._entries(array if array.ndim == 3 else array[:, None])
+        if valid is not None:
+            entries = xp.where(valid(entries), entries, np.int32(neutral))
+        return self._placed(reduce(entries, axis=-1))
+
+    def _entries(self, array):
+        """The entries [B or 1, N or 1, tiles, size] of an array [B or 1, N or 1, length], tile by tile.
+
+        The last tile of a ragged length repeats the last entry, or has some from before it: a bound on these covers
+        the tile.
+        """
+        xp, length = self.side.xp, array.shape[-1]
+        if self._is_single:
+            # One tile, inside an engine's loop: read the tile, not the whole row.
             size = min(self.size, length)
-            start = xp.minimum(self.start.reshape(()), length - size)
-            return reduce(run(xp, array, start, size), axis=1)[rows]
+            return run(xp, array, xp.minimum(self.start.reshape(()), length - size), size)[..., None, :]
         assert not self.unit, "many runs at once stand side by side"
         count = -(-length // self.size)
-        padded = xp.pad(array, ((0, 0), (0, count * self.size - length)), constant_values=neutral)
-        summary = reduce(padded.reshape(array.shape[0], count, self.size), axis=2)
-        return self.side.by_row(summary) if self.whole and self.side.whole else summary[rows, self.index]
+        more = count * self.size - length
+        if more:
+            last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], more))
+            array = xp.concatenate([array, last], axis=-1)
+        return array.reshape(*array.shape[:-1], count, self.size)
+
+    def _placed(self, summary):
+        """One number per tile [B or 1, N or 1, tiles] of all tiles, for the tiles, rows and heads looked at."""
+        if self.whole and self.side.whole:
+            return self.side.by_row(summary)
+        summary, tile = (summary[..., 0], ()) if self._is_single else (summary, (self.index,))
+        if summary.shape[1] == 1:
+            return summary[:, 0][self.side.rows_of(summary), *tile]
+        return summary[self.side.rows_of(summary), self.side.head, *tile]
+
+    @property
+    def _is_single(self) -> bool:
+        return self.index.size == 1 and not self.whole
 
 
 def two_sides(
@@ -203,10 +286,24 @@ def two_sides(
 
 
 def run(xp: Namespace, array, start, size: int):
-    """`size` columns of an array [B, L] from a start that may be traced."""
+    """`size` entries along the last axis of an array, from a start that may be traced."""
     if xp is np:
-        return array[:, int(start) : int(start) + size]
-    return jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
+        return array[..., int(start) : int(start) + size]
+    return jax.lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim - 1)
+
+
+def find_between(xp: Namespace, rows, low, high):
+    """The columns, as a half-open interval, that hold all numbers of a row [B or 1, L] within [low, high]."""
+    # Numbers may come in any order (rolling caches, packed rows). Only where they grow can an interval of them be found
+    # by bisection; elsewhere every column may hold one.
+    grow = grows(rows).reshape(-1, 1, 1, 1)
+    start, stop = search_rows(xp, rows, low, "left"), search_rows(xp, rows, high, "right")
+    return xp.where(grow, start, np.int32(0)), xp.where(grow, stop, np.int32(rows.shape[1]))
+
+
+def grows(rows):
+    """Whether the numbers of each row [B or 1, L] never fall: [B or 1]."""
+    return (rows[:, 1:] >= rows[:, :-1]).all(axis=1)
 
 
 def search_rows(xp: Namespace, sorted_rows, values, side: Literal["left", "right"]):
@@ -225,3 +322,7 @@ def _as_positions(positions, xp: Namespace):
         return None
     positions = xp.clip(xp.asarray(positions).astype(np.int32), -FAR, FAR)
     return positions.reshape(1, -1) if positions.ndim == 1 else positions
+
+
+def _sorted(positions: tuple[int, ...]) -> np.ndarray:
+    return np.unique(np.asarray(positions, np.int32))

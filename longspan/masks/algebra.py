@@ -1,0 +1,283 @@
+"""Masks made of masks: `And`, `Or`, `Not`, and `PerHead`, which gives every head its own."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from longspan.masks.base import Extent, Mask, rule
+from longspan.masks.by_position import MergedBand
+from longspan.masks.checks import check_masks
+from longspan.masks.sides import KEYS, QUERIES
+from longspan.masks.spans import Spans, intersect, unite
+
+
+class _Composition(Mask):
+    """What all compositions share: they are what their parts are."""
+
+    def parts(self):
+        return self.masks  # type: ignore[attr-defined]
+
+    def with_parts(self, parts: Sequence[Mask]) -> Mask:
+        assert len(parts) == len(self.parts()), "as many parts as before"
+        return type(self)(tuple(parts))  # type: ignore[call-arg]
+
+    @property
+    def reads(self):
+        return frozenset[str]().union(*(part.reads for part in self.parts()))
+
+    @property
+    def reads_q_position(self):
+        return any(part.reads_q_position for part in self.parts())
+
+    def _cut(self, q, kv, q_len, kv_len):
+        given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}
+        # Each once: heads that share a mask still share it.
+        cut = {id(part): part.cut(q, kv, **given) for part in self.parts()}
+        return self.with_parts([cut[id(part)] for part in self.parts()])
+
+
+@rule
+class And(_Composition):
+    """Allows what every one of `masks` allows; write it `a & b`.
+
+    Example:
+        >>> from longspan import Causal, Chunk
+        >>> Causal() & Chunk(4)
+        Causal() & Chunk(4)
+    """
+
+    masks: tuple[Mask, ...]
+
+    @classmethod
+    def of(cls, *masks: Mask) -> "And":
+        return cls(_flat(cls, masks))
+
+    def allowed(self, q, kv):
+        return reduce(lambda a, b: a & b, [m.allowed(q, kv) for m in self.masks])
+
+    def classify(self, q, kv):
+        kinds = [m.classify(q, kv) for m in self._merged(q)]
+        return reduce(lambda a, b: (a[0] & b[0], a[1] & b[1]), kinds)
+
+    def kv_spans(self, q, kv):
+        return intersect(KEYS, [m.kv_spans(q, kv) for m in self._merged(q)])
+
+    def q_spans(self, kv, q):
+        return intersect(QUERIES, [m.q_spans(kv, q) for m in self._merged(q)])
+
+    def tells(self):
+        empty, full = zip(*(m.tells() for m in self.masks), strict=True)
+        return any(empty), all(full)
+
+    def band(self):
+        bands = [m.band() for m in self.masks]
+        return _meet(bands) if all(b is not None for b in bands) else None
+
+    def _band_at(self, side):
+        bands = [m._band_at(side) for m in self.masks]
+        return _meet(bands) if all(b is not None for b in bands) else None
+
+    def _merged(self, tiles) -> list[Mask]:
+        """The parts, with all bands (causal, windows) merged into one: tighter than each on its own."""
+        bands = [m._band_at(tiles) for m in self.masks]
+        if sum(b is not None for b in bands) < 2:
+            return list(self.masks)
+        others = [m for m, b in zip(self.masks, bands, strict=True) if b is None]
+        return [MergedBand(*_meet([b for b in bands if b is not None])), *others]
+
+    def __repr__(self):
+        return " & ".join(_wrapped(m, Or) for m in self.masks)
+
+
+@rule
+class Or(_Composition):
+    """Allows what any one of `masks` allows; write it `a | b`.
+
+    Example:
+        >>> from longspan import Prefix, Window
+        >>> Window(2, 0) | Prefix(1)
+        Window(2, 0) | Prefix(1)
+    """
+
+    masks: tuple[Mask, ...]
+
+    @classmethod
+    def of(cls, *masks: Mask) -> "Or":
+        return cls(_flat(cls, masks))
+
+    def allowed(self, q, kv):
+        return reduce(lambda a, b: a | b, [m.allowed(q, kv) for m in self.masks])
+
+    def classify(self, q, kv):
+        kinds = [m.classify(q, kv) for m in self.masks]
+        return reduce(lambda a, b: (a[0] | b[0], a[1] | b[1]), kinds)
+
+    def kv_spans(self, q, kv):
+        return unite(KEYS, [m.kv_spans(q, kv) for m in self.masks])
+
+    def q_spans(self, kv, q):
+        return unite(QUERIES, [m.q_spans(kv, q) for m in self.masks])
+
+    def tells(self):
+        empty, full = zip(*(m.tells() for m in self.masks), strict=True)
+        return all(empty), any(full)
+
+    def __repr__(self):
+        return " | ".join(repr(m) for m in self.masks)
+
+
+@rule
+class Not(_Composition):
+    """Allows what `mask` does not; write it `~a`. Padding is opened too: add padding after it, with `&`.
+
+    Example:
+        >>> from longspan import Causal
+        >>> print((~Causal()).show(3, 3))
+        .##
+        ..#
+        ...
+    """
+
+    mask: Mask
+
+    def parts(self):
+        return (self.mask,)
+
+    def with_parts(self, parts):
+        (mask,) = parts
+        return Not(mask)
+
+    def allowed(self, q, kv):
+        return ~self.mask.allowed(q, kv)
+
+    def classify(self, q, kv):
+        may_any, must_all = self.mask.classify(q, kv)
+        return ~must_all, ~may_any
+
+    def tells(self):
+        empty, full = self.mask.tells()
+        return full, empty
+
+    def __repr__(self):
+        return f"~{_wrapped(self.mask, And, Or)}"
+
+
+@rule
+class PerHead(_Composition):
+    """Allows, for head n, what `masks[n]` allows.
+
+    Args:
+        masks: one mask per query head.
+
+    Example:
+        >>> from longspan import Causal, Full
+        >>> print(PerHead((Causal(), Full())).show(2, 2, head=0))
+        #.
+        ##
+    """
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self):
+        check_masks(self, "masks", Mask)
+
+    def allowed(self, q, kv):
+        return self._select(q.side, lambda mask: mask.allowed(q, kv))
+
+    def tells(self):
+        empty, full = zip(*(m.tells() for m in self.masks), strict=True)
+        return all(empty), all(full)
+
+    def classify(self, q, kv):
+        kinds = [self._select(q.side, lambda mask, i=i: mask.classify(q, kv)[i]) for i in (0, 1)]
+        return kinds[0], kinds[1]
+
+    def kv_spans(self, q, kv):
+        return self._spans(q.side, KEYS, lambda mask: mask.kv_spans(q, kv))
+
+    def q_spans(self, kv, q):
+        return self._spans(q.side, QUERIES, lambda mask: mask.q_spans(kv, q))
+
+    def extents(self):
+        yield Extent("PerHead.masks", "N", len(self.masks))
+        yield from super().extents()
+
+    def _select(self, side, of: Callable[[Mask], Any]):
+        """Each head's own truth, along the head axis."""
+        xp, ((first, _), *others) = side.xp, self._groups()
+        truth = of(first)
+        for mask, heads in others:
+            # Not `where`: kernels have no select between bools.
+            mine = _is_one_of(side.head, heads)
+            truth = (mine & of(mask)) | (~mine & truth)
+        return xp.broadcast_to(truth, np.broadcast_shapes(truth.shape, side.head.shape))
+
+    def _spans(self, side, axis: int, of: Callable[[Mask], Spans]) -> Spans:
+        """The spans of every head side by side; a head with fewer intervals gets empty ones."""
+        parts = [(of(mask), heads) for mask, heads in self._groups()]
+        most = max(spans.low.shape[axis] for spans, _ in parts)
+        low, high, common = None, None, None
+        for spans, heads in parts:
+            mine = _is_one_of(side.head, heads)
+            empty = [(0, most - spans.low.shape[axis]) if i == axis else (0, 0) for i in range(4)]
+            padded = [side.xp.pad(a, empty) for a in (spans.low, spans.high)]
+            low, high = (
+                side.xp.where(mine, new, side.xp.zeros_like(new) if old is None else old)
+                for old, new in zip((low, high), padded, strict=True)
+            )
+            if spans.common is not None:
+                own = mine & spans.common
+                common = own if common is None else common | own
+        return Spans(low, high, common)
+
+    def _groups(self) -> list[tuple[Mask, list[int]]]:
+        """Equal masks once, with the heads that have them."""
+        groups: dict[Any, tuple[Mask, list[int]]] = {}
+        for head, mask in enumerate(self.masks):
+            try:
+                key = (type(mask), mask, hash(mask))
+            except TypeError:  # it holds arrays: compared by identity
+                key = id(mask)
+            groups.setdefault(key, (mask, []))[1].append(head)
+        return list(groups.values())
+
+    def _arguments(self):
+        return [f"({', '.join(map(repr, self.masks))}{',' if len(self.masks) == 1 else ''})"]
+
+
+def _flat(kind, masks: tuple[Mask, ...]) -> tuple[Mask, ...]:
+    """Nested ands (ors) as one tuple, so that grouping does not show."""
+    return tuple(part for m in masks for part in (m.parts() if type(m) is kind else (m,)))
+
+
+def _wrapped(mask: Mask, *kinds) -> str:
+    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
+
+
+def _meet(bands):
+    """The intersection of bands whose ends are ints, arrays or None (unbounded)."""
+    lows = [low for low, _ in bands if low is not None]
+    highs = [high for _, high in bands if high is not None]
+    return (
+        reduce(_pick(max, jnp.maximum, np.maximum), lows) if lows else None,
+        reduce(_pick(min, jnp.minimum, np.minimum), highs) if highs else None,
+    )
+
+
+def _pick(of_ints, of_jax, of_numpy):
+    def pick(a, b):
+        if isinstance(a, int) and isinstance(b, int):
+            return of_ints(a, b)
+        return (of_numpy if all(isinstance(x, int | np.ndarray) for x in (a, b)) else of_jax)(a, b)
+
+    return pick
+
+
+def _is_one_of(head, heads: list[int]):
+    mine = head == heads[0]
+    for other in heads[1:]:
+        mine = mine | (head == other)
+    return mine

@@ -1,0 +1,242 @@
+"""A rule cut to some slots: arrays are gathered, and what cannot be gathered is looked at through the slots.
+
+`View` shows its rule the sides as they were before the cut. Of each tile the rule sees the range of slots that the kept
+ones lie in, their positions, and the entries of its arrays at just these slots; so what it promises of a tile holds for
+the kept slots too. Where they grow, an interval of slots before the cut is an interval after it: skipping survives.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from longspan._types import FAR, Namespace
+from longspan.masks.base import Extent, Mask, rule
+from longspan.masks.pytree import short
+from longspan.masks.sides import Side, Slots, Tiles, find_between, grows
+from longspan.masks.spans import MOST_INTERVALS, Spans
+
+Kept = Any  # int32 [B or 1, n], the slots of a side that stay, NumPy (static) or JAX (data); None: all
+
+
+def gather(array: Any, slots: Kept) -> Any:
+    """The entries of an array [B or 1, ..., L] at some slots of each row, in NumPy if both are NumPy's."""
+    if array is None or slots is None:
+        return array
+    xp = np if isinstance(array, np.ndarray) and isinstance(slots, np.ndarray) else jnp
+    return _columns(xp, xp.asarray(array), xp.asarray(slots))
+
+
+def view(mask: Mask, q: Kept, kv: Kept, q_len: int | None, kv_len: int | None) -> "View":
+    """A rule looked at through some slots; lengths that are not given are those of its arrays, or else bounds."""
+    q_len = None if q is None else _length(q, mask._length("T") if q_len is None else q_len)
+    kv_len = None if kv is None else _length(kv, mask._length("S") if kv_len is None else kv_len)
+    return View(mask, q, kv, q_len, kv_len)
+
+
+@rule
+class View(Mask):
+    """Allows what `mask` allows for the slots that were kept."""
+
+    static = ("q_slots", "kv_slots")
+
+    mask: Mask
+    q_slots: Kept
+    kv_slots: Kept
+    q_len: int | None  # of the side before the cut; None if all slots stay
+    kv_len: int | None
+
+    def allowed(self, q, kv):
+        return self.mask.allowed(_slots(q, self.q_slots, self.q_len), _slots(kv, self.kv_slots, self.kv_len))
+
+    def classify(self, q, kv):
+        return self.mask.classify(*self._tiles(q, kv))
+
+    def kv_spans(self, q, kv):
+        return _after_cut(kv.side, self.kv_slots, self.mask.kv_spans(*self._tiles(q, kv)))
+
+    def q_spans(self, kv, q):
+        q_tiles, kv_tiles = self._tiles(q, kv)
+        return _after_cut(q.side, self.q_slots, self.mask.q_spans(kv_tiles, q_tiles))
+
+    @property
+    def reads(self):
+        return self.mask.reads
+
+    @property
+    def reads_q_position(self):
+        return self.mask.reads_q_position
+
+    def band(self):
+        return self.mask.band()
+
+    def unbounded(self):
+        return self.mask.unbounded()
+
+    def tells(self):
+        return self.mask.tells()
+
+    def extents(self):
+        gone = set()
+        for name, slots, axis in (("q_slots", self.q_slots, "T"), ("kv_slots", self.kv_slots, "S")):
+            if slots is not None:
+                gone.add(axis)
+                yield Extent(f"View.{name}", "B", slots.shape[0])
+                yield Extent(f"View.{name}", axis, slots.shape[1])
+        yield from (extent for extent in self.mask.extents() if extent.axis not in gone)
+
+    def _cut(self, q, kv, q_len, kv_len):
+        # Through both at once, instead of a view of a view.
+        q, q_len = (q, q_len) if self.q_slots is None else (gather(self.q_slots, q), self.q_len)
+        kv, kv_len = (kv, kv_len) if self.kv_slots is None else (gather(self.kv_slots, kv), self.kv_len)
+        return view(self.mask, q, kv, q_len, kv_len)
+
+    def _tiles(self, q, kv):
+        return _tiles(q, self.q_slots, self.q_len), _tiles(kv, self.kv_slots, self.kv_len)
+
+    def _arguments(self):
+        return [repr(self.mask), short(self.q_slots), short(self.kv_slots)]
+
+
+@dataclass(frozen=True)
+class KeptSide(Side):
+    """A side before a cut. Its positions are known at the slots that were kept, so rules ask those for them."""
+
+    _: KW_ONLY
+    outer: Side  # after the cut
+    kept: Any
+
+    def between(self, low, high):
+        """What the kept slots with such positions lie in."""
+        xp, kept = self.xp, self.table(self.kept)
+        start, stop = self.outer.between(low, high)
+        if not kept.shape[1]:
+            return start * 0, stop * 0
+        seen, grow = start < stop, grows(kept).reshape(-1, 1, 1, 1)
+        first, last = (_each_row(xp, kept, xp.clip(at, 0, kept.shape[1] - 1)) for at in (start, stop - 1))
+        high = xp.where(grow, last + 1, np.int32(self.length))
+        return xp.where(seen & grow, first, np.int32(0)), xp.where(seen, high, np.int32(0))
+
+
+@dataclass(frozen=True)
+class KeptSlots(Slots):
+    """Slots of a side before a cut, at the positions of the side after it."""
+
+    _: KW_ONLY
+    outer: Slots
+
+    @property
+    def position(self):
+        return self.outer.position
+
+    def take(self, array):
+        side: Any = self.side
+        array = side.table(array)
+        if self.outer.whole and side.whole:
+            return side.by_row(_columns(side.xp, array, side.table(side.kept)))
+        return super().take(array)
+
+
+@dataclass(frozen=True)
+class KeptTiles(Tiles):
+    """Tiles of a side before a cut, as far as they were kept: `size` is a bound on stop - start."""
+
+    _: KW_ONLY
+    outer: Tiles
+
+    @property
+    def solid(self):
+        return False
+
+    @property
+    def stop(self):
+        return self.outer.greatest(self._kept) + 1
+
+    @property
+    def first(self):
+        return self.outer.first
+
+    @property
+    def last(self):
+        return self.outer.last
+
+    def blocks(self, unit: int):
+        return super().blocks(unit) if self.size <= MOST_INTERVALS * unit else None
+
+    @property
+    def _kept(self):
+        side: Any = self.side
+        return side.table(side.kept)
+
+    def _entries(self, array):
+        slots = self.outer._entries(self._kept[:, None])
+        entries = _columns(self.side.xp, array, slots.reshape(slots.shape[0], -1))
+        return entries.reshape(*entries.shape[:2], *slots.shape[2:])
+
+    def _placed(self, summary):
+        return self.outer._placed(summary)
+
+
+def _side(outer: Side, kept: Kept, length: int) -> Side:
+    # Never None: positions are not the slots' numbers here.
+    positions = outer.xp.arange(outer.length, dtype=np.int32).reshape(1, -1)
+    positions = positions if outer.positions is None else outer.positions
+    seen = (outer.batch, outer.head, outer.xp, outer.whole)
+    return KeptSide(outer.axis, length, positions, *seen, outer=outer, kept=kept)
+
+
+def _slots(outer: Slots, kept: Kept, length: int | None) -> Slots:
+    if length is None:
+        return outer
+    return KeptSlots(_side(outer.side, kept, length), outer.take(kept), outer=outer)
+
+
+def _tiles(outer: Tiles, kept: Kept, length: int | None) -> Tiles:
+    if length is None:
+        return outer
+    known = kept if isinstance(kept, np.ndarray) else outer.table(kept)
+    size = _widest(known, outer.size, length)
+    return KeptTiles(_side(outer.side, kept, length), size, outer.least(kept), unit=1, outer=outer)
+
+
+def _widest(kept, size: int, length: int) -> int:
+    """The most slots that `size` neighbours among the kept ones lie in, as far as that is known."""
+    if not isinstance(kept, np.ndarray) or not grows(kept).all():
+        return length
+    step = min(size, kept.shape[1]) - 1
+    return int((kept[:, step:] - kept[:, : kept.shape[1] - step]).max(initial=0)) + 1
+
+
+def _after_cut(side: Side, kept: Kept, spans: Spans) -> Spans:
+    """Intervals of the slots before a cut, as intervals of those after it."""
+    if kept is None:
+        return spans
+    xp, (low, high, common) = side.xp, spans
+    start, stop = find_between(xp, side.table(kept), low, high - 1)
+    return Spans(xp.where(low < high, start, np.int32(0)), xp.where(low < high, stop, np.int32(0)), common)
+
+
+def _length(kept: Kept, known: int | None) -> int:
+    """How many slots there were before a cut: a bound where that is not known."""
+    if known is not None:
+        return known
+    return int(kept.max(initial=-1)) + 1 if isinstance(kept, np.ndarray) else FAR
+
+
+def _columns(xp: Namespace, array, slots):
+    """The entries of an array [B or 1, ..., L] at slots [B or 1, n] of its last axis."""
+    _, *middle, length = array.shape
+    # Slots past the end, as a traced cut may have them, read the last entry instead of failing or filling.
+    slots = xp.clip(slots, 0, max(length - 1, 0))
+    if slots.shape[0] == 1:
+        return xp.take(array, slots[0], axis=-1)
+    rows, count = slots.shape
+    slots = xp.broadcast_to(slots.reshape(rows, *[1] * len(middle), count), (rows, *middle, count))
+    return xp.take_along_axis(xp.broadcast_to(array, (rows, *middle, length)), slots, axis=-1)
+
+
+def _each_row(xp: Namespace, rows, index):
+    """The entries of rows [B or 1, L] at an index of rank 4, row by row of a batch."""
+    found = _columns(xp, rows, index.reshape(index.shape[0], -1))
+    return found.reshape(found.shape[0], *index.shape[1:])

@@ -1,0 +1,108 @@
+"""What makes a mask a value: a frozen pytree that compares by its contents, and hashes if it holds no arrays."""
+
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+import numpy as np
+
+
+class Value:
+    """A frozen pytree made by `rule`: its arrays are leaves, so new arrays never retrace; all else is structure."""
+
+    static: ClassVar[tuple[str, ...]] = ()  # fields whose NumPy arrays belong to the structure, not to the data
+    _data: tuple[str, ...] = ()  # fields that are pytree children, found by `rule`
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, my_tree = jax.tree.flatten(self)
+        theirs, their_tree = jax.tree.flatten(other)
+        return my_tree == their_tree and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def __hash__(self) -> int:
+        leaves, tree = jax.tree.flatten(self)
+        if leaves:
+            raise TypeError(
+                f"{self!r} holds arrays, and arrays do not hash. Pass it to jit as an ordinary argument (masks are "
+                "pytrees), not as a static one."
+            )
+        return hash(tree)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._arguments())})"
+
+    def _arguments(self) -> list[str]:
+        return [f"{f.name}={short(getattr(self, f.name))}" for f in fields(self)]  # type: ignore[arg-type]
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def rule(cls):
+    """Makes a frozen pytree of a `Mask` subclass: fields that hold arrays or masks are data, all others are static."""
+    cls = dataclass(frozen=True, eq=False, repr=False)(cls)
+    names = tuple(f.name for f in fields(cls))
+    plain_init = cls.__init__
+
+    @wraps(plain_init)
+    def init(self, *args, **kwargs):
+        plain_init(self, *args, **kwargs)
+        # Decided once, here: JAX rebuilds masks with placeholders (ints, None) where the arrays were.
+        object.__setattr__(self, "_data", tuple(n for n in names if _is_data(getattr(self, n), n in cls.static)))
+
+    def flatten_with_keys(self):
+        data = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self._data]
+        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
+        return data, (self._data, static)
+
+    def flatten(self):
+        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
+        return [getattr(self, n) for n in self._data], (self._data, static)
+
+    def unflatten(aux, children):
+        data, static = aux
+        self = object.__new__(cls)
+        for name, value in (*zip(data, children, strict=True), *static):
+            object.__setattr__(self, name, value.array if isinstance(value, StaticArray) else value)
+        object.__setattr__(self, "_data", data)
+        return self
+
+    cls.__init__ = init
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+class StaticArray:
+    """A NumPy array as part of a mask's static structure: compared and hashed by its contents."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self._key = (array.shape, array.dtype.str, array.tobytes())
+
+    def __eq__(self, other):
+        return isinstance(other, StaticArray) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+
+def short(value: Any) -> str:
+    """A value as it stands in a repr: arrays by dtype and shape (`i32[2,7]`), tuples and masks in full."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kind = {"bool": "bool", "int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
+        name = np.dtype(value.dtype).name if not isinstance(value.dtype, str) else value.dtype
+        letters = name.rstrip("0123456789")
+        return f"{kind.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, value.shape))}]"
+    return repr(value)
+
+
+def _is_data(value: Any, static_if_numpy: bool = False) -> bool:
+    if isinstance(value, np.ndarray):
+        return not static_if_numpy
+    if isinstance(value, jax.Array | Value | jax.ShapeDtypeStruct):
+        return True
+    return isinstance(value, tuple) and any(_is_data(v) for v in value)
+
+
+def _hashable(value: Any) -> Any:
+    return StaticArray(value) if isinstance(value, np.ndarray) else value
