@@ -83,23 +83,23 @@ def test_a_cut_allows_what_the_mask_allows_at_these_slots_and_obeys_the_laws(
     assert pairs == np.count_nonzero(truth(cut, *sizes, *places)) * cut.heads // N
 
 
-@given(ANY_MASK, seeds, seeds, seeds, seeds, st.sampled_from([np, jnp]))
+@given(ANY_MASK, seeds, seeds, seeds, seeds, tile, tile, st.sampled_from([np, jnp]), st.booleans())
 @settings(max_examples=100)
-def test_a_cut_of_a_cut_is_one_cut(mask, q_seed, kv_seed, q_again, kv_again, xp):
+def test_a_cut_of_a_cut_is_one_cut(mask, q_seed, kv_seed, q_again, kv_again, q_tile, kv_tile, xp, wrapped):
     q, kv = some_slots(q_seed, T), some_slots(kv_seed, S)
     once = mask.cut(q, kv, q_len=T, kv_len=S)
     sizes = rows_of(q, T).shape[1], rows_of(kv, S).shape[1]
     more = [some_slots(s, n, xp) if n else None for s, n in zip((q_again, kv_again), sizes, strict=True)]
-    twice = once.cut(*more, q_len=sizes[0], kv_len=sizes[1])
+    twice = (Wrapped(once) if wrapped else once).cut(*more, q_len=sizes[0], kv_len=sizes[1])
     assert not any(isinstance(m, View) and isinstance(m.mask, View) for m in twice.walk())
     both = [
         np.take_along_axis(rows_of(a, n), rows_of(b, size), axis=1)
         for a, b, n, size in zip((q, kv), more, (T, S), sizes, strict=True)
     ]
     places = cut_positions(None, both[0], T), cut_positions(None, both[1], S)
-    np.testing.assert_array_equal(
-        truth(twice, both[0].shape[1], both[1].shape[1], *places), wanted(mask, *both, None, None)
-    )
+    sizes = both[0].shape[1], both[1].shape[1]
+    np.testing.assert_array_equal(truth(twice, *sizes, *places), wanted(mask, *both, None, None))
+    assert_obeys_laws(twice, *sizes, q_tile=q_tile, kv_tile=kv_tile, q_positions=places[0], kv_positions=places[1])
 
 
 @given(ANY_MASK, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), tile, tile)

@@ -93,6 +93,40 @@ def test_files_name_no_registry_host_and_no_machine_path():
     assert not found, "\n" + "\n".join(found)
 
 
+def test_the_design_page_shows_the_tree_as_it_is():
+    page = (ROOT / "docs" / "design.md").read_text("utf-8")
+    block = re.search(r"^## The tree$.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    # A line that starts with a space goes on with the room above it.
+    lines = re.sub(r"\n +", " ", block[1]).splitlines()
+    shown = {line.split()[0]: line for line in lines}
+    rooms = {
+        path.stem + "/" * path.is_dir(): path
+        for path in PACKAGE.iterdir()
+        if (path.is_dir() and path.name != "__pycache__") or (path.suffix == ".py" and path.name != "__init__.py")
+    }
+    assert set(shown) == set(rooms)
+    order = [name.rstrip("/") for name in shown]
+    assert order == [name for name in ORDER if name in order], "the page's order is that of imports"
+    for name, path in rooms.items():
+        inside = {p.stem for p in path.glob("*") if not p.name.startswith("_") and p.suffix in ("", ".py")}
+        missing = {part for part in inside if not re.search(rf"\b{part}\b", shown[name])}
+        assert not missing, f"the line of {name} does not name {sorted(missing)}"
+
+
+def test_no_top_level_module_has_the_name_of_a_public_function():
+    longspan = importlib.import_module("longspan")
+    modules = {room(name) for name in modules_of(PACKAGE)}
+    assert not [name for name in modules & exports(PACKAGE) if callable(getattr(longspan, name))]
+
+
+def test_dir_and_all_list_the_public_names():
+    longspan = importlib.import_module("longspan")
+    public = exports(PACKAGE)
+    assert public <= set(dir(longspan)) <= public | {"__version__"}
+    assert set(longspan.__all__) == public - set(longspan._LAZY)
+
+
 class Import(NamedTuple):
     importer: str
     target: str

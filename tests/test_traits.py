@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines._program import knows, unknown
+from longspan.engines.cpu.program import knows, unknown
 from longspan.masks.by_slot import KvFlags
 from tests.users_masks import LastKeys, Louder, Near, NearSlots, Wrapped
 

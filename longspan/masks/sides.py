@@ -70,10 +70,10 @@ class Side:
         """A rule's number, ready to broadcast: a Python int as it is, an array of shape () or [B] as rank 4."""
         if isinstance(value, int):
             return max(-FAR, min(FAR, value))
-        array: Any = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
-        if array.size == 1 or (self.whole and array.shape[0] == self.batch.size):
-            return array.reshape(-1, 1, 1, 1)
-        return array[self.batch]
+        numbers = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
+        if numbers.size == 1 or (self.whole and numbers.shape[0] == self.batch.size):
+            return numbers.reshape(-1, 1, 1, 1)
+        return numbers[self.batch]
 
     def table(self, array):
         """A whole array of a rule, be it a constant or a leaf."""
