@@ -21,7 +21,7 @@ help:
 	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (an hour on two cores)"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
-	@echo "make native-test  the kernel against a naive loop, under the address, undefined and thread sanitizers"
+	@echo "make native-test  the kernel against a naive loop and with damaged calls, under sanitizers"
 	@echo "make native-arm64  the same comparison, compiled for arm64 and emulated"
 	@echo "make lint       ruff, pyright and clang-format"
 	@echo "make format     let ruff and clang-format rewrite the files"
@@ -51,9 +51,10 @@ native: $(READY)
 native-test: $(READY)
 	set -e; for s in address,undefined thread; do \
 	  cmake -S . -B build/sanitize-$$s -DLONGSPAN_TESTS=ON -DLONGSPAN_SANITIZE=$$s -DPython_EXECUTABLE=$(abspath $(BIN))/python; \
-	  cmake --build build/sanitize-$$s --target native_tests; \
+	  cmake --build build/sanitize-$$s --target native_tests native_fuzz; \
 	  build/sanitize-$$s/native_tests 0 100; \
 	done
+	build/sanitize-address,undefined/native_fuzz 0 250
 
 # Needs a cross-compiler and an emulator, on Debian: g++-aarch64-linux-gnu and qemu-user.
 native-arm64: $(READY)

@@ -245,7 +245,7 @@ static void write_blocks(const Op& op, const TileAt& at, Row* out) {
     for (int64_t j = 0; j < op.width; ++j) {
       if (row[j] < 0) continue;
       const int64_t lo = greater<int64_t>(0, row[j] * op.block - kv.first);
-      const int64_t hi = lesser<int64_t>(kv.count, (row[j] + 1) * op.block - kv.first);
+      const int64_t hi = lesser<int64_t>(kv.count, (int64_t(row[j]) + 1) * op.block - kv.first);
       for (int64_t s = lo; s < hi; ++s) __builtin_memset(out[s] + a, 0xFF, size_t(b - a));
     }
   }

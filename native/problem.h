@@ -155,6 +155,7 @@ struct Kernel {
 
 constexpr int kMaxHead = 256;
 constexpr int kMaxStack = 32;
-constexpr int kPadBytes = 64;  // rows of scratch_dk and scratch_dv are padded to this many bytes
+constexpr int kMaxNested = 64;  // PerHead inside PerHead
+constexpr int kPadBytes = 64;   // rows of scratch_dk and scratch_dv are padded to this many bytes
 
 }  // namespace longspan

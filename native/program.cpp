@@ -44,6 +44,7 @@ class Decoder {
   Problem& p_;
   std::string error_;
   int64_t at_ = 0, end_ = 0;
+  int nested_ = 0;  // PerHead that is being read, one inside the other
 
   void fail(const std::string& message) {
     if (error_.empty()) error_ = "mask program, word " + std::to_string(at_) + ": " + message;
@@ -211,6 +212,8 @@ class Decoder {
   }
 
   void per_head(Op& op, int64_t base, int64_t& height, int64_t end) {
+    // Here and in the kernels a part is a recursion, and threads have small stacks.
+    if (nested_ == kMaxNested) return fail("PerHead is nested deeper than " + std::to_string(kMaxNested));
     op.count = word();
     if (op.count < 1 || op.count > end - at_) return fail("PerHead needs at least one part");
     std::vector<int64_t> lengths(size_t(op.count), 0);
@@ -225,7 +228,9 @@ class Decoder {
       built_.parts[size_t(op.first + i)] = int64_t(built_.ops.size());
       int64_t own = 0;
       if (base + height >= kMaxStack) return fail("PerHead is nested too deep");
+      ++nested_;
       decode(at, at + lengths[size_t(i)], base + height, own);
+      --nested_;
       if (error_.empty() && own != 1) return fail("a part of PerHead must leave one value");
       at += lengths[size_t(i)];
     }

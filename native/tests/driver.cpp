@@ -2,40 +2,18 @@
 // several numbers of threads (which must give the same bits), garbage in whatever nobody may read.
 // Meant to be built with sanitizers: cmake -DLONGSPAN_SANITIZE=address,undefined (or thread).
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <thread>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "case.h"
+#include "runner.h"
 
 namespace {
-
-class ThreadRunner final : public Runner {
- public:
-  explicit ThreadRunner(int threads) : threads_(threads) {}
-  bool run(int64_t tasks, TaskFn fn, void* ctx, size_t scratch_bytes) override {
-    std::atomic<int64_t> next{0};
-    auto work = [&] {
-      void* scratch = std::aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
-      std::memset(scratch, 0xFF, scratch_bytes);  // NaN everywhere: whoever reads before writing is found out
-      std::memset(scratch, 0, kFreshBytes);
-      for (int64_t i; (i = next.fetch_add(1)) < tasks;) fn(ctx, i, scratch);
-      std::free(scratch);
-    };
-    std::vector<std::thread> pool;
-    for (int i = 1; i < threads_; ++i) pool.emplace_back(work);
-    work();
-    for (auto& t : pool) t.join();
-    return true;
-  }
-
- private:
-  int threads_;
-};
 
 uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -244,6 +222,8 @@ int main(int argc, char** argv) {
     run_case(i);
     if (failures > before && failures > 20) break;
   }
-  std::printf("%d passed, %d failed\n", count - failures, failures);
+  std::string names;
+  for (const Kernel* kernel : kernels_here()) names += std::string(" ") + kernel->name;
+  std::printf("%d passed, %d failed on%s\n", count - failures, failures, names.c_str());
   return failures != 0;
 }
