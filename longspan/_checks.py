@@ -132,7 +132,7 @@ def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -
     if array.ndim == 3:
         raise ValueError(
             f"`{name}` has rank 3, shape {tuple(array.shape)}, which could be [B, T, S] or [N, T, S]. "
-            f"Say which: `{name}[:, None]` for one a batch row, `{name}[None]` for one a head."
+            f"Say which: `{name}[:, None]` for one per batch row, `{name}[None]` for one per head."
         )
     full = (1,) * (4 - array.ndim) + tuple(array.shape)
     if array.ndim not in (2, 4) or any(n not in (1, m) for n, m in zip(full, shape, strict=True)):

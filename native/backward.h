@@ -1,4 +1,4 @@
-// Backward: the score tiles are computed again, then five products a tile in one pass over the queries. dq stays with
+// Backward: the score tiles are computed again, then five products per tile in one pass over the queries. dq stays with
 // its tile of queries; dk and dv are summed in a buffer private to one chunk of the queries of one kv head, and the
 // chunks are added in a fixed order afterwards. How many chunks there are follows from shapes, never from threads.
 #pragma once
@@ -261,7 +261,7 @@ struct Chunks {
   }
   int64_t heads_per_kv() const { return p->N / p->K; }
 
-  // As many chunks as fit into `rows` rows a kv head, so that many threads have work; one always fits.
+  // As many chunks as fit into `rows` rows per kv head, so that many threads have work; one always fits.
   bool plan(int64_t rows) {
     const int64_t most = lesser<int64_t>(greater<int64_t>(1, lesser<int64_t>(16, 64 / (p->B * p->K))), tiling.per_head);
     const Layout& l = p->layout;

@@ -130,7 +130,7 @@ class LongformerSelfAttention(_Attention, kw_only=True):
 
     Attributes:
         window: keys on each side of a query; half of Hugging Face's `attention_window`.
-        dilation: distance between the keys of a window, an int or one a head.
+        dilation: distance between the keys of a window, an int or one per head.
         causal: also ask k <= q of every pair.
     """
 
