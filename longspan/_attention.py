@@ -141,20 +141,7 @@ def attention(
         >>> ls.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0)).shape
         (1, 8, 2, 4)
     """
-    request = bind(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-    )
+    request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     chosen, _ = choose(engine, request)
     if _is_array(scale):
         # A traced scale becomes part of the queries: engines take a static one.
@@ -164,21 +151,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def bind(
-    q,
-    k,
-    v,
-    *,
-    mask,
-    bias,
-    scale,
-    soft_cap,
-    sinks,
-    dropout_rate,
-    dropout_key,
-    q_positions,
-    kv_positions,
-) -> Request:
+def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions) -> Request:
     """Checks a call, resolves its mask to a rule, positions and perhaps a layout, and makes a request of it all."""
     check_qkv(q, k, v)
     (B, T, N, H), S = q.shape, k.shape[1]

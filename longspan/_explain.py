@@ -43,20 +43,7 @@ def explain(
         >>> report.engine, report.tiles_empty, report.tiles_partial, report.tiles_full
         ('reference', 28, 8, 28)
     """
-    request = bind(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-    )
+    request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     chosen, refused = choose(engine, request)
     layout, dims = request.layout, request.dims
     q_tile, kv_tile = chosen.tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)

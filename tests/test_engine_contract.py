@@ -30,7 +30,7 @@ FEATURES = {
 
 def request_of(q, k, v, slots, *, dropout_rate=0.0, dropout_key=None, bias=None, sinks=None, **features) -> Request:
     """A part of a call, the keys in some slots, as a ring over devices would ask for it."""
-    options = dict(scale=None, soft_cap=None, q_positions=None) | features
+    options = dict(scale=None, soft_cap=None) | features
     request = bind(
         q,
         k[:, slots],
@@ -40,6 +40,7 @@ def request_of(q, k, v, slots, *, dropout_rate=0.0, dropout_key=None, bias=None,
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        q_positions=None,
         kv_positions=np.asarray(slots, np.int32),
         **options,
     )
