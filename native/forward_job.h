@@ -46,7 +46,7 @@ struct ForwardJob {
 
   ForwardJob(const Problem& problem, const Forward& forward) : p(&problem), f(&forward), tiling(problem) {
     const int64_t tiles = p->B * tiling.groups * tiling.per_head;
-    streams = tiling.per_head == 1 && !p->by_head && !p->has_bits &&
+    streams = tiling.per_head == 1 && !p->by_tiles && !p->by_head && !p->has_bits &&
               tiling.heads * tiling.rows_per_tile <= ForwardTile<R, NV>::PANEL;
     splits = tiles < 16 ? greater<int64_t>(1, lesser<int64_t>(16, p->S / 1024)) : 1;
     if (streams) splits = greater<int64_t>(1, lesser<int64_t>(p->S / 1024, 32 / p->B));

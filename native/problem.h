@@ -105,6 +105,9 @@ struct Problem {
   const int64_t* parts = nullptr;  // PerHead: the first op of each part
   bool by_head = false;            // the mask or the layout differs between heads
   bool has_bits = false;
+  // The gradient will be taken. Backward computes scores by tiles, and exp(score - lse) is as wrong as the two scores
+  // are different: where scores are 1e7, rounding in another order is all of it. So few queries must not stream.
+  bool by_tiles = false;
 };
 
 struct Forward {

@@ -264,6 +264,7 @@ std::string build_inputs(const Call& c, Problem& p) {
   p.q = c.q.data, p.k = c.k.data, p.v = c.v.data;
   p.scale = c.scale;
   p.soft_cap = c.soft_cap;
+  p.by_tiles = c.by_tiles;
   return "";
 }
 

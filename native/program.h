@@ -11,7 +11,7 @@ namespace longspan {
 
 // What Python compares when it opens the library: ABI in longspan/engines/cpu/library.py. Raise both whenever a call
 // changes: the words of the mask program, roles, attributes, operands or results.
-constexpr int32_t kAbi = 1;
+constexpr int32_t kAbi = 2;
 
 // Places of optional arrays in Call::rest, -1 if absent; the mask program names further ones by number.
 enum Role { kBias, kSinks, kQPos, kKvPos, kColumns, kColumnCount, kRowIds, kHeadIds, kSeed, kRoles };
@@ -23,6 +23,7 @@ struct Call {
   double scale = 1, soft_cap = 0, dropout_rate = 0;
   uint32_t dropout_threshold = 0;
   int64_t q_tile = 1, kv_tile = 1;
+  bool by_tiles = false;  // see Problem
 };
 
 struct Built {

@@ -241,3 +241,26 @@ def test_bits_of_packed_documents_stay_within_the_window():
 
     needed = run.lower(q, jax.ShapeDtypeStruct((1, T), jnp.int32)).compile().memory_analysis().temp_size_in_bytes
     assert needed < T * T // 64  # a bit for every pair would be T * T // 8 bytes
+
+
+@needs_library
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e5, 1e7])
+@pytest.mark.parametrize("T", [1, 4, 200])
+def test_gradients_of_few_queries_are_exact_where_scores_are_large(T, size):
+    """Forward and backward must compute a score with the same bits: exp(score - lse) shows every difference."""
+    q, k, v = make_qkv(Shape(B=1, T=T, S=300, N=2, K=1, H=64), jnp.float32)
+    q = q * size / 20
+    weights = np.random.default_rng(2).normal(size=q.shape).astype(np.float32)
+
+    @partial(jax.jit, static_argnums=3)
+    def gradients(q, k, v, engine):
+        return jax.grad(lambda *x: jnp.vdot(ls.attention(*x, engine=engine), weights), (0, 1, 2))(q, k, v)
+
+    got = gradients(q, k, v, "cpu")
+    # The rounding unit of a score of 1e7 is 1, so the reference's weights are no better than anybody's. But whatever
+    # they are, a query's weights add up to 1, and so dv adds up to the cotangents.
+    total = np.asarray(got[2], np.float64).sum(axis=1)[0, 0]
+    np.testing.assert_allclose(total, weights.sum(axis=(1, 2))[0], rtol=0, atol=1e-6 * np.abs(weights).sum())
+    if size == 1.0:
+        for mine, other in zip(got, gradients(q, k, v, "reference"), strict=True):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=1e-4, atol=1e-4)

@@ -384,6 +384,7 @@ void Case::make_inputs() {
     for (int64_t i = 0; i < count_of(*a); ++i) set(*a, i, normal());
   call.scale = 1 / std::sqrt(double(H)) * (chance(0.3) ? 3 : 1);
   if (chance(0.3)) call.soft_cap = 2.5;
+  call.by_tiles = chance(0.5);
   for (int side = 0; side < 2; ++side)
     if (chance(0.3)) {
       const int64_t length = side ? S : T, rows = chance(0.5) ? B : 1;

@@ -4,6 +4,8 @@
 and sharded; `library` finds the kernel.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from longspan.engines._contract import Engine, Request
@@ -48,7 +50,7 @@ class Cpu(Engine):
     def forward(self, request: Request, layout: BlockLayout):
         # Gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.
         wide = (request.bias is not None or request.sinks is not None) and request.q.dtype.itemsize == 2
-        return _forward("wide_forward" if wide else "forward", request, layout)
+        return _forward("wide_forward" if wide else "forward", request, layout, by_tiles=True)
 
     def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
         plan, floats, operands = prepare(request, layout)
@@ -63,6 +65,6 @@ class Cpu(Engine):
 ENGINE = Cpu()
 
 
-def _forward(kind: str, request: Request, layout: BlockLayout):
+def _forward(kind: str, request: Request, layout: BlockLayout, *, by_tiles: bool = False):
     plan, floats, operands = prepare(request, layout)
-    return call(kind, plan, (request.q, request.k, request.v), floats, operands)
+    return call(kind, replace(plan, by_tiles=by_tiles), (request.q, request.k, request.v), floats, operands)

@@ -27,6 +27,7 @@ class Plan:
     words: tuple[int, ...]
     roles: tuple[int, ...]  # which of the further operands is the bias, ..., as `enum Role` in native/program.h
     axes: tuple[tuple[str, ...], ...]  # of starts, stops, bias, sinks (if given) and all further operands
+    by_tiles: bool = False  # few queries do not stream either: the gradient needs scores of the same bits
 
     def attributes(self) -> dict[str, Any]:
         """What every call passes along."""
@@ -37,6 +38,7 @@ class Plan:
             dropout_threshold=np.int64(self.dropout_threshold),
             q_tile=np.int64(self.q_tile),
             kv_tile=np.int64(self.kv_tile),
+            by_tiles=np.int64(self.by_tiles),
             roles=static_ints(self.roles),
             program=static_ints(self.words),
         )
