@@ -139,6 +139,39 @@ static Truth range_of_blocks(const Op& op, const TileAt& at) {
   return r;
 }
 
+// Where the bits of a tile's pairs lie; what was not stored is not allowed.
+struct BitTile {
+  const uint8_t* first;
+  int64_t stride, s0;  // bytes from one query to the next; where the tile's keys begin within a row of bits
+  bool stored;
+
+  BitTile(const Op& op, const TileAt& at) {
+    const Layout& l = at.p->layout;
+    stride = (l.kv_tile + 7) / 8;
+    s0 = at.kv->first - at.kv_tile * l.kv_tile;
+    stored = at.visit < op.width;
+    const int64_t t0 = at.q->first - at.q_tile * l.q_tile;
+    first = op.flags + (((at.layout_row * l.nq + at.q_tile) * op.width + at.visit) * l.q_tile + t0) * stride;
+  }
+  const uint8_t* row(int64_t i) const { return first + i * stride; }
+};
+
+// Most tiles of a rule with bounds are all 0 or all 1, and telling that costs less than a byte for each pair.
+static Truth range_of_bits(const Op& op, const TileAt& at) {
+  const BitTile bits(op, at);
+  if (!bits.stored) return {false, false};
+  if (bits.s0 % 8) return {true, false};
+  const int bytes = at.kv->count / 8, rest = at.kv->count % 8;
+  const uint8_t mask = uint8_t((1 << rest) - 1);
+  uint8_t any = 0, all = 0xFF, last_any = 0, last_all = mask;
+  for (int i = 0; i < at.q->count; ++i) {
+    const uint8_t* row = bits.row(i) + bits.s0 / 8;
+    for (int j = 0; j < bytes; ++j) any |= row[j], all &= row[j];
+    if (rest) last_any |= row[bytes] & mask, last_all &= row[bytes];
+  }
+  return {any || last_any, all == 0xFF && last_all == mask};
+}
+
 static Truth range_of(const Op& op, const TileAt& at) {
   const Side &q = *at.q, &kv = *at.kv;
   const int64_t lo = int64_t(kv.lo) - q.hi, hi = int64_t(kv.hi) - q.lo;  // of k - q over the tile
@@ -165,6 +198,7 @@ static Truth range_of(const Op& op, const TileAt& at) {
     case kQSet: return range_of_set(op, q);
     case kKvSet: return range_of_set(op, kv);
     case kBlocks: return range_of_blocks(op, at);
+    case kBits: return range_of_bits(op, at);
     default: return {true, false};
   }
 }
@@ -259,14 +293,10 @@ static void write_dense(const Op& op, const TileAt& at, Row* out) {
 }
 
 static void write_bits(const Op& op, const TileAt& at, Row* out) {
-  const Layout& l = at.p->layout;
-  const int64_t stride = (l.kv_tile + 7) / 8;
-  const int64_t s0 = at.kv->first - at.kv_tile * l.kv_tile, t0 = at.q->first - at.q_tile * l.q_tile;
-  const bool stored = at.visit < op.width;
-  const uint8_t* tile = op.flags + ((at.layout_row * l.nq + at.q_tile) * op.width + at.visit) * l.q_tile * stride;
+  const BitTile bits(op, at);
   for (int i = 0; i < at.q->count; ++i)
     for (int s = 0; s < at.kv->count; ++s)
-      out[s][i] = stored && (tile[(t0 + i) * stride + (s0 + s) / 8] >> ((s0 + s) % 8) & 1) ? 0xFF : 0;
+      out[s][i] = bits.stored && (bits.row(i)[(bits.s0 + s) / 8] >> ((bits.s0 + s) % 8) & 1) ? 0xFF : 0;
 }
 
 static void write_leaf(const Op& op, const TileAt& at, Row* out) {

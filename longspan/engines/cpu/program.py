@@ -34,6 +34,7 @@ from longspan.masks import (
 )
 from longspan.masks.by_position import reach
 from longspan.masks.by_slot import KvFlags
+from longspan.masks.sides import Side, Slots
 
 (FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
     range(15)
@@ -232,18 +233,41 @@ def _bits(out: Program, mask: Mask):
 
     def row(index):
         b, n, i = (a.astype(np.int32) for a in jnp.unravel_index(index, (*planes, rows)))
-        tiles = _visited(layout, b, n, i, most)
         at = dict(batch=b.reshape(1, 1, 1, 1), head=n.reshape(1, 1, 1, 1))
-        q_slots = q.at(**at).slots(i * layout.q_tile, layout.q_tile)
-        index = tiles[:, None] * layout.kv_tile + jnp.arange(layout.kv_tile, dtype=np.int32)[None]
-        kv_slots = kv.at(**at).slots(0, 1)
-        kv_slots = type(kv_slots)(kv_slots.side, index.reshape(1, 1, 1, -1))
-        truth = jnp.broadcast_to(mask.allowed(q_slots, kv_slots), (1, 1, layout.q_tile, index.size))
-        truth = truth.reshape(layout.q_tile, most, layout.kv_tile).swapaxes(0, 1)
-        return jnp.packbits(truth, axis=-1, bitorder="little")
+        look = _read_row if mask.unbounded() else _read_by_tile
+        return look(layout, mask, q.at(**at), kv.at(**at), i, _visited(layout, b, n, i, most))
 
     packed = jax.lax.map(row, jnp.arange(planes[0] * planes[1] * rows))
     return packed.reshape(*planes, rows, *packed.shape[1:])
+
+
+def _read_row(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
+    """The bits of a row's tiles, [tiles, q_tile, kv_tile / 8], all read at once."""
+    index = tiles[:, None] * layout.kv_tile + jnp.arange(layout.kv_tile, dtype=np.int32)[None]
+    q_slots, kv_slots = q.slots(i * layout.q_tile, layout.q_tile), Slots(kv, index.reshape(1, 1, 1, -1))
+    truth = jnp.broadcast_to(mask.allowed(q_slots, kv_slots), (1, 1, layout.q_tile, index.size))
+    truth = truth.reshape(layout.q_tile, tiles.size, layout.kv_tile).swapaxes(0, 1)
+    return jnp.packbits(truth, axis=-1, bitorder="little")
+
+
+def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
+    """The same of a rule that bounds tiles: pairs of those that it knows to be EMPTY or FULL are not looked at."""
+    size = layout.q_tile
+    shape = (size, -(-layout.kv_tile // 8))
+
+    def bits(tile):
+        start = tile * layout.kv_tile
+
+        def pairs():
+            truth = mask.allowed(q.slots(i * size, size), kv.slots(start, layout.kv_tile))
+            truth = jnp.broadcast_to(truth, (1, 1, size, layout.kv_tile))[0, 0]
+            return jnp.packbits(truth, axis=-1, bitorder="little")
+
+        some, every = mask.classify(q.run(i * size, size), kv.run(start, layout.kv_tile))
+        kind = jnp.where(jnp.all(every), 2, jnp.where(jnp.any(some), 1, 0))
+        return jax.lax.switch(kind, [lambda: jnp.zeros(shape, np.uint8), pairs, lambda: jnp.full(shape, 255, np.uint8)])
+
+    return jax.lax.map(bits, tiles)
 
 
 def _visited(layout: BlockLayout, b, n, i, most: int):
