@@ -208,6 +208,7 @@ def masks(q_len: int, kv_len: int, *, batch: int = 2, heads: int = 2, leaves: in
             pairs.map(lambda p: p[0] | p[1]),
             inner.map(lambda m: ~m),
             st.lists(inner, min_size=heads, max_size=heads).map(lambda ms: PerHead(tuple(ms))),
+            inner.map(lambda m: PerHead((m,))),
         )
 
     return st.recursive(rule, extend, max_leaves=leaves)

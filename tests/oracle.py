@@ -25,7 +25,7 @@ def allowed(mask, b, n, i, j, q, k):
         case m.Not():
             return not allowed(mask.mask, b, n, i, j, q, k)
         case m.PerHead():
-            return allowed(mask.masks[n], b, n, i, j, q, k)
+            return allowed(mask.masks[n if len(mask.masks) > 1 else 0], b, n, i, j, q, k)
         case m.Full() | m.Empty():
             return isinstance(mask, m.Full)
         case m.Causal():
