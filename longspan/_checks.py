@@ -76,6 +76,11 @@ def is_abstract(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct | Tracer)
 
 
+def is_known(array: Any) -> bool:
+    """Whether an array's numbers can be looked at here and now: not traced, and not on other hosts."""
+    return not is_abstract(array) and (isinstance(array, np.ndarray) or array.is_fully_addressable)
+
+
 def is_array(value: Any) -> bool:
     """An array, or the shape of one."""
     return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)

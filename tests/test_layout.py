@@ -73,6 +73,15 @@ def test_positions_that_grow_are_bisected_and_others_visit_everything():
     assert rows(rolling) == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.parametrize("lengths", [(0, 8), (8, 0), (0, 0)])
+def test_a_table_without_queries_or_keys_has_an_empty_layout(lengths):
+    blocks = -(-lengths[0] // 4)
+    for table in (np.zeros((1, blocks, 2), int), jnp.zeros((3, blocks, 0), int)):
+        layout = ls.Blocks(table, 4).layout(*lengths, q_tile=2, kv_tile=2)
+        assert layout.visits() == layout.transpose().visits() == 0
+        assert ls.Blocks(table, 4).dense(*lengths).shape[2:] == lengths
+
+
 def test_a_tile_listed_twice_is_visited_and_counted_twice():
     once = ls.Full().layout(4, 4, q_tile=2, kv_tile=2)
     starts = np.array([[[[0, 0], [0, 1]]]], np.int32)

@@ -116,7 +116,9 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
         if TILINGS[tiling] is not None:
             q_tile, kv_tile = TILINGS[tiling]
             places = {name: arguments.pop(name) for name in ("q_positions", "kv_positions") if name in arguments}
-            mask = (mask or ls.Full()).layout(shape.T, shape.S, q_tile=q_tile, kv_tile=kv_tile, **places)
+            mask = (ls.Full() if mask is None else mask).layout(
+                shape.T, shape.S, q_tile=q_tile, kv_tile=kv_tile, **places
+            )
         running = []
         for engine in TESTED:
             try:

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._types import FAR
 from longspan.masks.base import Extent, Mask, rule
 from longspan.masks.by_position import MergedBand
 from longspan.masks.checks import check_masks
@@ -268,6 +269,8 @@ def _pick(of_ints, of_jax, of_numpy):
     def pick(a, b):
         if isinstance(a, int) and isinstance(b, int):
             return of_ints(a, b)
+        # Beside an array, an int is one of its kind: further than any position is as good as FAR.
+        a, b = (max(-FAR, min(FAR, x)) if isinstance(x, int) else x for x in (a, b))
         return (of_numpy if all(isinstance(x, int | np.ndarray) for x in (a, b)) else of_jax)(a, b)
 
     return pick

@@ -283,6 +283,12 @@ class Mask(Value):
 
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} is a rule, neither true nor false: `and`, `or` and `not` would drop one mask in silence. "
+            "Compose masks with `&`, `|` and `~`, and ask for none with `mask is None`."
+        )
+
     def _band_at(self, side) -> tuple[Any, Any] | None:
         """`band` with its ends ready to broadcast."""
         band = self.band()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from longspan._checks import is_array, is_int
+from longspan._checks import is_array, is_int, is_known
 from longspan._types import FAR
 
 
@@ -38,7 +38,7 @@ def check_number(mask: Any, name: str) -> None:
 
 
 def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
-    """A number with a lower bound; a traced or array number is taken at its word."""
+    """A number with a lower bound; a traced one is not known yet, and is no less wherever it is read."""
     if static and is_array(getattr(mask, name)):
         raise TypeError(
             f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
@@ -46,12 +46,13 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
         )
     check_number(mask, name)
     value = getattr(mask, name)
-    if isinstance(value, int) and value < least:
+    found = _least(value)
+    if found is not None and found < least:
         raise ValueError(
-            f"{type(mask).__name__}.{name} must be >= {least}, got {value}. "
+            f"{type(mask).__name__}.{name} must be >= {least}, got {found}. "
             "For a band that leaves the query's own position out, use `Band(low, high)`."
             if name in ("left", "right")
-            else f"{type(mask).__name__}.{name} must be >= {least}, got {value}."
+            else f"{type(mask).__name__}.{name} must be >= {least}, got {found}."
         )
 
 
@@ -94,6 +95,8 @@ def check_indices(mask: Any, name: str) -> None:
         indices = tuple(operator.index(i) for i in (value if np.iterable(value) else (value,)))
     except TypeError:
         raise TypeError(f"{label} must be a tuple of ints, got {value!r}.") from None
+    if any(abs(i) > FAR for i in indices):
+        raise ValueError(f"{label} must be positions within ±{FAR} (2**30 - 1), got {max(indices, key=abs)}.")
     object.__setattr__(mask, name, indices)
 
 
@@ -155,6 +158,13 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
             raise ValueError(f"`{name}` keeps slots from {least} to {most}, but they are numbered from 0 to {last}.")
     slots = slots.astype(np.int32)
     return slots.reshape(1, -1) if slots.ndim == 1 else slots
+
+
+def _least(value: Any) -> int | None:
+    """The least of some numbers, if it can be known now."""
+    if isinstance(value, int):
+        return value
+    return int(np.asarray(value).min()) if is_known(value) and value.size else None
 
 
 def _clipped_to_int32(value: Any) -> Any:
