@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from longspan._checks import is_array, is_int, is_known
+from longspan._checks import ids_as_int32, is_array, is_int, is_known
 from longspan._types import FAR
 
 
@@ -80,7 +79,7 @@ def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = 
             "Add or drop axes, e.g. `array[None]`."
         )
     if kind == "int":
-        object.__setattr__(mask, name, _as_int32(label, array))
+        object.__setattr__(mask, name, ids_as_int32(label, array))
 
 
 def check_indices(mask: Any, name: str) -> None:
@@ -175,20 +174,6 @@ def _clipped_to_int32(value: Any) -> Any:
         xp = jnp if isinstance(value, jax.Array) else np
         value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))
     return value.astype(np.int32)
-
-
-def _as_int32(label: str, array: Any) -> Any:
-    """Ids as engines compare them. Traced ones are taken at their word."""
-    if isinstance(array, jax.ShapeDtypeStruct) or array.dtype == np.int32:
-        return array
-    if array.dtype.itemsize >= 4 and not isinstance(array, Tracer) and array.size:
-        least, most = int(array.min()), int(array.max())
-        if not (least >= -(2**31) and most < 2**31):
-            raise ValueError(
-                f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
-                "with `np.unique(array, return_inverse=True)[1].reshape(array.shape)`."
-            )
-    return array.astype(np.int32)
 
 
 def _axes(axes: str) -> str:
