@@ -28,6 +28,7 @@ from longspan.masks import (
     Custom,
     Dense,
     Empty,
+    FirstOfSegment,
     Full,
     Global,
     KvLengths,
@@ -253,6 +254,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         number(0, span).map(Prefix),
         number(0, kv_len).map(KvLengths),
         seeds.map(lambda rng: Segments(ids(rng, q_len), ids(rng, kv_len))),
+        st.tuples(seeds, number(0, 3)).map(lambda p: FirstOfSegment(ids(p[0], q_len), p[1], kv_ids=ids(p[0], kv_len))),
         seeds.map(
             lambda rng: TokenTypes(ids(rng, q_len, 0), ids(rng, kv_len, 0), zero=str(rng.choice(["q", "kv", "none"])))
         ),

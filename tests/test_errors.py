@@ -47,6 +47,9 @@ MASKS = [
         "Segments.q_ids must have shape [B or 1, T], got rank 1 (shape (3,))",
         lambda: ls.Segments(np.zeros(3, int)),
     ),
+    (TypeError, "FirstOfSegment.kv_ids must hold integers", lambda: ls.FirstOfSegment(IDS, 1, kv_ids=IDS > 0)),
+    (ValueError, "FirstOfSegment.n must be >= 0, got -1", lambda: ls.FirstOfSegment(IDS, np.array([2, -1]))),
+    (TypeError, "`segment_ids` must be an int array [L] or [B, L]", lambda: ls.positions_from_segments([0, 1])),
     (TypeError, "Segments.q_ids must be an array [B or 1, T], got int", lambda: ls.Segments(3)),
     (TypeError, "Dense.array must hold bools, got dtype int64. Compare it", lambda: ls.Dense(np.ones((2, 2), int))),
     (

@@ -55,10 +55,12 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
         )
 
 
-def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = False) -> None:
+def check_array(
+    mask: Any, name: str, kind: str, axes: str, *, optional: bool = False, label: str | None = None
+) -> None:
     """An array of a mask: of ints or bools, with the axes named."""
     value: Any = getattr(mask, name)
-    label = f"{type(mask).__name__}.{name}"
+    label = label or f"{type(mask).__name__}.{name}"
     if optional and value is None:
         return
     array: Any = value

@@ -20,6 +20,7 @@ from longspan.masks import (
     Chunk,
     Dense,
     Empty,
+    FirstOfSegment,
     Full,
     Global,
     KvLengths,
@@ -149,6 +150,10 @@ def _segments(out: Program, mask: Segments) -> None:
     _ids(out, 0, mask.q_ids, mask.kv_ids)
 
 
+def _first_of_segment(out: Program, mask: FirstOfSegment) -> None:
+    _ids(out, 0, mask.q_ids, mask.first_ids)
+
+
 def _token_types(out: Program, mask: TokenTypes) -> None:
     _ids(out, 2 if mask.zero == "none" else 1, mask.q_types, mask.kv_types)
 
@@ -201,6 +206,7 @@ _WRITERS = {
     Not: _not,
     PerHead: _per_head,
     Segments: _segments,
+    FirstOfSegment: _first_of_segment,
     TokenTypes: _token_types,
     KvFlags: _kv_flags,
     Global: _global,
