@@ -1,8 +1,8 @@
 """The mask algebra: rules for who may attend to whom, composed with `&`, `|` and `~`.
 
 `sides` says how a rule sees tokens and tiles, `base` what every `Mask` answers, `pytree` what makes it a value, `spans`
-how intervals combine. Rules stand in `by_position`, `by_slot`, `packed`, `tables` and `custom`; `algebra` makes masks of
-masks, `cut` cuts them to some slots.
+how intervals combine. Rules stand in `by_position`, `by_slot`, `packed`, `tables` and `custom`; `algebra` makes masks
+of masks, `cut` cuts them to some slots.
 """
 
 from longspan.masks.algebra import And as And
