@@ -34,6 +34,7 @@ from longspan.masks import Chunk as Chunk
 from longspan.masks import Custom as Custom
 from longspan.masks import Dense as Dense
 from longspan.masks import Empty as Empty
+from longspan.masks import FirstOfSegment as FirstOfSegment
 from longspan.masks import Full as Full
 from longspan.masks import Global as Global
 from longspan.masks import KvLengths as KvLengths
@@ -43,6 +44,7 @@ from longspan.masks import Prefix as Prefix
 from longspan.masks import Segments as Segments
 from longspan.masks import TokenTypes as TokenTypes
 from longspan.masks import Window as Window
+from longspan.masks import positions_from_segments as positions_from_segments
 from longspan.patterns import bigbird as bigbird
 from longspan.patterns import bigbird_attention as bigbird_attention
 from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
@@ -71,6 +73,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "Empty",
     "explain",
     "Explanation",
+    "FirstOfSegment",
     "Full",
     "get_debug_mode",
     "Global",
@@ -83,6 +86,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "MaskSharding",
     "merge",
     "PerHead",
+    "positions_from_segments",
     "Prefix",
     "qkv_cu_seqlens_to_attention_mask",
     "qkv_cu_seqlens_to_qkv_masks",

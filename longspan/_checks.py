@@ -7,6 +7,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from longspan._types import FAR, Namespace
+
+INT32 = np.iinfo(np.int32)
+
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
@@ -55,7 +59,11 @@ def check_extents(mask: Any, *, q_len: int, kv_len: int, batch: int | None = Non
 
 
 def check_positions(name: str, positions: Any, length: int, batch: int | None) -> int:
-    """Positions [L], [1, L] or [B, L], where None is any B; returns how many batch rows they tell apart."""
+    """Positions [L], [1, L] or [B, L], where None is any B; returns how many batch rows they tell apart.
+
+    They lie within ±FAR, so that engines can add distances to them. Keys may also stand at int32's maximum, after all
+    else. What is traced cannot be looked at: there, what lies further is as good as FAR (see `to_int32`).
+    """
     if positions is None:
         return 1
     if not is_array(positions) or not is_int(positions):
@@ -65,15 +73,65 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
         raise ValueError(
             f"{name} must have shape [{length}] or [B, {length}] (one position per slot), got {tuple(positions.shape)}."
         )
+    _check_reach(name, positions)
     rows = positions.shape[0] if positions.ndim == 2 else 1
     if rows != 1 and batch is not None and rows != batch:
         raise ValueError(f"{name} has {rows} batch rows, but the call has {batch}. Give one, or {batch}.")
     return rows
 
 
+def _check_reach(name: str, positions: Any) -> None:
+    if not is_known(positions) or not positions.size or positions.dtype.itemsize < 4:
+        return
+    values = np.asarray(positions)
+    if name == "kv_positions":
+        values = values[values != INT32.max]
+    least, most = (int(pick(values, initial=0)) for pick in (np.min, np.max))
+    if least < -FAR or most > FAR:
+        raise ValueError(
+            f"{name} must lie within ±{FAR} (2**30 - 1), got positions from {least} to {most}. Subtract an offset: "
+            "rules compare positions only with each other."
+        )
+
+
+def to_int32(positions: Any, xp: Namespace) -> Any:
+    """Positions as int32. Wider ones that are traced, and so were not checked, saturate: they never wrap."""
+    positions = xp.asarray(positions)
+    if positions.dtype.itemsize >= 4 and positions.dtype != np.int32:
+        least = 0 if np.issubdtype(positions.dtype, np.unsignedinteger) else INT32.min
+        positions = xp.clip(positions, least, INT32.max)
+    return positions.astype(np.int32)
+
+
+def ids_as_int32(label: str, ids: Any) -> Any:
+    """Ids as engines compare them: in 32 bits, where no two of them may become one."""
+    if ids.dtype == np.int32:
+        return ids
+    if isinstance(ids, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(ids.shape, np.int32, sharding=ids.sharding)
+    if ids.dtype.itemsize >= 4 and not is_known(ids):
+        raise TypeError(
+            f"{label} must be int32 where its numbers are not known yet, got traced {ids.dtype}: ids that differ only "
+            "beyond 32 bits would become one. Number them anew before jit, or cast with `.astype('int32')` if they fit."
+        )
+    if ids.dtype.itemsize >= 4 and ids.size:
+        least, most = int(ids.min()), int(ids.max())
+        if not (least >= INT32.min and most <= INT32.max):
+            raise ValueError(
+                f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
+                "with `np.unique(array, return_inverse=True)[1].reshape(array.shape)`."
+            )
+    return ids.astype(np.int32)
+
+
 def is_abstract(value: Any) -> bool:
     """Whether a value has a shape but no numbers yet."""
     return isinstance(value, jax.ShapeDtypeStruct | Tracer)
+
+
+def is_known(array: Any) -> bool:
+    """Whether an array's numbers can be looked at here and now: not traced, and not on other hosts."""
+    return not is_abstract(array) and (isinstance(array, np.ndarray) or array.is_fully_addressable)
 
 
 def is_array(value: Any) -> bool:

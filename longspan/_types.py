@@ -47,5 +47,6 @@ def statistics_dtype(dtype: Any):
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-# Positions are clipped here so that the sum of a position and a distance never overflows int32.
+# Positions lie within ±FAR, so that the sum of a position and a distance never overflows int32: what lies further is
+# refused where it is known, and clipped where it is traced.
 FAR = 2**30 - 1

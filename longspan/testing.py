@@ -28,6 +28,7 @@ from longspan.masks import (
     Custom,
     Dense,
     Empty,
+    FirstOfSegment,
     Full,
     Global,
     KvLengths,
@@ -208,6 +209,7 @@ def masks(q_len: int, kv_len: int, *, batch: int = 2, heads: int = 2, leaves: in
             pairs.map(lambda p: p[0] | p[1]),
             inner.map(lambda m: ~m),
             st.lists(inner, min_size=heads, max_size=heads).map(lambda ms: PerHead(tuple(ms))),
+            inner.map(lambda m: PerHead((m,))),
         )
 
     return st.recursive(rule, extend, max_leaves=leaves)
@@ -252,6 +254,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         number(0, span).map(Prefix),
         number(0, kv_len).map(KvLengths),
         seeds.map(lambda rng: Segments(ids(rng, q_len), ids(rng, kv_len))),
+        st.tuples(seeds, number(0, 3)).map(lambda p: FirstOfSegment(ids(p[0], q_len), p[1], kv_ids=ids(p[0], kv_len))),
         seeds.map(
             lambda rng: TokenTypes(ids(rng, q_len, 0), ids(rng, kv_len, 0), zero=str(rng.choice(["q", "kv", "none"])))
         ),

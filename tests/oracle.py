@@ -25,7 +25,7 @@ def allowed(mask, b, n, i, j, q, k):
         case m.Not():
             return not allowed(mask.mask, b, n, i, j, q, k)
         case m.PerHead():
-            return allowed(mask.masks[n], b, n, i, j, q, k)
+            return allowed(mask.masks[n if len(mask.masks) > 1 else 0], b, n, i, j, q, k)
         case m.Full() | m.Empty():
             return isinstance(mask, m.Full)
         case m.Causal():
@@ -45,6 +45,8 @@ def allowed(mask, b, n, i, j, q, k):
         case m.Segments():
             mine, theirs = row(mask.q_ids, b)[i], row(mask.q_ids if mask.kv_ids is None else mask.kv_ids, b)[j]
             return mine == theirs and mine >= 0
+        case m.FirstOfSegment():
+            return bool(row(mask.q_ids, b)[i] == row(mask.first_ids, b)[j] >= 0)
         case m.TokenTypes():
             mine, theirs = row(mask.q_types, b)[i], row(mask.q_types if mask.kv_types is None else mask.kv_types, b)[j]
             return mine == theirs and (mine != 0 or mask.zero == "none")

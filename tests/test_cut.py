@@ -144,6 +144,7 @@ CUT = {
     "blocks": ls.Blocks(TABLE, 16),
     "traced blocks": ls.Blocks(jnp.asarray(TABLE), 16) | ls.Global(kv_flags=np.arange(389)[None] % 100 == 0),
     "per head": ls.PerHead((Near(9), ls.TokenTypes(IDS), ~ls.Chunk(50), ls.Dense(RNG.random((389, 389)) < 0.1))),
+    "pinned": (NearSlots(9) | ls.FirstOfSegment(IDS, np.array([30, 60]))) & ls.Causal(),
     "not": ~(NearSlots(20) | ls.KvLengths(200)),
 }
 

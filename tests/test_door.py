@@ -163,6 +163,7 @@ MASKS = [
     ls.KvLengths(NUMBERS + 6),
     KvFlags(RNG.random((B, S)) < 0.5),
     ls.Segments(ids(T), ids(S, rows=1)),
+    ls.FirstOfSegment(ids(T), NUMBERS, kv_ids=ids(S, rows=1)),
     ls.TokenTypes(ids(T, 0), ids(S, 0)),
     ls.TokenTypes(ids(T, 0), ids(S, 0), zero="none"),
     ls.Global((4, 7, 11)),

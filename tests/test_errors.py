@@ -21,11 +21,19 @@ def raises(error, words, call):
 
 
 MASKS = [
+    (TypeError, "Compose masks with `&`, `|` and `~`", lambda: ls.Causal() and ls.Window(3, 0)),
+    (TypeError, "Causal() is a rule, neither true nor false", lambda: ls.Causal() or ls.Window(3, 0)),
+    (TypeError, "ask for none with `mask is None`", lambda: not (ls.Causal() & ls.Window(3, 0))),
     (ValueError, "Window.left must be >= 0, got -1", lambda: ls.Window(-1, 0)),
     (ValueError, "use `Band(low, high)`", lambda: ls.Window(0, -2)),
     (ValueError, "Window.dilation must be >= 1, got 0", lambda: ls.Window(1, 0, dilation=0)),
     (ValueError, "Chunk.size must be >= 1, got 0", lambda: ls.Chunk(0)),
     (ValueError, "Prefix.length must be >= 0, got -3", lambda: ls.Prefix(-3)),
+    (ValueError, "Window.left must be >= 0, got -1", lambda: ls.Window(jnp.array([3, -1]), 0)),
+    (ValueError, "use `Band(low, high)`", lambda: ls.Window(0, np.array(-2))),
+    (ValueError, "Window.dilation must be >= 1, got 0", lambda: ls.Window(1, 0, dilation=jnp.array(0))),
+    (ValueError, "Chunk.size must be >= 1, got 0", lambda: ls.Chunk(jnp.array(0))),
+    (ValueError, "Prefix.length must be >= 0, got -3", lambda: ls.Prefix(np.array([1, -3]))),
     (
         TypeError,
         "Causal.offset must be an int, or an int array of shape () or [B], got 1.5 (float)",
@@ -39,6 +47,9 @@ MASKS = [
         "Segments.q_ids must have shape [B or 1, T], got rank 1 (shape (3,))",
         lambda: ls.Segments(np.zeros(3, int)),
     ),
+    (TypeError, "FirstOfSegment.kv_ids must hold integers", lambda: ls.FirstOfSegment(IDS, 1, kv_ids=IDS > 0)),
+    (ValueError, "FirstOfSegment.n must be >= 0, got -1", lambda: ls.FirstOfSegment(IDS, np.array([2, -1]))),
+    (TypeError, "`segment_ids` must be an int array [L] or [B, L]", lambda: ls.positions_from_segments([0, 1])),
     (TypeError, "Segments.q_ids must be an array [B or 1, T], got int", lambda: ls.Segments(3)),
     (TypeError, "Dense.array must hold bools, got dtype int64. Compare it", lambda: ls.Dense(np.ones((2, 2), int))),
     (
@@ -50,6 +61,11 @@ MASKS = [
     (TypeError, "Blocks.block_size fixes shapes", lambda: ls.Blocks(np.zeros((1, 2, 2), int), jnp.ones((), int))),
     (TypeError, "Global.indices must be a tuple of Python ints, got a JAX array", lambda: ls.Global(jnp.arange(2))),
     (TypeError, "Global.indices must be a tuple of ints, got ('a',)", lambda: ls.Global(("a",))),
+    (
+        ValueError,
+        "Global.indices must be positions within ±1073741823 (2**30 - 1), got -21",
+        lambda: ls.Global((-(2**31),)),
+    ),
     (TypeError, "Global.q_flags must hold bools", lambda: ls.Global(q_flags=np.zeros((1, 3), int))),
     (ValueError, "zero='some' is not one of 'q', 'kv', 'both', 'none'", lambda: ls.TokenTypes(IDS, zero="some")),
     (TypeError, "PerHead.masks must be a non-empty sequence of masks", lambda: ls.PerHead(())),

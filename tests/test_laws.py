@@ -127,6 +127,7 @@ EVERY_RULE = [
     ls.Blocks(np.array([[[0, 2], [1, 1], [3, 0], [-1, 2]]]), 3),
     ls.Dense(np.random.default_rng(0).random((12, 12)) < 0.2),
     ls.Segments(np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, -1, -1, -1]])),
+    ls.FirstOfSegment(np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, -1, -1, -1]]), 2),
     ls.TokenTypes(np.array([[1, 1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 2]])),
 ]
 

@@ -7,6 +7,7 @@ import pytest
 
 import longspan as ls
 from longspan.layout import count, plan
+from longspan.testing import Shape, assert_obeys_laws, make_qkv
 
 pytestmark = pytest.mark.quick
 
@@ -50,11 +51,35 @@ def test_batch_rows_and_heads_are_told_apart_only_where_the_mask_does():
     assert ls.PerHead((ls.Causal(), ls.Full())).layout(8, 8).starts.shape[:2] == (1, 2)
 
 
+ONE, THREE = ls.PerHead((ls.Causal(),)), ls.PerHead((ls.Window(2, 0), ls.Full(), ls.Window(1, 1)))
+FLAGGED = ls.PerHead((ls.Window(1, 0) | ls.Global((4,)),))
+
+
+@pytest.mark.parametrize(
+    "mask", [ONE & THREE, ONE | THREE, ONE & ls.Dense(np.ones((1, 3, 7, 7), bool)), FLAGGED & THREE]
+)
+def test_a_single_mask_per_head_is_every_heads(mask):
+    assert_obeys_laws(mask, 7, 7)
+    q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=3, K=1, H=4), np.float32)
+    expected = ls.attention(q, k, v, mask=mask, engine="reference")
+    for engine in ("cpu", "xla"):
+        np.testing.assert_allclose(ls.attention(q, k, v, mask=mask, engine=engine), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_positions_that_grow_are_bisected_and_others_visit_everything():
     growing = ls.Causal().layout(4, 8, q_tile=2, kv_tile=2, kv_positions=np.arange(8) - 4)
     assert rows(growing) == [[0, 1, 2], [0, 1, 2, 3]]
     rolling = ls.Causal().layout(4, 8, q_tile=2, kv_tile=2, kv_positions=np.roll(np.arange(8), 3))
     assert rows(rolling) == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("lengths", [(0, 8), (8, 0), (0, 0)])
+def test_a_table_without_queries_or_keys_has_an_empty_layout(lengths):
+    blocks = -(-lengths[0] // 4)
+    for table in (np.zeros((1, blocks, 2), int), jnp.zeros((3, blocks, 0), int)):
+        layout = ls.Blocks(table, 4).layout(*lengths, q_tile=2, kv_tile=2)
+        assert layout.visits() == layout.transpose().visits() == 0
+        assert ls.Blocks(table, 4).dense(*lengths).shape[2:] == lengths
 
 
 def test_a_tile_listed_twice_is_visited_and_counted_twice():

@@ -40,6 +40,9 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
     "lengths": lambda s: ls.Causal(5) & ls.KvLengths(np.arange(s.B) * 4 % (s.S + 1)),
     "segments": lambda s: ls.Segments(ids(s.B, s.T), ids(s.B, s.S)),
     "packed": lambda s: ls.Causal(s.S - s.T) & ls.Segments(np.sort(ids(1, s.T)), np.sort(ids(1, s.S))),
+    "packed, pinned": lambda s: (
+        (ls.Window(2, 0) | ls.FirstOfSegment(ids(s.B, s.T), 2, kv_ids=ids(1, s.S))) & ls.Causal(s.S - s.T)
+    ),
     "types": lambda s: ls.TokenTypes(ids(s.B, s.T), ids(s.B, s.S)) | ls.Causal(-1),
     "global": lambda s: ls.Window(2, 1) | ls.Global((0, s.S // 2)),
     "flags": lambda s: ls.Window(1, 1) | ls.Global(q_flags=flags(s.B, s.T), kv_flags=flags(s.B, s.S)),
@@ -116,7 +119,9 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
         if TILINGS[tiling] is not None:
             q_tile, kv_tile = TILINGS[tiling]
             places = {name: arguments.pop(name) for name in ("q_positions", "kv_positions") if name in arguments}
-            mask = (mask or ls.Full()).layout(shape.T, shape.S, q_tile=q_tile, kv_tile=kv_tile, **places)
+            mask = (ls.Full() if mask is None else mask).layout(
+                shape.T, shape.S, q_tile=q_tile, kv_tile=kv_tile, **places
+            )
         running = []
         for engine in TESTED:
             try:

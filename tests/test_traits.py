@@ -22,6 +22,7 @@ READS = [
     (ls.KvLengths(3), SLOT),
     (KvFlags(FLAGS), SLOT),
     (ls.Segments(IDS), SLOT),
+    (ls.FirstOfSegment(IDS, 1), SLOT),
     (ls.TokenTypes(IDS), SLOT),
     (ls.Blocks(np.zeros((1, 1, 1), int), 5), SLOT),
     (ls.Dense(np.ones((5, 5), bool)), SLOT),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import check_positions
+from longspan._checks import check_positions, to_int32
 from longspan._types import no_type_check
 from longspan.masks import Full, Mask, Segments
 from longspan.masks.cut import Kept, gather
@@ -172,7 +172,7 @@ def as_positions(name: str, positions: Any, length: int, batch: int) -> jax.Arra
         return None
     positions = positions if hasattr(positions, "dtype") else np.asarray(positions)
     check_positions(name, positions, length, batch)
-    positions = jnp.asarray(positions).astype(np.int32)
+    positions = to_int32(positions, jnp)
     return jnp.broadcast_to(positions[None] if positions.ndim == 1 else positions, (batch, length))
 
 

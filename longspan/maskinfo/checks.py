@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from longspan._checks import ids_as_int32
+
 
 def is_traced(value: Any) -> bool:
     """Whether a value is only known when the program runs."""
@@ -31,7 +33,7 @@ def check_ints(name: str, array: Any, rank: int, axes: str) -> jax.Array:
         got = f"dtype {array.dtype}" if hasattr(array, "dtype") else type(array).__name__
         raise TypeError(f"{name} must be an int array {axes}, got {got}. Cast it with `.astype('int32')`.")
     check_rank(name, array, (rank,), axes)
-    return jnp.asarray(array).astype(np.int32)
+    return jnp.asarray(ids_as_int32(name, array))
 
 
 def check_ids(

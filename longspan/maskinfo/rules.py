@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from longspan._checks import check_choice, check_lengths
+from longspan._checks import check_choice, check_lengths, to_int32
 from longspan._types import Array as AnyArray
 from longspan._types import no_type_check
 from longspan.maskinfo.bound import Bound
@@ -258,7 +258,7 @@ def _check_number(name: str, value: Any, batch: int, least: int | None = None) -
         )
     if least is not None and not is_traced(value) and np.any(np.asarray(value) < least):
         raise ValueError(f"{name} must be >= {least}, got {np.asarray(value).tolist()}.")
-    return jnp.asarray(value).astype(np.int32)
+    return jnp.asarray(to_int32(value, jnp if isinstance(value, jax.Array) else np))
 
 
 def _check_window(window: Any, batch: int) -> tuple[Any, Any]:

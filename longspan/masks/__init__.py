@@ -1,8 +1,8 @@
 """The mask algebra: rules for who may attend to whom, composed with `&`, `|` and `~`.
 
 `sides` says how a rule sees tokens and tiles, `base` what every `Mask` answers, `pytree` what makes it a value, `spans`
-how intervals combine. Rules stand in `by_position`, `by_slot`, `tables` and `custom`; `algebra` makes masks of masks,
-`cut` cuts them to some slots.
+how intervals combine. Rules stand in `by_position`, `by_slot`, `packed`, `tables` and `custom`; `algebra` makes masks
+of masks, `cut` cuts them to some slots.
 """
 
 from longspan.masks.algebra import And as And
@@ -24,6 +24,8 @@ from longspan.masks.by_slot import KvLengths as KvLengths
 from longspan.masks.by_slot import Segments as Segments
 from longspan.masks.by_slot import TokenTypes as TokenTypes
 from longspan.masks.custom import Custom as Custom
+from longspan.masks.packed import FirstOfSegment as FirstOfSegment
+from longspan.masks.packed import positions_from_segments as positions_from_segments
 from longspan.masks.spans import Spans as Spans
 from longspan.masks.tables import Blocks as Blocks
 from longspan.masks.tables import Dense as Dense

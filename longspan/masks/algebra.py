@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._types import FAR
 from longspan.masks.base import Extent, Mask, rule
 from longspan.masks.by_position import MergedBand
 from longspan.masks.checks import check_masks
@@ -217,20 +218,17 @@ class PerHead(_Composition):
 
     def _spans(self, side, axis: int, of: Callable[[Mask], Spans]) -> Spans:
         """The spans of every head side by side; a head with fewer intervals gets empty ones."""
-        parts = [(of(mask), heads) for mask, heads in self._groups()]
+        xp, parts = side.xp, [(of(mask), heads) for mask, heads in self._groups()]
         most = max(spans.low.shape[axis] for spans, _ in parts)
-        low, high, common = None, None, None
-        for spans, heads in parts:
+        # What no other part claims is the first's, as in `_select`: a single mask is every head's.
+        (first, _), *others = [(_padded(xp, spans, axis, most), heads) for spans, heads in parts]
+        low, high, common = first
+        for spans, heads in others:
             mine = _is_one_of(side.head, heads)
-            empty = [(0, most - spans.low.shape[axis]) if i == axis else (0, 0) for i in range(4)]
-            padded = [side.xp.pad(a, empty) for a in (spans.low, spans.high)]
-            low, high = (
-                side.xp.where(mine, new, side.xp.zeros_like(new) if old is None else old)
-                for old, new in zip((low, high), padded, strict=True)
-            )
-            if spans.common is not None:
-                own = mine & spans.common
-                common = own if common is None else common | own
+            low, high = xp.where(mine, spans.low, low), xp.where(mine, spans.high, high)
+            if common is not None or spans.common is not None:
+                theirs = False if common is None else ~mine & common
+                common = theirs if spans.common is None else (mine & spans.common) | theirs
         return Spans(low, high, common)
 
     def _groups(self) -> list[tuple[Mask, list[int]]]:
@@ -271,9 +269,17 @@ def _pick(of_ints, of_jax, of_numpy):
     def pick(a, b):
         if isinstance(a, int) and isinstance(b, int):
             return of_ints(a, b)
+        # Beside an array, an int is one of its kind: further than any position is as good as FAR.
+        a, b = (max(-FAR, min(FAR, x)) if isinstance(x, int) else x for x in (a, b))
         return (of_numpy if all(isinstance(x, int | np.ndarray) for x in (a, b)) else of_jax)(a, b)
 
     return pick
+
+
+def _padded(xp, spans: Spans, axis: int, most: int) -> Spans:
+    """The spans with `most` intervals per row, the further ones empty."""
+    more = [(0, most - spans.low.shape[axis]) if i == axis else (0, 0) for i in range(4)]
+    return Spans(xp.pad(spans.low, more), xp.pad(spans.high, more), spans.common)
 
 
 def _is_one_of(head, heads: list[int]):

@@ -194,8 +194,9 @@ class Mask(Value):
         Args:
             q_len: number of queries, T.
             kv_len: number of keys, S.
-            q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
-            kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
+            q_positions: int [T], [1, T] or [B, T] within ±(2**30 - 1); by default each slot's index. What lies further
+                is refused, or, where it is traced, taken for the end of that range.
+            kv_positions: int [S], [1, S] or [B, S], likewise; int32's maximum is legal too, and comes after all else.
 
         Example:
             >>> from longspan import Causal
@@ -282,6 +283,12 @@ class Mask(Value):
         from longspan.masks.algebra import Not
 
         return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} is a rule, neither true nor false: `and`, `or` and `not` would drop one mask in silence. "
+            "Compose masks with `&`, `|` and `~`, and ask for none with `mask is None`."
+        )
 
     def _band_at(self, side) -> tuple[Any, Any] | None:
         """`band` with its ends ready to broadcast."""

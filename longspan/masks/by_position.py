@@ -1,4 +1,8 @@
-"""Rules by position: everything, bands (causal, windows), chunks and prefixes. They hold for any slots as they are."""
+"""Rules by position: everything, bands (causal, windows), chunks and prefixes. They hold for any slots as they are.
+
+A number is checked when its mask is made. One that is traced has no value then: if it turns out less than is legal, it
+stands for the least legal one (`Window(-1, 0)` for `Window(0, 0)`, `Chunk(0)` for `Chunk(1)`), in every engine.
+"""
 
 from typing import Any
 
@@ -201,12 +205,12 @@ class Window(_Banded):
         inside = super().allowed(q, kv)
         if self._dense():
             return inside
-        return inside & ((kv.position - q.position) % q.number(self.dilation) == 0)
+        return inside & ((kv.position - q.position) % no_less(q.number(self.dilation), 1) == 0)
 
     def classify(self, q, kv):
         if self._dense():
             return super().classify(q, kv)
-        xp, dilation = q.side.xp, q.number(self.dilation)
+        xp, dilation = q.side.xp, no_less(q.number(self.dilation), 1)
         low, high = self._ends(q)
         least, most = kv.first - q.last, kv.last - q.first
         # Some multiple of the dilation within both the tile's distances and the window's.
@@ -217,7 +221,7 @@ class Window(_Banded):
         return may_any, must_all
 
     def band(self):
-        return (-self.left, self.right) if self._dense() else None
+        return (-no_less(self.left, 0), no_less(self.right, 0)) if self._dense() else None
 
     def _band_at(self, side):
         return self._ends(side) if self._dense() else None
@@ -258,11 +262,11 @@ class Chunk(Mask):
         check_at_least(self, "size", 1)
 
     def allowed(self, q, kv):
-        size = q.number(self.size)
+        size = no_less(q.number(self.size), 1)
         return q.position // size == kv.position // size
 
     def classify(self, q, kv):
-        size = q.number(self.size)
+        size = no_less(q.number(self.size), 1)
         q_first, q_last, kv_first, kv_last = (p // size for p in (q.first, q.last, kv.first, kv.last))
         may_any = (q_first <= kv_last) & (kv_first <= q_last)
         must_all = (q_first == q_last) & (kv_first == kv_last) & (q_first == kv_first)
@@ -275,7 +279,7 @@ class Chunk(Mask):
         return self._spans(kv, q)
 
     def _spans(self, rows, others):
-        size = rows.number(self.size)
+        size = no_less(rows.number(self.size), 1)
         return Spans(*others.side.between(rows.first // size * size, rows.last // size * size + (size - 1)))
 
     def _arguments(self):
@@ -308,26 +312,34 @@ class Prefix(Mask):
         return False
 
     def allowed(self, q, kv):
-        return Full().allowed(q, kv) & (kv.position < q.number(self.length))
+        return Full().allowed(q, kv) & (kv.position < no_less(q.number(self.length), 0))
 
     def classify(self, q, kv):
-        length = q.number(self.length)
+        length = no_less(q.number(self.length), 0)
         return kv.first < length, kv.last < length
 
     def kv_spans(self, q, kv):
-        xp, length = q.side.xp, q.number(self.length)
+        xp, length = q.side.xp, no_less(q.number(self.length), 0)
         last = xp.full((1, 1, 1, 1), length - 1, "int32") if isinstance(length, int) else length - 1
         return Spans(*kv.side.between(last * 0 - FAR, last))
 
     def q_spans(self, kv, q):
-        return whole_or_nothing(kv.side.xp, kv.first < kv.number(self.length), q.side.length)
+        return whole_or_nothing(kv.side.xp, kv.first < no_less(kv.number(self.length), 0), q.side.length)
 
     def _arguments(self):
         return [short(self.length)]
 
 
+def no_less(number: Any, least: int) -> Any:
+    """A number as rules read it. Only a traced one can be less than is legal: then it stands for the least that is."""
+    if isinstance(number, int):
+        return number
+    return (jnp if isinstance(number, jax.Array) else np).maximum(number, np.int32(least))
+
+
 def reach(count: Any, dilation: Any) -> Any:
     """Count · dilation, or as many dilations as fit into FAR: small enough to be added to a position."""
+    count, dilation = no_less(count, 0), no_less(dilation, 1)
     if isinstance(count, int) and isinstance(dilation, int):
         return min(FAR, count * dilation)
     xp = np if not any(isinstance(n, jax.Array) for n in (count, dilation)) else jnp

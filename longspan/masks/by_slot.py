@@ -114,8 +114,8 @@ class KvFlags(Mask):
         return [short(self.flags)]
 
 
-class _EqualIds(Mask):
-    """The part that `Segments` and `TokenTypes` share: ids are equal, and both are valid."""
+class EqualIds(Mask):
+    """The part that `Segments`, `TokenTypes` and `FirstOfSegment` share: ids are equal, and both are valid."""
 
     reads = BY_SLOT
 
@@ -159,7 +159,7 @@ class _EqualIds(Mask):
 
 
 @rule
-class Segments(_EqualIds):
+class Segments(EqualIds):
     """Allows equal ids, both >= 0: packed documents that do not see each other. Negative ids are padding.
 
     Args:
@@ -200,7 +200,7 @@ class Segments(_EqualIds):
 
 
 @rule
-class TokenTypes(_EqualIds):
+class TokenTypes(EqualIds):
     """Allows equal token types. Type 0 never attends, unless `zero="none"`.
 
     Args:

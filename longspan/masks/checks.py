@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from longspan._checks import is_array, is_int
+from longspan._checks import ids_as_int32, is_array, is_int, is_known
 from longspan._types import FAR
 
 
@@ -38,7 +37,7 @@ def check_number(mask: Any, name: str) -> None:
 
 
 def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
-    """A number with a lower bound; a traced or array number is taken at its word."""
+    """A number with a lower bound; a traced one is not known yet, and is no less wherever it is read."""
     if static and is_array(getattr(mask, name)):
         raise TypeError(
             f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
@@ -46,19 +45,22 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
         )
     check_number(mask, name)
     value = getattr(mask, name)
-    if isinstance(value, int) and value < least:
+    found = _least(value)
+    if found is not None and found < least:
         raise ValueError(
-            f"{type(mask).__name__}.{name} must be >= {least}, got {value}. "
+            f"{type(mask).__name__}.{name} must be >= {least}, got {found}. "
             "For a band that leaves the query's own position out, use `Band(low, high)`."
             if name in ("left", "right")
-            else f"{type(mask).__name__}.{name} must be >= {least}, got {value}."
+            else f"{type(mask).__name__}.{name} must be >= {least}, got {found}."
         )
 
 
-def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = False) -> None:
+def check_array(
+    mask: Any, name: str, kind: str, axes: str, *, optional: bool = False, label: str | None = None
+) -> None:
     """An array of a mask: of ints or bools, with the axes named."""
     value: Any = getattr(mask, name)
-    label = f"{type(mask).__name__}.{name}"
+    label = label or f"{type(mask).__name__}.{name}"
     if optional and value is None:
         return
     array: Any = value
@@ -79,7 +81,7 @@ def check_array(mask: Any, name: str, kind: str, axes: str, *, optional: bool = 
             "Add or drop axes, e.g. `array[None]`."
         )
     if kind == "int":
-        object.__setattr__(mask, name, _as_int32(label, array))
+        object.__setattr__(mask, name, ids_as_int32(label, array))
 
 
 def check_indices(mask: Any, name: str) -> None:
@@ -94,6 +96,8 @@ def check_indices(mask: Any, name: str) -> None:
         indices = tuple(operator.index(i) for i in (value if np.iterable(value) else (value,)))
     except TypeError:
         raise TypeError(f"{label} must be a tuple of ints, got {value!r}.") from None
+    if any(abs(i) > FAR for i in indices):
+        raise ValueError(f"{label} must be positions within ±{FAR} (2**30 - 1), got {max(indices, key=abs)}.")
     object.__setattr__(mask, name, indices)
 
 
@@ -157,6 +161,13 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
     return slots.reshape(1, -1) if slots.ndim == 1 else slots
 
 
+def _least(value: Any) -> int | None:
+    """The least of some numbers, if it can be known now."""
+    if isinstance(value, int):
+        return value
+    return int(np.asarray(value).min()) if is_known(value) and value.size else None
+
+
 def _clipped_to_int32(value: Any) -> Any:
     """Numbers as engines count, where all that is further than any position is as good as FAR."""
     if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
@@ -165,20 +176,6 @@ def _clipped_to_int32(value: Any) -> Any:
         xp = jnp if isinstance(value, jax.Array) else np
         value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))
     return value.astype(np.int32)
-
-
-def _as_int32(label: str, array: Any) -> Any:
-    """Ids as engines compare them. Traced ones are taken at their word."""
-    if isinstance(array, jax.ShapeDtypeStruct) or array.dtype == np.int32:
-        return array
-    if array.dtype.itemsize >= 4 and not isinstance(array, Tracer) and array.size:
-        least, most = int(array.min()), int(array.max())
-        if not (least >= -(2**31) and most < 2**31):
-            raise ValueError(
-                f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
-                "with `np.unique(array, return_inverse=True)[1].reshape(array.shape)`."
-            )
-    return array.astype(np.int32)
 
 
 def _axes(axes: str) -> str:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._checks import to_int32
 from longspan._types import FAR, Namespace, Number
 
 QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
@@ -320,7 +321,7 @@ def search_rows(xp: Namespace, sorted_rows, values, side: Literal["left", "right
 def _as_positions(positions, xp: Namespace):
     if positions is None:
         return None
-    positions = xp.clip(xp.asarray(positions).astype(np.int32), -FAR, FAR)
+    positions = xp.clip(to_int32(positions, xp), -FAR, FAR)
     return positions.reshape(1, -1) if positions.ndim == 1 else positions
 
 

@@ -112,11 +112,17 @@ class SelfAttention(_Attention, kw_only=True):
         x: Float[Array, "B T D"],
         *,
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """Attends from every token of `x` to those that `mask` (as in `attention`) allows."""
+        """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
+
+        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys; by default each slot's index. In
+        packed rows, `positions_from_segments` lets them start anew in every document.
+        """
         q, k, v = self._project(x, "query", "key", "value")
-        return self._join(x, attention(q, k, v, mask=mask, **self._options(deterministic)))
+        places = dict(q_positions=positions, kv_positions=positions)
+        return self._join(x, attention(q, k, v, mask=mask, **places, **self._options(deterministic)))
 
 
 class LongformerSelfAttention(_Attention, kw_only=True):

@@ -235,3 +235,14 @@ def test_sizes_that_do_not_fit_are_explained(sizes, text):
         in_linen.SelfAttention(**sizes).init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=text):
         in_nnx.SelfAttention(**sizes, in_features=D, rngs=nnx.Rngs(0))
+
+
+def test_self_attention_takes_the_positions_of_its_tokens():
+    ids = np.repeat([[0, 1, 2], [5, 3, 3]], [7, 5, 4], axis=1)
+    near = ls.Window(1, 0)
+    layer, params, twin = both("SelfAttention")
+    call = dict(mask=(near | ls.Prefix(2)) & ls.Segments(ids), positions=ls.positions_from_segments(ids))
+    by_slot = dict(mask=(near | ls.FirstOfSegment(ids, 2)) & ls.Segments(ids))
+    for run in (lambda **given: apply(layer, params, X, **given), lambda **given: twin(X, **given)):
+        np.testing.assert_allclose(run(**call), run(**by_slot), rtol=1e-5, atol=1e-6)
+        assert not np.allclose(run(**call), run(mask=call["mask"]), atol=1e-3)

@@ -20,6 +20,7 @@ from longspan.masks import (
     Chunk,
     Dense,
     Empty,
+    FirstOfSegment,
     Full,
     Global,
     KvLengths,
@@ -32,7 +33,7 @@ from longspan.masks import (
     TokenTypes,
     Window,
 )
-from longspan.masks.by_position import reach
+from longspan.masks.by_position import no_less, reach
 from longspan.masks.by_slot import KvFlags
 from longspan.masks.sides import Side, Slots
 
@@ -100,15 +101,15 @@ def _band(out: Program, low, high) -> None:
 def _dilated_window(out: Program, mask: Window) -> None:
     left, right = (reach(number, mask.dilation) for number in (mask.left, mask.right))
     _band(out, -left, right)
-    out.words += [STRIDE, *out.number(mask.dilation), AND]
+    out.words += [STRIDE, *out.number(no_less(mask.dilation, 1)), AND]
 
 
 def _constant(word: int, out: Program, mask: Mask) -> None:
     out.words.append(word)
 
 
-def _number(word: int, name: str, out: Program, mask: Mask) -> None:
-    out.words += [word, *out.number(getattr(mask, name))]
+def _number(word: int, name: str, least: int, out: Program, mask: Mask) -> None:
+    out.words += [word, *out.number(no_less(getattr(mask, name), least))]
 
 
 def _all_of(word: int, out: Program, mask: Mask) -> None:
@@ -148,6 +149,10 @@ def _per_head(out: Program, mask: PerHead) -> None:
 
 def _segments(out: Program, mask: Segments) -> None:
     _ids(out, 0, mask.q_ids, mask.kv_ids)
+
+
+def _first_of_segment(out: Program, mask: FirstOfSegment) -> None:
+    _ids(out, 0, mask.q_ids, mask.first_ids)
 
 
 def _token_types(out: Program, mask: TokenTypes) -> None:
@@ -194,14 +199,15 @@ _WRITERS = {
     Full: partial(_constant, FULL),
     Empty: partial(_constant, EMPTY),
     Window: _dilated_window,
-    Chunk: partial(_number, CHUNK, "size"),
-    Prefix: partial(_number, PREFIX, "length"),
-    KvLengths: partial(_number, KV_LENGTH, "lengths"),
+    Chunk: partial(_number, CHUNK, "size", 1),
+    Prefix: partial(_number, PREFIX, "length", 0),
+    KvLengths: partial(_number, KV_LENGTH, "lengths", -FAR),
     And: partial(_all_of, AND),
     Or: partial(_all_of, OR),
     Not: _not,
     PerHead: _per_head,
     Segments: _segments,
+    FirstOfSegment: _first_of_segment,
     TokenTypes: _token_types,
     KvFlags: _kv_flags,
     Global: _global,
