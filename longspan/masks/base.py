@@ -30,6 +30,12 @@ POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
 BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
 
 
+# What holds for one `allowed` only.
+SAID_OF_A_RULE = (
+    "reads", "reads_q_position", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut"
+)  # fmt: skip
+
+
 class Extent(NamedTuple):
     """One fact that an array in a mask fixes: `name` has `size` blocks of `unit` along `axis` (B, N, T or S)."""
 
@@ -62,6 +68,16 @@ class Mask(Value):
     # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class with an `allowed` of its own is another rule: what its parent said of the old one is forgotten."""
+        super().__init_subclass__(**options)
+        if "allowed" in vars(cls):
+            for name in SAID_OF_A_RULE:
+                says = next(c for c in cls.__mro__ if name in vars(c))
+                # A parent that has no rule of its own speaks of all rules of a kind.
+                if says is not cls and says.allowed is not Mask.allowed:
+                    setattr(cls, name, vars(Mask)[name])
 
     def allowed(self, q: Slots, kv: Slots) -> Bool[Array, "..."]:
         """The truth for each pair of slots, rank 4."""

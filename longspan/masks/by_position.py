@@ -100,11 +100,17 @@ class _Banded(Mask):
         last = kv.last * 0 + FAR if low is None else kv.last - low
         return Spans(*q.side.between(first, last))
 
+    def band(self):
+        return self._limits()
+
+    def _limits(self) -> tuple[Any, Any]:
+        """(low, high) as they were given; None is unbounded."""
+        raise NotImplementedError
+
     def _ends(self, side) -> tuple[Any, Any]:
-        """(low, high) ready to broadcast; None is unbounded."""
-        ends = self._band_at(side)
-        assert ends is not None, "only a dilated window is no band"
-        return ends
+        """(low, high) ready to broadcast."""
+        low, high = (None if end is None else side.number(end) for end in self._limits())
+        return low, high
 
 
 class MergedBand(_Banded):
@@ -112,6 +118,9 @@ class MergedBand(_Banded):
 
     def __init__(self, low, high):
         self._band = low, high
+
+    def _ends(self, side):
+        return self._band
 
     def _band_at(self, side):
         return self._band
@@ -136,7 +145,7 @@ class Band(_Banded):
             if getattr(self, name) is not None:
                 check_number(self, name)
 
-    def band(self):
+    def _limits(self):
         return self.low, self.high
 
     def _arguments(self):
@@ -164,7 +173,7 @@ class Causal(_Banded):
     def __post_init__(self):
         check_number(self, "offset")
 
-    def band(self):
+    def _limits(self):
         return None, self.offset
 
     def _arguments(self):
@@ -195,6 +204,9 @@ class Window(_Banded):
     left: Number
     right: Number
     dilation: Number = 1
+
+    reads = BY_POSITION
+    kv_spans, q_spans = _Banded.kv_spans, _Banded.q_spans
 
     def __post_init__(self):
         check_at_least(self, "left", 0)

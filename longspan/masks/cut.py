@@ -107,6 +107,12 @@ class KeptSide(Side):
     outer: Side  # after the cut
     kept: Any
 
+    def number(self, value):
+        return self.outer.number(value)
+
+    def table(self, array):
+        return self.outer.table(array)
+
     def between(self, low, high):
         """What the kept slots with such positions lie in."""
         xp, kept = self.xp, self.table(self.kept)

@@ -1,0 +1,79 @@
+"""A subclass of one of our rules that changes `allowed` is another rule: nothing said of the old one holds for it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.masks import rule
+from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
+
+pytestmark = pytest.mark.quick
+
+
+@rule
+class Heard(ls.Causal):
+    """Causal, and the key is flagged: by slot too, though its parent is by position."""
+
+    flags: Any = None
+
+    def allowed(self, q, kv):
+        return super().allowed(q, kv) & kv.take(self.flags)
+
+
+@rule
+class LoudSegments(ls.Segments):
+    loud: Any = None
+
+    def allowed(self, q, kv):
+        return super().allowed(q, kv) & q.take(self.loud)
+
+
+@rule
+class Tail(ls.KvLengths):
+    """The keys that its parent leaves out."""
+
+    def allowed(self, q, kv):
+        return ~super().allowed(q, kv)
+
+
+@rule
+class Acausal(ls.Causal):
+    """Its own `allowed` and `classify`, which its parent's band must not overrule."""
+
+    def allowed(self, q, kv):
+        return kv.position >= q.position
+
+    def classify(self, q, kv):
+        return kv.last >= q.first, kv.first >= q.last
+
+
+FLAGS = (np.arange(11) % 3 != 1)[None]
+IDS = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, -1, 2]])
+MASKS = [Heard(0, FLAGS), LoudSegments(IDS, None, FLAGS), Tail(np.array([4])), Acausal()]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("other", [ls.Full(), ls.Window(4, 4)], ids=repr)
+def test_laws_and_engines_hold(mask, other):
+    assert_obeys_laws(mask & other, 11, 11)
+    q, k, v = make_qkv(Shape(B=1, T=11, S=11, N=2, K=1, H=4), jnp.float32)
+    assert_matches_reference(["cpu", "xla"] if ls.explain(q, k, v).engine == "cpu" else ["xla"], q, k, v, mask & other)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_a_cut_allows_what_the_rule_allows(mask):
+    q, kv = np.array([4, 5, 9, 10]), np.array([1, 2, 3, 8, 10])
+    want = np.asarray(mask.dense(11, 11))[0, 0][np.ix_(q, kv)]
+    got = mask.cut(q, kv).dense(4, 5, q_positions=q, kv_positions=kv)
+    np.testing.assert_array_equal(np.asarray(got)[0, 0], want)
+
+
+def test_what_is_said_anew_counts():
+    assert Heard(0, FLAGS).reads == {"position", "slot"} and ls.Causal().reads == {"position"}
+    assert Acausal().band() is None and ls.Causal().band() == (None, 0)
+    assert Acausal().reads_q_position and not Acausal().unbounded()
+    assert Heard(0, FLAGS).unbounded() == (Heard(0, FLAGS),)
+    assert ls.Window(3, 0).reads == {"position"} and ls.Window(3, 0).layout(512, 512).visits() == 7
