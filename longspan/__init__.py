@@ -4,7 +4,6 @@ Write a mask once; the same object runs block-sparse attention, explains itself 
 """
 
 import importlib as _importlib
-import importlib.util as _util
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from longspan._attention import attention as attention
 from longspan._explain import Explanation as Explanation
 from longspan._explain import explain as explain
 from longspan._merge import merge as merge
+from longspan._optional import is_there as _is_there
 from longspan._version import __version__ as __version__
 from longspan.layout import BlockLayout as BlockLayout
 from longspan.maskinfo import MaskInfo as MaskInfo
@@ -114,5 +114,5 @@ if not TYPE_CHECKING:  # a checker would take any name for one of the package's
 
 def __dir__() -> list[str]:
     """The public names; of rooms that need something else, those that can be loaded here."""
-    absent = {name for name, needed in _LAZY.items() if _util.find_spec(needed) is None}
+    absent = {name for name, needed in _LAZY.items() if not _is_there(needed)}
     return sorted({*__all__, *_LAZY, "__version__"} - absent)

@@ -56,9 +56,7 @@ def explain(
             counts = count(layout)
     return Explanation(
         engine=chosen.name,
-        reason=f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
-        if engine == "auto"
-        else "as asked",
+        reason=_reason(engine),
         refused=refused,
         mask=repr(request.mask),
         q_tile=q_tile,

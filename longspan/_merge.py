@@ -28,7 +28,10 @@ def merge(
             part.
 
     Returns:
-        (out, lse) as of one call: out in the dtype of `outs`, lse in that of `lses`, the sink included.
+        (out, lse) as of one call: out in the dtype of `outs`, lse in float32 (float64 for float64), the sink included.
+
+    A float32 lse near -1e9, as people mask with, holds nothing of the logarithm of the sum: rows whose every score is
+    that low do not merge exactly.
 
     Example:
         >>> q, k, v = ls.testing.make_qkv(ls.testing.Shape(B=1, T=3, S=8, N=2, K=1, H=4), jnp.float32)
@@ -47,7 +50,7 @@ def merge(
     most = jax.lax.stop_gradient(jnp.max(jnp.stack(levels), axis=0))
     most = jnp.where(jnp.isfinite(most), most, 0)
     # Not just exp(-inf - most) = 0: its derivative must be 0 too, where a query sees nothing at all.
-    seen = [level > -jnp.inf for level in levels]
+    seen = [level != -jnp.inf for level in levels]  # NaN is seen: it must show
     powers = [
         jnp.where(some, jnp.exp(jnp.where(some, level, 0) - most), 0) for some, level in zip(seen, levels, strict=True)
     ]
@@ -77,5 +80,6 @@ def _check_parts(outs: Sequence, lses: Sequence, sinks) -> None:
         if len({a.dtype for a in arrays}) > 1 or not jnp.issubdtype(arrays[0].dtype, jnp.floating):
             raise TypeError(f"`{name}` must all have one float dtype, got {', '.join(str(a.dtype) for a in arrays)}.")
     heads = outs[0].shape[2]
-    if sinks is not None and (tuple(getattr(sinks, "shape", ())) != (heads,)):
+    floats = sinks is None or jnp.issubdtype(getattr(sinks, "dtype", int), jnp.floating)
+    if sinks is not None and (tuple(getattr(sinks, "shape", ())) != (heads,) or not floats):
         raise ValueError(f"`sinks` must be one float logit per query head, shape [{heads}], got {sinks!r}.")

@@ -18,5 +18,13 @@ def needs(room: str, module: str, extra: str) -> None:
         Traceback (most recent call last):
         ImportError: longspan.models needs no_such_module: pip install 'longspan[flax]'
     """
-    if find_spec(module) is None:
+    if not is_there(module):
         raise ImportError(f"{room} needs {module}: pip install 'longspan[{extra}]'", name=module)
+
+
+def is_there(module: str) -> bool:
+    """Whether a top-level module can be found."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a finder that refuses it, or a stand-in without a spec
+        return False

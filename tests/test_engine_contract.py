@@ -198,6 +198,32 @@ def test_what_is_no_engine_is_refused(unchecked):
         ls.attention(q, k, v, engine=FiveMethods(), soft_cap=2.0)
 
 
+@dataclass(frozen=True)
+class Wrong(FiveMethods):
+    """An engine that returns something else than it should."""
+
+    part: str
+
+    def run(self, request, layout):
+        out, lse = super().run(request, layout)
+        return (out[..., :-1] if self.part == "out" else out), lse
+
+    def backward(self, *arguments):
+        dq, dk, dv, dbias = super().backward(*arguments)
+        return dq, (dk[:, :-1] if self.part == "dk" else dk), dv, dbias
+
+
+def test_what_an_engine_returns_is_checked():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    with pytest.raises(ValueError, match=r"engine='five methods': run returned out \(2, 7, 6, 4\)"):
+        ls.attention(q, k, v, engine=Wrong("out"))
+    with pytest.raises(ValueError, match=r"backward returned dk of shape \(2, 22, 3, 5\), expected \(2, 23, 3, 5\)"):
+        jax.grad(lambda k: ls.attention(q, k, v, engine=Wrong("dk")).sum())(k)
+    bias = jnp.zeros((1, 1, 7, 23))
+    with pytest.raises(ValueError, match=r"backward returned dbias of shape None, expected \(1, 1, 7, 23\)"):
+        jax.grad(lambda bias: ls.attention(q, k, v, bias=bias, engine=Wrong("")).sum())(bias)
+
+
 @pytest.mark.parametrize("engine", sorted({*ENGINES} - {"reference"}))
 def test_second_derivatives_are_refused_by_name(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)

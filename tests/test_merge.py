@@ -104,6 +104,14 @@ def test_garbage_in_a_part_that_sees_nothing_changes_nothing():
     np.testing.assert_array_equal(np.asarray(level), lse)
 
 
+def test_nan_in_a_part_that_is_seen_shows():
+    q, k, v = make_qkv(Shape(1, 3, 8, 2, 1, 4), jnp.float32)
+    k = k.at[:, 2].set(jnp.nan)
+    parts = [ls.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 5), slice(5, 8))]
+    out, lse = ls.merge(*zip(*parts, strict=True))
+    assert np.isnan(np.asarray(out)).all() and np.isnan(np.asarray(lse)).all()
+
+
 def test_levels_far_apart_and_far_from_zero_do_not_overflow():
     out = np.ones((1, 1, 1, 2), np.float32)
     for low, high in ((-3e38, 3e38), (-1e9, -1e9 + 64), (1e4, 1.0)):

@@ -57,7 +57,7 @@ def test_what_a_mask_reads_is_true():
             places = rng.integers(0, 99, sizes[0]), rng.integers(0, 99, sizes[1])
             moved = mask.dense(*sizes, q_positions=places[0], kv_positions=places[1])
             np.testing.assert_array_equal(moved, mask.dense(*sizes))
-        if not mask.reads_q_position:
+        if not mask.reads_q_place:
             sizes = (mask._length("T") or 5, 5)
             moved = mask.dense(*sizes, q_positions=rng.integers(0, 99, sizes[0]))
             np.testing.assert_array_equal(moved, mask.dense(*sizes))
@@ -65,9 +65,9 @@ def test_what_a_mask_reads_is_true():
 
 def test_only_rules_that_look_at_the_query_read_its_position():
     for mask in (ls.Prefix(3), ls.Global((0,), rows=False), ls.KvLengths(3) & ls.Prefix(2), ~ls.Prefix(1), ls.Full()):
-        assert not mask.reads_q_position
+        assert not mask.reads_q_place
     for mask in (ls.Causal(), ls.Global((0,)), ls.Global((0,), columns=False), Near(3), ls.Prefix(3) | ls.Chunk(2)):
-        assert mask.reads_q_position
+        assert mask.reads_q_place
 
 
 def test_compositions_are_taken_apart_and_put_together():

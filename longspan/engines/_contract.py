@@ -95,7 +95,8 @@ class Engine(Protocol):
         """(out, lse): the output [B, T, N, H] in q's dtype, and lse [B, T, N] with the sinks included, float32 or 64.
 
         A query that sees no key gives zeros and the sink's logit (-inf without one). What no query may see, or a query
-        that sees nothing, may hold NaN and must change nothing else.
+        that sees nothing, may hold NaN and must change nothing else. Every axis has at least one element: calls without
+        queries, keys or heads are answered before. Positions are the layout's.
         """
         ...
 

@@ -40,7 +40,12 @@ def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(engine: Engine, floats: Floats, rest):
-    return engine.run(*_joined(floats, rest))
+    out, lse = engine.run(*_joined(floats, rest))
+    shape = floats.q.shape
+    if out.shape != shape or lse.shape != shape[:3]:
+        got = f"out {out.shape} and lse {lse.shape}"
+        raise ValueError(f"engine={engine.name!r}: run returned {got}, expected {shape} and {shape[:3]}.")
+    return out.astype(floats.q.dtype), lse
 
 
 def _attend_fwd(engine: Engine, floats: Floats, rest):
@@ -72,15 +77,27 @@ def _backward_once(engine: Engine, floats: Floats, rest, out, lse, low, cotangen
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse.astype(lse.dtype)
     delta = jnp.where(finite, delta, 0)
     request, layout = _joined(floats, rest)
-    dq, dk, dv, dbias = engine.backward(request, layout, lse, low, delta, dout.astype(floats.q.dtype))
+    gradients = engine.backward(request, layout, lse, low, delta, dout.astype(floats.q.dtype))
+    dq, dk, dv, dbias = (_like(engine, name, x, of) for name, x, of in zip("qkvb", gradients, floats[:4], strict=True))
     dsinks = None
     if floats.sinks is not None:
         sink = floats.sinks.astype(lse.dtype).reshape(1, 1, -1)
         weight = jnp.where(finite, jnp.exp(sink - jnp.where(finite, lse, 0) - low), 0)
         dsinks = -jnp.sum(weight * delta, axis=(0, 1)).astype(floats.sinks.dtype)
-    if floats.bias is not None:
-        dbias = dbias.astype(floats.bias.dtype)
     return Floats(dq, dk, dv, dbias, dsinks)
+
+
+def _like(engine: Engine, name: str, gradient, operand):
+    """A gradient in its operand's dtype; of another shape, or missing, it is the engine's mistake."""
+    if operand is None:
+        return None
+    if getattr(gradient, "shape", None) != operand.shape:
+        got = getattr(gradient, "shape", gradient)
+        raise ValueError(
+            f"engine={engine.name!r}: backward returned d{'bias' if name == 'b' else name} of shape {got}, expected "
+            f"{operand.shape}. It must return (dq, dk, dv, dbias), each like its operand."
+        )
+    return gradient.astype(operand.dtype)
 
 
 def _second_derivative(engine: Engine, *_):

@@ -30,8 +30,8 @@ class _Composition(Mask):
         return frozenset[str]().union(*(part.reads for part in self.parts()))
 
     @property
-    def reads_q_position(self):
-        return any(part.reads_q_position for part in self.parts())
+    def reads_q_place(self):
+        return any(part.reads_q_place for part in self.parts())
 
     def _cut(self, q, kv, q_len, kv_len):
         given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}
@@ -159,6 +159,8 @@ class Not(_Composition):
         return ~must_all, ~may_any
 
     def tells(self):
+        if type(self.mask).classify is Mask.classify:  # its spans say nothing of what it leaves out
+            return False, False
         empty, full = self.mask.tells()
         return full, empty
 
@@ -190,7 +192,7 @@ class PerHead(_Composition):
 
     def tells(self):
         empty, full = zip(*(m.tells() for m in self.masks), strict=True)
-        return all(empty), all(full)
+        return any(empty), any(full)
 
     def classify(self, q, kv):
         kinds = [self._select(q.side, lambda mask, i=i: mask.classify(q, kv)[i]) for i in (0, 1)]

@@ -32,7 +32,7 @@ BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
 
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
-    "reads", "reads_q_position", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut"
+    "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut"
 )  # fmt: skip
 
 
@@ -96,9 +96,12 @@ class Mask(Value):
         return everything(q.side.xp, q.side.length)
 
     @property
-    def reads_q_position(self) -> bool:
-        """Whether the position of the query matters. A rule by position may look at the keys' alone, as `Prefix`."""
-        return POSITION in self.reads
+    def reads_q_place(self) -> bool:
+        """Whether it matters where a query stands: its position, or the index of its slot.
+
+        A rule may look at the keys' alone, as `Prefix`, or at arrays along the queries, which are cut with them.
+        """
+        return bool(self.reads)
 
     def band(self) -> tuple[Any, Any] | None:
         """(low, high) if the rule is just low <= k - q <= high, so that `&` can merge such rules into one."""

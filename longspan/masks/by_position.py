@@ -32,6 +32,9 @@ class Full(Mask):
     def allowed(self, q, kv):
         return (q.index >= 0) | (kv.index >= 0)
 
+    def tells(self):
+        return False, True
+
     def classify(self, q, kv):
         yes = q.side.xp.full((1, 1, 1, 1), True)
         return yes, yes
@@ -50,6 +53,9 @@ class Empty(Mask):
 
     def allowed(self, q, kv):
         return (q.index < 0) & (kv.index < 0)
+
+    def tells(self):
+        return True, False
 
     def classify(self, q, kv):
         no = q.side.xp.full((1, 1, 1, 1), False)
@@ -320,7 +326,7 @@ class Prefix(Mask):
         check_at_least(self, "length", 0)
 
     @property
-    def reads_q_position(self):
+    def reads_q_place(self):
         return False
 
     def allowed(self, q, kv):

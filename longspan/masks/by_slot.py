@@ -22,8 +22,18 @@ from longspan.masks.spans import Spans, whole_or_nothing
 FOREVER = np.iinfo(np.int32).max
 
 
+class BySlot(Mask):
+    """What rules with arrays along the slots share: those are cut with the queries, and so say who the queries are."""
+
+    reads = BY_SLOT
+
+    @property
+    def reads_q_place(self):
+        return False
+
+
 @rule
-class KvLengths(Mask):
+class KvLengths(BySlot):
     """Allows kv slot < lengths[b]: the rest of each row of keys is padding.
 
     Args:
@@ -34,8 +44,6 @@ class KvLengths(Mask):
         ##..
         ##..
     """
-
-    reads = BY_SLOT
 
     lengths: Number
 
@@ -68,7 +76,7 @@ class KvLengths(Mask):
 
 
 @rule
-class KvFlags(Mask):
+class KvFlags(BySlot):
     """Allows the keys that are flagged, for every query: `KvLengths` after a cut, when they need not come first.
 
     Args:
@@ -79,8 +87,6 @@ class KvFlags(Mask):
         #.#
         #.#
     """
-
-    reads = BY_SLOT
 
     flags: Array
 
@@ -114,10 +120,8 @@ class KvFlags(Mask):
         return [short(self.flags)]
 
 
-class EqualIds(Mask):
+class EqualIds(BySlot):
     """The part that `Segments`, `TokenTypes` and `FirstOfSegment` share: ids are equal, and both are valid."""
-
-    reads = BY_SLOT
 
     def _ids(self) -> tuple[Any, Any]:
         raise NotImplementedError
@@ -283,7 +287,7 @@ class Global(Mask):
         return by_position if self.q_flags is None and self.kv_flags is None else by_position | BY_SLOT
 
     @property
-    def reads_q_position(self):
+    def reads_q_place(self):
         return self.rows and bool(self.indices)
 
     def allowed(self, q, kv):

@@ -65,8 +65,8 @@ class View(Mask):
         return self.mask.reads
 
     @property
-    def reads_q_position(self):
-        return self.mask.reads_q_position
+    def reads_q_place(self):
+        return self.mask.reads_q_place
 
     def band(self):
         return self.mask.band()

@@ -7,19 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Array, Namespace
-from longspan.masks.base import BY_SLOT, Extent, Mask, rule
+from longspan.masks.base import Extent, rule
 from longspan.masks.by_position import Full
+from longspan.masks.by_slot import FOREVER, BySlot
 from longspan.masks.checks import check_array, check_at_least
 from longspan.masks.cut import gather
 from longspan.masks.pytree import short
 from longspan.masks.sides import KEYS, QUERIES
 from longspan.masks.spans import MOST_INTERVALS, Spans
 
-FOREVER = np.iinfo(np.int32).max
-
 
 @rule
-class Blocks(Mask):
+class Blocks(BySlot):
     """Allows the block pairs listed in a table; a block listed twice counts once, a negative entry is none.
 
     Args:
@@ -35,7 +34,6 @@ class Blocks(Mask):
     """
 
     static = ("table",)
-    reads = BY_SLOT
 
     table: Array
     block_size: int
@@ -94,7 +92,7 @@ class Blocks(Mask):
 
 
 @rule
-class Dense(Mask):
+class Dense(BySlot):
     """Allows what a bool array says; T×S memory, so the last resort.
 
     Args:
@@ -105,8 +103,6 @@ class Dense(Mask):
         #.
         .#
     """
-
-    reads = BY_SLOT
 
     array: Array
 

@@ -114,6 +114,7 @@ def attention_fn(
     ):
         """Flax's arguments, answered by Longspan."""
         _check_flax(given, query, key, precision, module)
+        _check_place(given, query, key, is_causal)
         query, key, value = promote_dtype(query, key, value, dtype=dtype)
         batch = query.shape[:-3]
         drop = 0.0 if deterministic else float(dropout_rate)
@@ -138,11 +139,17 @@ def _check_flax(mask, query, key, precision, module) -> None:
         )
     if precision is not None:
         raise NotImplementedError(f"precision={precision!r}: Longspan's engines choose it themselves. Leave it None.")
-    # A MaskInfo knows its positions.
-    if query.shape[-3] == 1 < key.shape[-3] and isinstance(mask, Mask) and mask.reads_q_position:
+
+
+def _check_place(mask, query, key, is_causal: bool) -> None:
+    """A cache of keys and one query: who says where the query stands?"""
+    known = isinstance(mask, MaskInfo) and mask.q_positions is not None
+    rule = mask.mask if isinstance(mask, MaskInfo) else mask
+    if query.shape[-3] == 1 < key.shape[-3] and not known and (is_causal or (rule is not None and rule.reads_q_place)):
         raise NotImplementedError(
-            f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where {mask!r} would take the query "
-            "for position 0. Use `attention` with `q_positions` for decoding."
+            f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where "
+            f"{'is_causal' if is_causal else repr(mask)} would take the query for position 0. Use `attention` with "
+            "`q_positions` for decoding."
         )
 
 

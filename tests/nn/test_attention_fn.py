@@ -8,9 +8,10 @@ import pytest
 from flax import nnx
 
 import longspan as ls
+from longspan.masks import rule
 from longspan.nn import linen
 from longspan.nn import nnx as in_nnx
-from tests.users_masks import Near, NearSlots
+from tests.users_masks import Near
 
 B, T, D, N = 2, 9, 12, 3
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
@@ -168,10 +169,37 @@ def test_flax_s_decoding_is_refused_for_every_rule_that_may_read_the_query_s_pos
 
 @pytest.mark.parametrize(
     "mask",
-    [ls.Prefix(3), ls.Global((0,), rows=False), ls.KvLengths(4) & ls.Prefix(6), NearSlots(0), ls.Full()],
+    [ls.Prefix(3), ls.Global((0,), rows=False), ls.KvLengths(4) & ls.Prefix(6), ls.Full()],
     ids=repr,
 )
 def test_flax_s_decoding_works_where_the_query_s_position_does_not_matter(mask):
     one, many = X[:, :1].reshape(B, 1, N, 4), X.reshape(B, T, N, 4)
     wanted = ls.attention(one, many, many, mask=mask.dense(1, T), engine="reference")
     np.testing.assert_allclose(linen.attention_fn(mask)(one, many, many), wanted, rtol=1e-5, atol=1e-6)
+
+
+@rule
+class BySlot(ls.Mask):
+    """A user's causal rule that compares slots, and says so."""
+
+    reads = frozenset({"slot"})
+
+    def allowed(self, q, kv):
+        return kv.index <= q.index
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_causal"),
+    [(BySlot(), False), (None, True), (ls.MaskInfo.from_mask(ls.Causal(), 1, 1, 8), False)],
+    ids=["a rule by slot", "is_causal", "a MaskInfo without positions"],
+)
+def test_one_query_of_a_cache_is_never_taken_for_the_first(mask, is_causal):
+    q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 8, 2, 4))
+    with pytest.raises(NotImplementedError, match=r"look like Flax's `decode=True`.*`q_positions`"):
+        linen.attention_fn(mask)(q, k, k, is_causal=is_causal)
+
+
+def test_a_mask_info_with_positions_says_where_its_query_stands():
+    q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 8, 2, 4))
+    info = ls.MaskInfo.from_mask(ls.Causal(), 1, 1, 8, q_positions=np.array([[5]]))
+    assert linen.attention_fn(info)(q, k, k).shape == q.shape
