@@ -111,6 +111,14 @@ def test_ids_beyond_32_bits_never_become_one_document():
             jax.jit(lambda ids, make=make: make(ids.astype("int32")))(WIDE)
 
 
+def test_offsets_and_numbers_of_a_maskinfo_saturate_instead_of_wrapping():
+    info = ls.MaskInfo.from_segments(np.zeros((1, 7), int)).apply_causal()
+    far = info.apply_sliding_window(np.array(2**32 + 1))
+    np.testing.assert_array_equal(far.mask.dense(7, 7), info.mask.dense(7, 7))
+    with pytest.raises(ValueError, match="last offset"):
+        ls.MaskInfo.from_offsets(np.array([0, 2**32 + 7]), max_q_len=7)
+
+
 def test_the_shape_of_ids_stands_for_the_int32_that_they_become():
     mask = ls.Segments(jax.ShapeDtypeStruct((2, 7), np.int64))
     assert mask.q_ids.dtype == np.int32

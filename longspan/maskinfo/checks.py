@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from longspan._checks import ids_as_int32
+from longspan._checks import ids_as_int32, to_int32
 
 
 def is_traced(value: Any) -> bool:
@@ -27,20 +27,30 @@ def check_rank(name: str, array: Any, ranks: tuple[int, ...], axes: str) -> None
 
 def check_ints(name: str, array: Any, rank: int, axes: str) -> jax.Array:
     """An int array of a rank, as int32."""
+    array = _ints(name, array, rank, axes)
+    return jnp.asarray(to_int32(array, jnp if isinstance(array, jax.Array) else np))
+
+
+def check_names(name: str, array: Any) -> jax.Array:
+    """Ids or types [B, L], as int32 that tells them apart as they were."""
+    return jnp.asarray(ids_as_int32(name, _ints(name, array, 2, "(B, L)")))
+
+
+def _ints(name: str, array: Any, rank: int, axes: str) -> Any:
     if isinstance(array, list | tuple):
         array = np.asarray(array)
     if not hasattr(array, "dtype") or not np.issubdtype(array.dtype, np.integer):
         got = f"dtype {array.dtype}" if hasattr(array, "dtype") else type(array).__name__
         raise TypeError(f"{name} must be an int array {axes}, got {got}. Cast it with `.astype('int32')`.")
     check_rank(name, array, (rank,), axes)
-    return jnp.asarray(ids_as_int32(name, array))
+    return array
 
 
 def check_ids(
     q_ids: Any, kv_ids: Any, *, names: tuple[str, str] = ("q_segment_ids", "kv_segment_ids")
 ) -> tuple[jax.Array, jax.Array]:
     """Ids [B, T] and [B, S]; one row serves all rows of the other side."""
-    q_ids, kv_ids = (check_ints(n, a, 2, "(B, L)") for n, a in zip(names, (q_ids, kv_ids), strict=True))
+    q_ids, kv_ids = (check_names(n, a) for n, a in zip(names, (q_ids, kv_ids), strict=True))
     rows = {q_ids.shape[0], kv_ids.shape[0]}
     if len(rows - {1}) > 1:
         raise ValueError(

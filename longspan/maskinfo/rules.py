@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from longspan._checks import check_choice, check_lengths, to_int32
+from longspan._checks import check_choice, check_lengths
 from longspan._types import Array as AnyArray
 from longspan._types import no_type_check
 from longspan.maskinfo.bound import Bound
-from longspan.maskinfo.checks import check_ints, check_size, is_traced
+from longspan.maskinfo.checks import check_names, check_size, is_traced
 from longspan.maskinfo.ids import PADDING, name_chunks, name_types
 from longspan.masks import Band, Causal, Chunk, Full, Mask, TokenTypes, Window
+from longspan.masks.checks import clipped_to_int32
 
 MODES = (None, "default", "decode", "prefill")
 COMBINE = ("union", "intersect", "replace")
@@ -258,7 +259,7 @@ def _check_number(name: str, value: Any, batch: int, least: int | None = None) -
         )
     if least is not None and not is_traced(value) and np.any(np.asarray(value) < least):
         raise ValueError(f"{name} must be >= {least}, got {np.asarray(value).tolist()}.")
-    return jnp.asarray(to_int32(value, jnp if isinstance(value, jax.Array) else np))
+    return jnp.asarray(clipped_to_int32(value))
 
 
 def _check_window(window: Any, batch: int) -> tuple[Any, Any]:
@@ -303,7 +304,7 @@ def _check_types(token_type_ids: Any, batch: int, q_len: int, kv_len: int) -> tu
         raise ValueError(f"token_type_ids must be one array or (q_types, kv_types), got {len(pair)} of them.")
     types = []
     for name, array, length in zip(("q_types", "kv_types"), pair, (q_len, kv_len), strict=True):
-        array = check_ints(name, array, 2, "(B, L)")
+        array = check_names(name, array)
         if array.shape[0] not in (1, batch) or array.shape[1] != length:
             raise ValueError(
                 f"{name} must have shape ({batch}, {length}), got {tuple(array.shape)}. If queries and keys differ in "

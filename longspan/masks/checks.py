@@ -24,7 +24,7 @@ def check_number(mask: Any, name: str) -> None:
                 f"{label} must be an int, or an int array of shape () or [B], got shape {tuple(value.shape)}. "
                 "Give one number for all rows, or one per batch row."
             )
-        object.__setattr__(mask, name, _clipped_to_int32(value))
+        object.__setattr__(mask, name, clipped_to_int32(value))
         return
     try:
         if isinstance(value, bool | np.bool_):
@@ -168,7 +168,7 @@ def _least(value: Any) -> int | None:
     return int(np.asarray(value).min()) if is_known(value) and value.size else None
 
 
-def _clipped_to_int32(value: Any) -> Any:
+def clipped_to_int32(value: Any) -> Any:
     """Numbers as engines count, where all that is further than any position is as good as FAR."""
     if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
         return value
