@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from longspan.hf.config import to_json
-from longspan.hf.load import INDEX, WEIGHTS
 from longspan.hf.names import parameters, prefix, task_of
+from longspan.hf.tensors import INDEX, WEIGHTS
 from longspan.models import Encoder, Model, QuestionAnswering
 
 
