@@ -75,8 +75,9 @@ class Tensors:
     def dtype_of(self, name: str):
         """The dtype of one of the body's tensors; float32 if there is none, or none that a parameter may have."""
         found = self.find_in_body(name)
-        known = found is not None and self.kind(found) in KINDS
-        return jax.dtypes.canonicalize_dtype(self.read(found).dtype if known else jnp.float32)
+        if found is None or self.kind(found) not in KINDS:
+            return jnp.dtype(jnp.float32)
+        return jax.dtypes.canonicalize_dtype(self.read(found).dtype)
 
     def _slice(self, name: str) -> Any:
         return self.where[name].get_slice(self.old_names[name])
