@@ -35,7 +35,8 @@ def load(
     """The BERT, RoBERTa, Longformer or BigBird in a directory that Hugging Face's `save_pretrained` or `save` wrote.
 
     What the file holds besides (tables of positions, another task's head, an unused pooler) is ignored, and the logger
-    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all.
+    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all. The
+    model remembers the directory (`model.source`), where `save` finds its tokenizer.
 
     Args:
         directory: with a `config.json`, and a `model.safetensors` or its shards and their index.
@@ -78,6 +79,7 @@ def load(
         if rngs is not None:
             model = chosen.model(config, **options, rngs=rngs)
         _fill(model, tensors, sources, dtype)
+    model.set_attributes(source=str(where.resolve()))
     return model
 
 

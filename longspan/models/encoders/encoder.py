@@ -29,6 +29,10 @@ class Encoder(nnx.Module):
         param_dtype: what parameters are kept in.
         rngs: for the initial values; dropout takes its randomness from the call.
 
+    Attributes:
+        deterministic: whether calls that do not say so leave dropout out; `train()` and `eval()` switch it.
+        source: the directory that `hf.load` read it from, where `hf.save` finds its tokenizer; None if it was made.
+
     Example:
         >>> from flax import nnx
         >>> from longspan import models
@@ -47,6 +51,7 @@ class Encoder(nnx.Module):
         check_rngs(rngs)
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.deterministic = True
+        self.source: str | None = None
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embeddings = config.family.embeddings(config, **kinds)
         self.layers = _stack(config, dtype, param_dtype, rngs)

@@ -19,7 +19,7 @@ from longspan.models.output import Output
 
 
 class Model(nnx.Module):
-    """An encoder in `encoder`, and a head after it. Calls take the arguments of `Encoder`.
+    """An encoder in `encoder`, and a head after it. Calls take the arguments of `Encoder`, and it has its attributes.
 
     Example:
         >>> from longspan import models
@@ -35,6 +35,7 @@ class Model(nnx.Module):
     def __init__(self, config: EncoderConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.deterministic = True
+        self.source: str | None = None
         self.encoder = Encoder(config, pooler=pooler, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
