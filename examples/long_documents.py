@@ -79,9 +79,8 @@ def train_step(model, optimizer, ids, labels, global_mask, *, remat: bool):
     return value
 
 
-@nnx.jit
-def count_right(model, ids, labels, global_mask):
-    logits = model(ids, global_attention_mask=global_mask).logits
+def count_right(run, ids, labels, global_mask):
+    logits = run(ids, global_attention_mask=global_mask).logits
     return jnp.sum(jnp.argmax(logits, axis=-1) == labels)
 
 
@@ -111,7 +110,8 @@ def train(
         if step % 20 == 0 or step == steps - 1:
             report(f"  step {step:4d}  loss {loss:.3f}")
     tests = (documents(jax.random.fold_in(test_key, i)) for i in range(20))
-    right = sum(int(count_right(model, ids, labels, global_mask)) for ids, labels in tests)
+    run = models.compiled(model)
+    right = sum(int(count_right(run, ids, labels, global_mask)) for ids, labels in tests)
     if save is not None and with_global_token:
         hf.save(model, save)
         report(f"  saved in {save}, for `hf.load` or Hugging Face's `from_pretrained`")

@@ -11,25 +11,45 @@ from longspan.models.families import FAMILIES
 
 def read_config(directory: Path, **changes) -> tuple[Any, list[str]]:
     """The config in a directory, and the names of the model classes it was saved from."""
-    raw = json.loads((directory / "config.json").read_text("utf-8"))
-    return from_json(raw, where=f"{directory / 'config.json'}", **changes), list(raw.get("architectures") or [])
+    path = directory / "config.json"
+    raw = read_object(path)
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{path} has architectures={architectures!r}, which must be a list of names.")
+    return from_json(raw, where=str(path), **changes), architectures
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+        raise ValueError(f"{path} is not JSON ({error}). Download or save it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, {{...}}, but holds a {type(content).__name__}.")
+    return content
 
 
 def from_json(raw: Mapping[str, Any], *, where: str = "config.json", **changes) -> Any:
     """The config that the content of a `config.json` describes, with the changes that mean something to its family."""
     known = {family.model_type: family for family in FAMILIES}
     name = raw.get("model_type")
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"{where} has model_type={name!r}. Longspan knows {', '.join(map(repr, sorted(known)))}.")
     family = known[name]
     content = {**family.defaults, **raw}
     fields = _shared_fields(family.config)
-    values = {name: content[name] for name in fields if content.get(name) is not None} | family.read(content, where)
-    values["num_labels"] = len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels") or 2
+    values = {field: content[field] for field in fields if content.get(field) is not None}
+    values |= family.read(content, where)
+    values["num_labels"] = _number_of_labels(raw, where)
     read = fields | {"model_type", "architectures", "num_labels", *family.spelled_otherwise}
     values["extra"] = json.dumps({k: v for k, v in raw.items() if k not in read})
-    ours = {f.name for f in dataclasses.fields(family.config)}
-    return family.config(**values | {k: v for k, v in changes.items() if k in ours})
+    try:
+        config = family.config(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} makes no {name} model: {error}") from error
+    ours = {f.name for f in dataclasses.fields(config)}
+    return dataclasses.replace(config, **{k: v for k, v in changes.items() if k in ours})
 
 
 def to_json(config: Any, architecture: str) -> dict[str, Any]:
@@ -47,3 +67,10 @@ def to_json(config: Any, architecture: str) -> dict[str, Any]:
 def _shared_fields(config: type[Any]) -> set[str]:
     """The fields that a `config.json` has under the same names."""
     return {f.name for f in dataclasses.fields(config) if f.metadata.get("in_json", True)}
+
+
+def _number_of_labels(raw: Mapping[str, Any], where: str) -> Any:
+    labels = raw.get("id2label")
+    if labels is not None and not isinstance(labels, dict):
+        raise ValueError(f"{where} has id2label={labels!r}, which must be an object from numbers to labels.")
+    return len(labels) if labels else raw.get("num_labels") or 2

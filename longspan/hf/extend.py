@@ -55,6 +55,7 @@ def extend(
         # Copies: training one of the two models must not reach into the other.
         variable.set_value(jnp.array(values[tuple(path)]))
     nnx.update(long, state)
+    long.set_attributes(source=model.source)
     return long
 
 

@@ -1,30 +1,26 @@
 """`load`: a checkpoint directory becomes a model, or one error that says everything that is wrong with it."""
 
-import json
 import logging
 import os
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from longspan._checks import check_choice
+from longspan._checks import FLOATS, check_choice
 from longspan.hf.config import read_config
-from longspan.hf.names import HEADS, Parameter, body_name, head_prefixes, parameters, task_of
+from longspan.hf.names import HEADS, body_name, head_prefixes, parameters, task_of
+from longspan.hf.tensors import KINDS, Tensors
 from longspan.models import Encoder, Model
 from longspan.models._family import Family, Task
 from longspan.models.encoders.bigbird import RANDOM_BLOCKS
-from longspan.models.families import FAMILIES
 
 logger = logging.getLogger("longspan.hf")
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(
@@ -39,7 +35,8 @@ def load(
     """The BERT, RoBERTa, Longformer or BigBird in a directory that Hugging Face's `save_pretrained` or `save` wrote.
 
     What the file holds besides (tables of positions, another task's head, an unused pooler) is ignored, and the logger
-    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all.
+    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all. The
+    model remembers the directory (`model.source`), where `save` finds its tokenizer.
 
     Args:
         directory: with a `config.json`, and a `model.safetensors` or its shards and their index.
@@ -63,37 +60,66 @@ def load(
         (1, 6)
     """
     check_choice("random_blocks", random_blocks, RANDOM_BLOCKS)
+    if dtype is not None:
+        check_choice("dtype", jnp.dtype(dtype).name, FLOATS)
     where = _directory(Path(directory))
     labels = {} if num_labels is None else dict(num_labels=num_labels)
     config, architectures = read_config(where, random_blocks=random_blocks, **labels)
     family = config.family
     chosen = _task(family, task, architectures)
     with ExitStack() as stack:
-        tensors = _Tensors.open(where, stack)
+        tensors = Tensors.open(where, stack)
+        _check_depth(config, tensors, where)
         config = _untie_if_different(config, chosen, tensors)
         dtype = tensors.dtype_of(family.word_embeddings) if dtype is None else jnp.dtype(dtype)
-        model = _fitting_model(chosen, config, dtype, tensors, rngs)
-        _fill(model, tensors, where, dtype, new_head=rngs is not None)
+        options = dict(_pooler(chosen, config, tensors), dtype=dtype, param_dtype=dtype)
+        # Without values until it is known to fit, and to the end if the file has all of them.
+        model = nnx.eval_shape(lambda: chosen.model(config, **options, rngs=nnx.Rngs(0)))
+        sources = _sources(model, tensors, where, new_head=rngs is not None)
+        if rngs is not None:
+            model = chosen.model(config, **options, rngs=rngs)
+        _fill(model, tensors, sources, dtype)
+    model.set_attributes(source=str(where.resolve()))
     return model
 
 
-def _fill(model: Any, tensors: "_Tensors", where: Path, dtype, *, new_head: bool) -> None:
+def _check_depth(config: Any, tensors: Tensors, where: Path) -> None:
+    """Refuses more layers than there are tensors before anything is made for each of them."""
+    if config.num_hidden_layers > len(tensors.where):
+        raise ValueError(
+            f"{where / 'config.json'} has num_hidden_layers={config.num_hidden_layers}, but there are only "
+            f"{len(tensors.where)} tensors in {where}. Load the directory that belongs to this config.json."
+        )
+
+
+_Sources: TypeAlias = dict[tuple, list[tuple[str, bool]]]  # path -> the names of all layers, and whether transposed
+
+
+def _sources(model: Any, tensors: Tensors, where: Path, *, new_head: bool) -> _Sources:
+    """Where each parameter comes from, after a report of all that does not fit."""
     report, wanted, task = _Report(where), list(parameters(model)), task_of(model)
     headless = all(tensors.find(p, task) is None for p in wanted if p.in_head)
-    sources: dict[tuple, list[tuple[str, bool]]] = {}
+    sources: _Sources = {}
     for p in wanted:
         name = tensors.find(p, task)
         if name is not None:
             sources.setdefault(p.path, []).append((name, p.transposed))
             if tensors.shape(name) != p.shape:
                 report.misshapen.append(f"{name} is {list(tensors.shape(name))}, by the config {list(p.shape)}")
+            if tensors.kind(name) not in KINDS:
+                report.no_floats.append(f"{name} is {tensors.kind(name)}, not one of {', '.join(KINDS)}")
         elif (p.in_head or p.name.startswith("pooler.")) and headless and new_head:
             report.ignored["no such head in the file, so it is new"].append(p.name)
         else:
             report.missing.append(f"{p.name} {list(p.shape)}")
     read = {name for source in sources.values() for name, _ in source}
+    report.ignored["in a shard, but not listed there by the index"] = tensors.unlisted
     report.sort_out_unread(set(tensors.where) - read, model, () if headless else head_prefixes(model))
     report.raise_or_log()
+    return sources
+
+
+def _fill(model: Any, tensors: Tensors, sources: _Sources, dtype) -> None:
     state = nnx.state(model, nnx.Param)
     for path, variable in nnx.to_flat_state(state):
         if path in sources:
@@ -101,7 +127,7 @@ def _fill(model: Any, tensors: "_Tensors", where: Path, dtype, *, new_head: bool
     nnx.update(model, state)
 
 
-def _stacked(tensors: "_Tensors", source: list[tuple[str, bool]], ndim: int, dtype) -> jax.Array:
+def _stacked(tensors: Tensors, source: list[tuple[str, bool]], ndim: int, dtype) -> jax.Array:
     """One tensor, or those of all layers along a new first axis."""
     arrays = [array.T if transposed else array for name, transposed in source for array in [tensors.read(name)]]
     # Always a copy: what safetensors gives may be the file itself, mapped, which is closed when `load` returns.
@@ -116,6 +142,7 @@ class _Report:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+    no_floats: list[str] = field(default_factory=list)
     ignored: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in _IGNORED})
 
     def sort_out_unread(self, names: set[str], model: Any, own: tuple[str, ...]) -> None:
@@ -141,6 +168,7 @@ class _Report:
                 ("Missing", self.missing),
                 ("Unexpected", self.unexpected),
                 ("Wrong shape", self.misshapen),
+                ("Wrong dtype", self.no_floats),
             )
             if lines
         ]
@@ -160,77 +188,22 @@ _IGNORED = {
     "tied to the word embeddings": logging.INFO,
     "a pooler that this model does not use": logging.INFO,
     "another task's head": logging.WARNING,
+    "in a shard, but not listed there by the index": logging.WARNING,
     "no such head in the file, so it is new": logging.WARNING,
 }
 
 
-@dataclass
-class _Tensors:
-    """The tensors of all safetensors files of a checkpoint, read one at a time."""
-
-    where: dict[str, Any]  # name -> the open file that holds it
-    old_names: dict[str, str]  # name -> the name in the file
-
-    @classmethod
-    def open(cls, directory: Path, stack: ExitStack) -> "_Tensors":
-        from safetensors import SafetensorError, safe_open
-
-        where, old = {}, {}
-        for path in _weight_files(directory):
-            try:
-                file = stack.enter_context(safe_open(path, framework="np"))
-            except SafetensorError as error:
-                raise ValueError(
-                    f"{path} is not a whole safetensors file ({error}). Download or save it again."
-                ) from error
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                # TensorFlow's names for the parameters of a layer norm, which the oldest checkpoints have.
-                new = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", name)
-                new = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", new)
-                where[new], old[new] = file, name
-        return cls(where, old)
-
-    def find(self, p: Parameter, task: Task) -> str | None:
-        """A parameter's name in the file."""
-        if not p.in_head:
-            return self.find_in_body(p.name)
-        # What is added to the logits is the decoder's bias; the other one is its twin, or not used at all.
-        twins = task.twin_biases
-        names = reversed(twins) if twins and p.name in twins else [p.name]
-        return next((n for n in names if n in self.where), None)
-
-    def find_in_body(self, name: str) -> str | None:
-        """The name in the file of one of the body's tensors, which may have a prefix, or none."""
-        prefixes = sorted({family.prefix for family in FAMILIES})
-        return next((n for n in [*(p + name for p in prefixes), name] if n in self.where), None)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.where[name].get_slice(self.old_names[name]).get_shape())
-
-    def read(self, name: str) -> np.ndarray:
-        return self.where[name].get_tensor(self.old_names[name])
-
-    def dtype_of(self, name: str):
-        found = self.find_in_body(name)
-        return jax.dtypes.canonicalize_dtype(jnp.float32 if found is None else self.read(found).dtype)
+def _pooler(task: Task, config: Any, tensors: Tensors) -> dict[str, Any]:
+    """A pooler if the file has one that Hugging Face's model of this kind keeps."""
+    if not task.optional_pooler:
+        return {}
+    has_one = tensors.find_in_body(body_name("pooler.kernel", config.family)) is not None
+    if not has_one:
+        logger.info("no pooler in the file: pooler_output will be None")
+    return dict(pooler=has_one)
 
 
-def _fitting_model(task: Task, config: Any, dtype, tensors: _Tensors, rngs: nnx.Rngs | None) -> Any:
-    """A model without values, with a pooler if the file has one that Hugging Face's model of this kind keeps."""
-    options = {}
-    if task.optional_pooler:
-        options["pooler"] = tensors.find_in_body(body_name("pooler.kernel", config.family)) is not None
-        if not options["pooler"]:
-            logger.info("no pooler in the file: pooler_output will be None")
-    make = lambda: task.model(  # noqa: E731
-        config, **options, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0) if rngs is None else rngs
-    )
-    if rngs is not None:
-        return make()
-    return nnx.eval_shape(make)
-
-
-def _untie_if_different(config: Any, task: Task, tensors: _Tensors) -> Any:
+def _untie_if_different(config: Any, task: Task, tensors: Tensors) -> Any:
     """If a file has decoder weights of their own, they count, whatever the config says: as in Hugging Face."""
     word = tensors.find_in_body(config.family.word_embeddings)
     if not config.tie_word_embeddings or task.tied is None or task.tied not in tensors.where or word is None:
@@ -257,38 +230,6 @@ def _directory(path: Path) -> Path:
             "with `hf download <name> --local-dir <directory>`."
         )
     if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{path} has no config.json. It has: {', '.join(_listing(path)) or 'nothing'}.")
+        listing = ", ".join(sorted(p.name for p in path.iterdir()))
+        raise FileNotFoundError(f"{path} has no config.json. It has: {listing or 'nothing'}.")
     return path
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    if (directory / INDEX).is_file():
-        names = sorted(set(json.loads((directory / INDEX).read_text("utf-8"))["weight_map"].values()))
-        absent = [name for name in names if not (directory / name).is_file()]
-        if absent:
-            raise FileNotFoundError(f"{directory / INDEX} lists files that are not there: {', '.join(absent)}.")
-        return [directory / name for name in names]
-    pickles = [name for name in _listing(directory) if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
-    if pickles:
-        raise ValueError(
-            f"{directory} has {', '.join(pickles)}, a pickle, which can run any program when it is read, so Longspan "
-            f"does not read it. Where torch is installed, convert it once:\n{_CONVERT}"
-        )
-    raise FileNotFoundError(
-        f"{directory} has neither {WEIGHTS} nor {INDEX}. It has: {', '.join(_listing(directory)) or 'nothing'}."
-    )
-
-
-_CONVERT = """\
-import torch
-from safetensors.torch import save_file
-
-tensors = torch.load("pytorch_model.bin", map_location="cpu", weights_only=True)
-tensors = {name: t.clone().contiguous() for name, t in tensors.items()}
-save_file(tensors, "model.safetensors", metadata={"format": "pt"})"""
-
-
-def _listing(directory: Path) -> list[str]:
-    return sorted(p.name for p in directory.iterdir())

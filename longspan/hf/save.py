@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,36 @@ import jax
 import numpy as np
 from flax import nnx
 
+from longspan.hf.beside import files_beside
 from longspan.hf.config import to_json
-from longspan.hf.load import INDEX, WEIGHTS
 from longspan.hf.names import parameters, prefix, task_of
+from longspan.hf.replace import replace_all
+from longspan.hf.tensors import INDEX, WEIGHTS
 from longspan.models import Encoder, Model, QuestionAnswering
 
 
-def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
-    """Writes `config.json` and `model.safetensors`, which `transformers` loads with `from_pretrained(directory)`.
+def save(
+    model: Encoder | Model,
+    directory: str | os.PathLike,
+    *,
+    tokenizer: str | os.PathLike | None = None,
+    id2label: Mapping[int, str] | Sequence[str] | None = None,
+) -> None:
+    """Writes what `transformers` loads with `from_pretrained(directory)`: weights, config, and the tokenizer's files.
 
-    Both files are complete before either takes its name, and both old ones come back if that fails half-way, so a save
-    that is interrupted leaves the last good one; an unchanged config is left alone. (A process that is killed outright
-    between the two renames leaves new weights beside the old config; old ones are then in a `.saving-` folder there.)
-    Other files in the directory, such as a tokenizer's, stay.
+    A tokenizer that is there already stays, as all other files do; where there is none, the one of the directory that
+    the model was loaded from (`model.source`) is copied, and its generation config; without any, a warning says so.
+
+    All files are complete before one takes its name, and all old ones come back if that fails half-way, so a save that
+    is interrupted leaves the last good one, also in the directory that the model was loaded from. (A process that is
+    killed outright between two renames leaves new files beside old ones; the old ones of the new are then in a
+    `.saving-` folder there, until the next save that succeeds.)
 
     Args:
         model: an `Encoder` or a model with a head.
         directory: is made if it is not there.
+        tokenizer: a directory whose tokenizer to copy, in place of one that is there.
+        id2label: the labels' names, in order or by number; by default those of the config that was loaded.
 
     Example:
         >>> import os, tempfile
@@ -49,15 +61,18 @@ def save(model: Encoder | Model, directory: str | os.PathLike) -> None:
     raw = to_json(config, config.family.name + task.model.suffixes[0])
     raw.pop("torch_dtype", None)
     raw["dtype"] = next(iter(tensors.values())).dtype.name
+    if id2label is not None:
+        raw |= _labels(id2label, config.num_labels)
     where = Path(directory)
-    where.mkdir(parents=True, exist_ok=True)
     files = {
         WEIGHTS: to_bytes(tensors, metadata={"format": "pt"}),
         "config.json": (json.dumps(raw, indent=2, sort_keys=True) + "\n").encode(),
+        # An older, sharded save: whoever prefers the index would still read that one.
+        INDEX: None,
+        **files_beside(model, where, tokenizer),
     }
-    _replace_all(where, files)
-    # An older, sharded save: whoever prefers the index would still read that one.
-    (where / INDEX).unlink(missing_ok=True)
+    where.mkdir(parents=True, exist_ok=True)
+    replace_all(where, files)
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
@@ -75,41 +90,13 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _replace_all(where: Path, files: dict[str, bytes]) -> None:
-    """All files take their names, or none does."""
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=where) as scratch:
-        new, old = Path(scratch) / "new", Path(scratch) / "old"
-        new.mkdir()
-        old.mkdir()
-        for name, content in files.items():
-            with open(new / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        changed = [n for n in files if not _same_bytes(where / n, files[n])]
-        for name in changed:
-            _keep(where / name, old / name)
-        try:
-            for name in changed:
-                os.replace(new / name, where / name)
-        except BaseException:
-            for name in changed:
-                if (old / name).exists():
-                    os.replace(old / name, where / name)
-                else:
-                    (where / name).unlink(missing_ok=True)
-            raise
-
-
-def _same_bytes(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
-
-
-def _keep(path: Path, copy: Path) -> None:
-    """A second name for a file, or a copy where file systems have no second names."""
-    if not path.exists():
-        return
-    try:
-        os.link(path, copy)
-    except OSError:
-        shutil.copyfile(path, copy)
+def _labels(id2label: Mapping[int, str] | Sequence[str], count: int) -> dict[str, Any]:
+    """`id2label` and `label2id`, as a `config.json` has them."""
+    named = dict(id2label if isinstance(id2label, Mapping) else enumerate(id2label))
+    labels = {int(number): label for number, label in named.items()}
+    if set(labels) != set(range(count)) or not all(isinstance(label, str) for label in labels.values()):
+        raise ValueError(f"`id2label` must name the {count} labels, 0 to {count - 1}, with strings, got {id2label!r}.")
+    if len(set(labels.values())) < count:
+        raise ValueError(f"`id2label` must have {count} different names, got {id2label!r}.")
+    ordered = sorted(labels.items())
+    return dict(id2label={str(i): label for i, label in ordered}, label2id={label: i for i, label in ordered})

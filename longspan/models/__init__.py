@@ -7,7 +7,7 @@ Example:
     >>> from longspan import models
     >>> config = models.LongformerConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
     >>> model = models.SequenceClassifier(config, rngs=nnx.Rngs(0))
-    >>> nnx.jit(model)(jnp.array([[0, 7, 5, 2]])).logits.shape
+    >>> models.compiled(model)(jnp.array([[0, 7, 5, 2]])).logits.shape
     (1, 2)
 """
 
@@ -17,6 +17,7 @@ from longspan._optional import needs
 
 needs(__name__, "flax", extra="flax")
 
+from longspan.models.compiled import compiled as compiled
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.encoder import Encoder as Encoder

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
@@ -76,7 +77,8 @@ def attention_fn(
     One line in an existing model: `MultiHeadDotProductAttention(..., attention_fn=attention_fn(Causal()))` in linen,
     `MultiHeadAttention(..., attention_fn=attention_fn(Causal()))` in NNX. Masks that Flax passes (arrays, `is_causal`)
     hold too. A query that sees no key gives 0, not Flax's mean of all values. Dropout draws every weight on its own,
-    as Flax does with `broadcast_dropout=False`.
+    as Flax does with `broadcast_dropout=False`. A `precision` that the engines do not have is refused: they have JAX's
+    default, which for float32 on CPUs is also the highest.
 
     Args:
         mask: a `Mask` or a `MaskInfo`; by default only Flax's masks hold.
@@ -113,9 +115,10 @@ def attention_fn(
         is_causal=False,
     ):
         """Flax's arguments, answered by Longspan."""
-        _check_flax(given, query, key, precision, module)
+        _check_flax(module)
         _check_place(given, query, key, is_causal)
         query, key, value = promote_dtype(query, key, value, dtype=dtype)
+        _check_precision(precision, query.dtype)
         batch = query.shape[:-3]
         drop = 0.0 if deterministic else float(dropout_rate)
         out: Any = attention(
@@ -132,13 +135,11 @@ def attention_fn(
     return attend
 
 
-def _check_flax(mask, query, key, precision, module) -> None:
+def _check_flax(module) -> None:
     if module is not None:
         raise NotImplementedError(
             "`sow_weights` wants the attention weights, which Longspan never holds as an array. Leave it out."
         )
-    if precision is not None:
-        raise NotImplementedError(f"precision={precision!r}: Longspan's engines choose it themselves. Leave it None.")
 
 
 def _check_place(mask, query, key, is_causal: bool) -> None:
@@ -150,6 +151,18 @@ def _check_place(mask, query, key, is_causal: bool) -> None:
             f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where "
             f"{'is_causal' if is_causal else repr(mask)} would take the query for position 0. Use `attention` with "
             "`q_positions` for decoding."
+        )
+
+
+def _check_precision(precision, dtype) -> None:
+    """Refuses what the engines do not do: they multiply as JAX does by default, on CPUs in float32 for float32."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    wanted = {jax.lax.Precision(one) for one in given if one is not None} - {jax.lax.Precision.DEFAULT}
+    wide, backend = dtype in (jnp.float32, jnp.float64), jax.default_backend()
+    if wanted and (wanted != {jax.lax.Precision.HIGHEST} or not wide or backend != "cpu"):
+        raise NotImplementedError(
+            f"precision={precision!r} for {dtype} on a {backend}: Longspan's engines choose the precision themselves, "
+            "JAX's default, which is the highest only for float32 on a CPU. Leave it None."
         )
 
 

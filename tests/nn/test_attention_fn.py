@@ -133,10 +133,23 @@ def test_gradients_equal_flax_s(of):
 def test_what_longspan_cannot_do_is_refused(of):
     with pytest.raises(NotImplementedError, match="`sow_weights` wants the attention weights"):
         of()(linen.attention_fn(MASK), sow_weights=True)
-    with pytest.raises(NotImplementedError, match="precision='highest': Longspan's engines choose it"):
-        of(precision="highest")(linen.attention_fn(MASK))
+    with pytest.raises(NotImplementedError, match="precision='high' for float32 on a cpu: Longspan's engines choose"):
+        of(precision="high")(linen.attention_fn(MASK))
+    with pytest.raises(
+        NotImplementedError, match="precision='highest' for bfloat16 on a cpu: Longspan's engines choose"
+    ):
+        of(precision="highest", dtype=jnp.bfloat16)(linen.attention_fn(MASK))
     with pytest.raises(TypeError, match="`mask` must be a Mask or a MaskInfo, got"):
         linen.attention_fn(DENSE)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "precision", [None, "default", "highest", "float32", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST], ids=str
+)
+def test_the_precision_that_float32_has_anyway_may_be_named(of, precision):
+    run = of(precision=precision)
+    np.testing.assert_allclose(run(linen.attention_fn(MASK)), run(mask=DENSE), rtol=1e-5, atol=1e-6)
 
 
 def test_flax_s_decoding_is_refused_where_positions_would_be_wrong():

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from longspan._checks import check_choice
 from longspan.models._family import Family
+from longspan.models._fields import MOST, check_counts, check_flags, check_reals
 from longspan.models.activations import ACTIVATIONS
 
 # Metadata of a config's field that no `config.json` has, at least not under this name.
@@ -37,6 +38,14 @@ class EncoderConfig:
     model_type: ClassVar[str]
 
     def __post_init__(self):
+        check_counts(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        check_counts(self, "max_position_embeddings", "type_vocab_size", "num_labels")
+        check_counts(self, "pad_token_id", least=-MOST)  # a BERT may have none, and says so with any other number
+        check_reals(self, "layer_norm_eps", "initializer_range")
+        check_reals(self, "hidden_dropout_prob", "attention_probs_dropout_prob", below=1.0)
+        if self.classifier_dropout is not None:
+            check_reals(self, "classifier_dropout", below=1.0)
+        check_flags(self, "tie_word_embeddings")
         check_choice("hidden_act", self.hidden_act, tuple(sorted(ACTIVATIONS)))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from longspan._checks import check_choice
 from longspan.models._family import Task
+from longspan.models._fields import check_counts, check_flags
 from longspan.models.encoders._family import OURS, EncoderFamily
 from longspan.models.encoders.attention import FullAttention, Site, Tokens
 from longspan.models.encoders.bert import BODY, ENCODER, MASKED_LM, TOKEN_CLASSIFIER, BertConfig
@@ -58,6 +59,9 @@ class BigBirdConfig(BertConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        check_counts(self, "block_size")
+        check_counts(self, "sep_token_id", "num_random_blocks", least=0)
+        check_flags(self, "use_bias", "rescale_embeddings")
         check_choice("attention_type", self.attention_type, ATTENTION_TYPES)
         check_choice("random_blocks", self.random_blocks, RANDOM_BLOCKS)
 

@@ -10,9 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from longspan._types import Array as AnyArray
+from longspan.models._rngs import Rngs, check_call_rngs, check_rngs, dropout_stream, next_key
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders._family import EncoderConfig
 from longspan.models.encoders.attention import Site, Tokens
+from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, by_pieces, dropout, embed, linear
 from longspan.models.output import Output
 
@@ -26,6 +28,10 @@ class Encoder(nnx.Module):
         dtype: what is computed in; softmax and layer-norm statistics are float32 at least.
         param_dtype: what parameters are kept in.
         rngs: for the initial values; dropout takes its randomness from the call.
+
+    Attributes:
+        deterministic: whether calls that do not say so leave dropout out; `train()` and `eval()` switch it.
+        source: the directory that `hf.load` read it from, where `hf.save` finds its tokenizer; None if it was made.
 
     Example:
         >>> from flax import nnx
@@ -42,7 +48,10 @@ class Encoder(nnx.Module):
     def __init__(
         self, config: EncoderConfig, *, pooler: bool = True, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
+        check_rngs(rngs)
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self.deterministic = True
+        self.source: str | None = None
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embeddings = config.family.embeddings(config, **kinds)
         self.layers = _stack(config, dtype, param_dtype, rngs)
@@ -56,27 +65,34 @@ class Encoder(nnx.Module):
         global_attention_mask: Shaped[AnyArray, "B T"] | None = None,
         position_ids: Int[AnyArray, "B_or_1 T"] | None = None,
         inputs_embeds: Float[AnyArray, "B T D"] | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         *,
         attention_type: str | None = None,
         remat: bool = False,
-        rngs: nnx.Rngs | None = None,
+        rngs: Rngs | None = None,
     ) -> Output:
         """Encodes token ids, or word embeddings in their place.
 
+        Ids outside of their tables are an error, unless they are traced: then they are not known, and give NaN.
+
         Args:
-            input_ids: token ids.
+            input_ids: token ids, an array.
             attention_mask: nonzero for tokens, 0 for padding; bools, ints or floats.
             token_type_ids: 0 by default.
             global_attention_mask: nonzero for global tokens. Longformer only.
             position_ids: rows of the position table; counted by default, from 0 or as RoBERTa does.
             inputs_embeds: word embeddings instead of `input_ids`.
-            deterministic: False switches dropout on.
+            deterministic: False switches dropout on; by default what `model.train()` or `model.eval()` said last, at
+                first True.
             attention_type: "block_sparse" or "original_full", instead of the config's. BigBird only.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
-            rngs: the stream "dropout" is used if not deterministic.
+            rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. It may be an
+                argument of a jitted step that a loss inside of it closes over.
         """
-        T = check_inputs(self.config, input_ids, inputs_embeds, position_ids)
+        arguments = input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
+        T = check_inputs(self.config, *arguments)[1]
+        check_call_rngs(rngs)
+        deterministic = self.deterministic if deterministic is None else deterministic
         attention = self.layers.attention
         valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         tokens = attention.tokens(T, valid, global_attention_mask, attention_type)
@@ -160,24 +176,6 @@ class FeedForward(nnx.Module):
         return self.norm(dropout(hidden, self.config.hidden_dropout_prob, dropout_key) + residual)
 
 
-def check_inputs(config: EncoderConfig, input_ids, inputs_embeds, position_ids) -> int:
-    """The number of tokens, after checking that they are given once and that the model has positions for them."""
-    if (input_ids is None) == (inputs_embeds is None):
-        both = "neither" if input_ids is None else "both"
-        raise ValueError(f"Pass `input_ids` or `inputs_embeds`, one of the two; got {both}.")
-    name, given, rank = ("input_ids", input_ids, 2) if inputs_embeds is None else ("inputs_embeds", inputs_embeds, 3)
-    shape = tuple(given.shape)
-    if len(shape) != rank or 0 in shape:
-        axes = "[B, T]" if rank == 2 else "[B, T, hidden_size]"
-        raise ValueError(f"`{name}` must have shape {axes} with no axis of length 0, got {shape}.")
-    if position_ids is None and shape[1] > config.max_tokens:
-        raise ValueError(
-            f"The input has {shape[1]} tokens, but this model has positions for {config.max_tokens}. Truncate or split "
-            "it, pass `position_ids`, or give a BERT or RoBERTa more positions with `hf.extend`."
-        )
-    return shape[1]
-
-
 def _stack(config: EncoderConfig, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
     """All layers as one, whose parameters have the layers as their first axis."""
 
@@ -209,16 +207,9 @@ def _run_layers(graph, remat: bool, parameters, x, tokens: Tokens, keys):
     return x
 
 
-def _dropout_keys(config: EncoderConfig, deterministic: bool, rngs: nnx.Rngs | None):
+def _dropout_keys(config: EncoderConfig, deterministic: bool, rngs: Rngs | None):
     """A key for the embeddings and one for each layer; None if nothing is dropped."""
     if deterministic or max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) == 0:
         return None
-    first, second = jax.random.split(dropout_key(rngs))
+    first, second = jax.random.split(next_key(dropout_stream(rngs)))
     return first, jax.random.split(second, config.num_hidden_layers)
-
-
-def dropout_key(rngs: nnx.Rngs | None):
-    """The next key of the stream "dropout"."""
-    if rngs is None:
-        raise ValueError("deterministic=False needs `rngs`. Pass `rngs=nnx.Rngs(dropout=seed)`.")
-    return rngs.dropout()

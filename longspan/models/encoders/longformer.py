@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from longspan._attention import attention
 from longspan.masks import Full, Segments, Window
+from longspan.models._fields import check_counts
 from longspan.models.encoders._family import OURS, EncoderFamily, refuse_decoders
 from longspan.models.encoders.attention import FullAttention, Site, Tokens
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER
@@ -46,10 +47,12 @@ class LongformerConfig(RobertaConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        check_counts(self, "sep_token_id", least=0)
         # Ints that hash, whatever kind of number or list they came as.
         window = tuple(map(index, self.window)) if isinstance(self.window, Iterable) else index(self.window)
         object.__setattr__(self, "window", window)
-        if len(self.windows) != self.num_hidden_layers or min(self.windows, default=0) < 0:
+        counts = isinstance(window, int) or len(window) == self.num_hidden_layers
+        if not counts or min(window if isinstance(window, tuple) else (window,)) < 0:
             raise ValueError(
                 f"`window` must be an int >= 0 or one for each of the {self.num_hidden_layers} layers, "
                 f"got {self.window!r}."
@@ -144,10 +147,13 @@ def _read(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`window` from `attention_window`: Hugging Face counts the keys of a window on both sides."""
     refuse_decoders(raw, where)
     given = raw["attention_window"]
-    windows = [given] if isinstance(given, int) else given
-    if any(w % 2 for w in windows):
-        raise ValueError(f"{where} has attention_window={given!r}, which must be even: half on each side.")
-    return dict(window=windows[0] // 2 if isinstance(given, int) else tuple(w // 2 for w in windows))
+    windows = given if isinstance(given, list) else [given]
+    if not all(type(w) is int and w > 0 and w % 2 == 0 for w in windows):
+        raise ValueError(
+            f"{where} has attention_window={given!r}, which must be even, half on each side: one int from 2 on, or a "
+            "list of them, one per layer."
+        )
+    return dict(window=tuple(w // 2 for w in windows) if isinstance(given, list) else given // 2)
 
 
 def _write(config: LongformerConfig) -> dict[str, Any]:

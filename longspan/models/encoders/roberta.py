@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from longspan.models._family import Task
+from longspan.models._fields import check_counts
 from longspan.models.encoders._family import EncoderFamily
 from longspan.models.encoders.attention import FullAttention
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER, BertConfig
@@ -30,6 +31,15 @@ class RobertaConfig(BertConfig):
     pad_token_id: int = 1
 
     model_type: ClassVar[str] = "roberta"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, "pad_token_id", least=0)
+        if self.max_tokens < 1:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings} leaves no position for a token: the first "
+                f"{self.first_position} are padding's, by pad_token_id={self.pad_token_id}."
+            )
 
     @property
     def family(self) -> EncoderFamily:

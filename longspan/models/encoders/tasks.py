@@ -9,15 +9,17 @@ from flax import nnx
 from jaxtyping import Float, Int, Shaped
 
 from longspan._types import Array as AnyArray
+from longspan.models._rngs import Rngs, check_call_rngs, dropout_stream, next_key
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders._family import EncoderConfig
-from longspan.models.encoders.encoder import Encoder, FeedForward, check_inputs, dropout_key
+from longspan.models.encoders.encoder import Encoder, FeedForward
+from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
 
 
 class Model(nnx.Module):
-    """An encoder in `encoder`, and a head after it. Calls take the arguments of `Encoder`.
+    """An encoder in `encoder`, and a head after it. Calls take the arguments of `Encoder`, and it has its attributes.
 
     Example:
         >>> from longspan import models
@@ -32,6 +34,8 @@ class Model(nnx.Module):
 
     def __init__(self, config: EncoderConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self.deterministic = True
+        self.source: str | None = None
         self.encoder = Encoder(config, pooler=pooler, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
@@ -42,17 +46,21 @@ class Model(nnx.Module):
         global_attention_mask: Shaped[AnyArray, "B T"] | None = None,
         position_ids: Int[AnyArray, "B_or_1 T"] | None = None,
         inputs_embeds: Float[AnyArray, "B T D"] | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         *,
         attention_type: str | None = None,
         remat: bool = False,
-        rngs: nnx.Rngs | None = None,
+        rngs: Rngs | None = None,
     ) -> Output:
         """See `Encoder`. The output has the encoder's fields and the head's."""
-        check_inputs(self.config, input_ids, inputs_embeds, position_ids)
-        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        arguments = input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
+        shape = check_inputs(self.config, *arguments)
+        check_call_rngs(rngs)
+        deterministic = self.deterministic if deterministic is None else deterministic
+        drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
+        rngs = dropout_stream(rngs) if drops else rngs
         if global_attention_mask is None and self.config.family.attention.has_globals:
-            global_attention_mask = self.default_globals(input_ids, given.shape[:2])
+            global_attention_mask = self.default_globals(input_ids, shape)
         if token_type_ids is None:
             token_type_ids = self.default_token_types(input_ids)
         output = self.encoder(
@@ -67,8 +75,7 @@ class Model(nnx.Module):
             remat=remat,
             rngs=rngs,
         )
-        drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
-        keys = jax.random.split(dropout_key(rngs), 2) if drops else [None, None]
+        keys = jax.random.split(next_key(dropout_stream(rngs)), 2) if drops else [None, None]
         return dataclasses.replace(output, **self.head(output, input_ids, keys))
 
     def head(self, output: Output, input_ids, keys) -> dict[str, jax.Array]:

@@ -1,0 +1,161 @@
+"""The tensors of a checkpoint: which files hold them, and how they are read, one at a time."""
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan.hf.config import read_object
+from longspan.hf.names import Parameter
+from longspan.models._family import Task
+from longspan.models.families import FAMILIES
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+KINDS = ("F64", "F32", "BF16", "F16")  # what safetensors calls the dtypes that parameters may have
+
+
+@dataclass
+class Tensors:
+    """The tensors of all safetensors files of a checkpoint."""
+
+    where: dict[str, Any]  # name -> the open file that holds it
+    old_names: dict[str, str]  # name -> the name in the file
+    unlisted: list[str]  # what the files hold besides, by the index
+
+    @classmethod
+    def open(cls, directory: Path, stack: ExitStack) -> "Tensors":
+        """The tensors of the one file, or those that the index lists, each from the file it is listed in."""
+        if (directory / WEIGHTS).is_file():
+            file = _open(directory / WEIGHTS, stack)
+            return cls(*_renamed(directory / WEIGHTS, dict.fromkeys(file.keys(), file)), [])
+        if not (directory / INDEX).is_file():
+            _refuse(directory)
+        listed = _weight_map(directory)
+        files = {name: _open(directory / name, stack) for name in sorted(set(listed.values()))}
+        held = {name: set(file.keys()) for name, file in files.items()}
+        absent = [f"{tensor} ({name})" for tensor, name in listed.items() if tensor not in held[name]]
+        if absent:
+            raise ValueError(
+                f"{directory / INDEX} lists tensors in files that do not have them: {', '.join(sorted(absent))}. "
+                "Download or save the checkpoint again."
+            )
+        unlisted = sorted(f"{tensor} ({n})" for n in held for tensor in held[n] if listed.get(tensor) != n)
+        tensors = {tensor: files[name] for tensor, name in listed.items()}
+        return cls(*_renamed(directory / INDEX, tensors), unlisted)
+
+    def find(self, p: Parameter, task: Task) -> str | None:
+        """A parameter's name in the file."""
+        if not p.in_head:
+            return self.find_in_body(p.name)
+        # What is added to the logits is the decoder's bias; the other one is its twin, or not used at all.
+        twins = task.twin_biases
+        names = reversed(twins) if twins and p.name in twins else [p.name]
+        return next((n for n in names if n in self.where), None)
+
+    def find_in_body(self, name: str) -> str | None:
+        """The name in the file of one of the body's tensors, which may have a prefix, or none."""
+        prefixes = sorted({family.prefix for family in FAMILIES})
+        return next((n for n in [*(p + name for p in prefixes), name] if n in self.where), None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def kind(self, name: str) -> str:
+        """Its dtype, as safetensors calls it."""
+        return self._slice(name).get_dtype()
+
+    def read(self, name: str) -> np.ndarray:
+        return self.where[name].get_tensor(self.old_names[name])
+
+    def dtype_of(self, name: str):
+        """The dtype of one of the body's tensors; float32 if there is none, or none that a parameter may have."""
+        found = self.find_in_body(name)
+        if found is None or self.kind(found) not in KINDS:
+            return jnp.dtype(jnp.float32)
+        return jax.dtypes.canonicalize_dtype(self.read(found).dtype)
+
+    def _slice(self, name: str) -> Any:
+        return self.where[name].get_slice(self.old_names[name])
+
+
+def _open(path: Path, stack: ExitStack) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return stack.enter_context(safe_open(path, framework="np"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}). Download or save it again.") from error
+
+
+def _renamed(path: Path, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors under the names of today, and those names' old ones.
+
+    The oldest checkpoints have TensorFlow's names for the parameters of a layer norm.
+    """
+    where, old = {}, {}
+    for name, file in tensors.items():
+        new = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", name)
+        new = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", new)
+        if new in where:
+            raise ValueError(
+                f"{path} has both {old[new]} and {name}, two names of one parameter. Remove the one that is not meant."
+            )
+        where[new], old[new] = file, name
+    return where, old
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """The file of every tensor, by the index: files of this directory, which are there."""
+    path = directory / INDEX
+    listed = read_object(path).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ValueError(
+            f"{path} must have a `weight_map`, an object from names of tensors to names of files, got {listed!r:.200}."
+        )
+    names = sorted(set(listed.values()))
+    outside = [name for name in names if not _is_inside(name)]
+    if outside:
+        raise ValueError(
+            f"{path} lists files outside of its directory: {', '.join(map(repr, outside))}. Longspan reads only what "
+            "lies beside the index: copy them there, and list them by their names."
+        )
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise FileNotFoundError(f"{path} lists files that are not there: {', '.join(absent)}.")
+    return listed
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a path leads down from the directory, on any system; links may lead out, as in a cache."""
+    return not any(
+        path.is_absolute() or path.drive or path.root or ".." in path.parts
+        for path in (PurePosixPath(name), PureWindowsPath(name))
+    )
+
+
+def _refuse(directory: Path) -> None:
+    """Says what the directory has instead of weights that can be read."""
+    listing = sorted(p.name for p in directory.iterdir())
+    pickles = [name for name in listing if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+    if pickles:
+        raise ValueError(
+            f"{directory} has {', '.join(pickles)}, a pickle, which can run any program when it is read, so Longspan "
+            f"does not read it. Where torch is installed, convert it once:\n{_CONVERT}"
+        )
+    raise FileNotFoundError(
+        f"{directory} has neither {WEIGHTS} nor {INDEX}. It has: {', '.join(listing) or 'nothing'}."
+    )
+
+
+_CONVERT = """\
+import torch
+from safetensors.torch import save_file
+
+tensors = torch.load("pytorch_model.bin", map_location="cpu", weights_only=True)
+tensors = {name: t.clone().contiguous() for name, t in tensors.items()}
+save_file(tensors, "model.safetensors", metadata={"format": "pt"})"""

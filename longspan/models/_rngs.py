@@ -1,0 +1,75 @@
+"""Where a call's randomness comes from."""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+Rngs: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array  # of a call, as in Flax's own dropout
+
+
+def check_rngs(rngs: Any) -> None:
+    """What a model is made with: only an `nnx.Rngs` hands out keys to all of its parts."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"`rngs` must be an nnx.Rngs, got {rngs!r}. Pass `rngs=nnx.Rngs(seed)`.")
+
+
+def check_call_rngs(rngs: Any) -> None:
+    """What a call drops by, or would."""
+    if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream) and not _is_key(rngs):
+        raise TypeError(
+            f"`rngs` must be an nnx.Rngs, one of its streams or a JAX key, got {rngs!r}. Pass "
+            "`rngs=nnx.Rngs(dropout=seed)`."
+        )
+
+
+def dropout_stream(rngs: Rngs | None) -> nnx.RngStream:
+    """The stream that a call drops by: the one of that name, the one given, or one that starts from a key."""
+    if rngs is None:
+        raise ValueError(
+            "Dropout (`deterministic=False`, or after `model.train()`) needs `rngs`. Pass "
+            "`rngs=nnx.Rngs(dropout=seed)`."
+        )
+    if isinstance(rngs, nnx.RngStream):
+        return rngs
+    if not isinstance(rngs, nnx.Rngs):
+        return nnx.RngStream(rngs, tag="dropout")
+    try:
+        return rngs.dropout
+    except AttributeError as error:
+        raise ValueError(
+            f"`rngs` has no stream for dropout, only {', '.join(rngs)}. Pass `rngs=nnx.Rngs(dropout=seed)`."
+        ) from error
+
+
+def next_key(stream: nnx.RngStream) -> jax.Array:
+    """The next key of a stream, also of one that a function under `grad` closes over.
+
+    Flax refuses to count on there, since what an inner transformation computes must not leak out of it. Under `grad`
+    nothing does: the count is no function of what is differentiated, so JAX computes the next one outside as well.
+    """
+    try:
+        return stream()
+    except TraceContextError as error:
+        count: Any = stream.count.get_raw_value()
+        following = count + jnp.ones_like(count)
+        if _trace(following) is not _trace(count):
+            raise ValueError(
+                "`rngs` was made outside of the function that is transformed here, which cannot count it on. Pass it "
+                "as an argument: `nnx.jit(step)(model, rngs, ...)`, or pass a key."
+            ) from error
+        key = jax.random.fold_in(stream.key[...], count)
+        object.__setattr__(stream.count, "_raw_value", following)  # around Flax's check, which the one above replaces
+        return key
+
+
+def _trace(value: Any) -> Any:
+    return value._trace if isinstance(value, Tracer) else None
+
+
+def _is_key(value: Any) -> bool:
+    is_new = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return is_new or (isinstance(value, jax.Array) and value.dtype == jnp.uint32)

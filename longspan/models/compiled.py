@@ -1,0 +1,75 @@
+"""`compiled`: a model's call as one program, whose parameters are arguments and never results."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import jax
+from flax import nnx
+
+from longspan.models._rngs import check_call_rngs, dropout_stream
+from longspan.models.encoders.encoder import Encoder
+from longspan.models.encoders.inputs import check_inputs
+from longspan.models.encoders.tasks import Model
+from longspan.models.output import Output
+
+P = ParamSpec("P")
+OPTIONS = ("deterministic", "attention_type", "remat")  # arguments of a call that are no arrays: each has a program
+
+
+def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
+    """The model's call under `jit`, with the same arguments and the same outputs: for inference.
+
+    `nnx.jit(model)` returns every parameter from its program at each call, in case the call changed it. Here they only
+    go in. Each call reads the model anew, so it sees what training or `nnx.update` did to the parameters; a change of
+    the structure, such as `model.train()`, is compiled anew. Models of one structure share their programs. Ids outside
+    of their tables are an error, as they are without `jit`.
+
+    Args:
+        model: an `Encoder` or a model with a head.
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+        >>> run = models.compiled(models.SequenceClassifier(config, rngs=nnx.Rngs(0)))
+        >>> run(jnp.array([[0, 7, 5, 2]]), attention_mask=jnp.array([[1, 1, 1, 0]])).logits.shape
+        (1, 2)
+    """
+    if not isinstance(model, Encoder | Model):
+        raise TypeError(f"`compiled` takes one of longspan.models' models, got {type(model).__name__}. Use `nnx.jit`.")
+    known: Any = model
+    signature = inspect.signature(known.__call__)
+
+    @functools.wraps(known.__call__)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Output:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        rngs, options = given.pop("rngs"), tuple(given.pop(name) for name in OPTIONS)
+        check_inputs(known.config, **given)
+        check_call_rngs(rngs)
+        return _call(known, options, {name: x for name, x in given.items() if x is not None}, rngs)
+
+    return call
+
+
+def _call(model: Any, options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
+    graph, state = nnx.split(model)
+    drops = rngs is not None and not (model.deterministic if options[0] is None else options[0])
+    if not drops:
+        return _run(graph, None, options, state, None, arrays)[0]
+    stream = dropout_stream(rngs)
+    stream_graph, stream_state = nnx.split(stream)
+    output, count = _run(graph, stream_graph, options, state, stream_state, arrays)
+    stream.count[...] = count
+    return output
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
+    """The output, and how far the stream has counted."""
+    stream = None if stream_graph is None else nnx.merge(stream_graph, stream_state)
+    output = nnx.merge(graph, state)(**arrays, **dict(zip(OPTIONS, options, strict=True)), rngs=stream)
+    return output, None if stream is None else stream.count[...]
