@@ -61,6 +61,7 @@ class Cpu(Engine):
 
 
 ENGINE = Cpu()
+library.register()
 
 
 def _forward(kind: str, request: Request, layout: BlockLayout):
