@@ -35,7 +35,7 @@ from longspan._types import (
 from longspan.dropout import Dropout, make_dropout
 from longspan.engines import Engine, Request, choose
 from longspan.engines._contract import is_differentiable, without_pairs
-from longspan.engines._gradient import attend
+from longspan.engines._gradient import attend, forward_mode_refused
 from longspan.layout import BlockLayout, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Dense, Full, Mask
@@ -123,6 +123,10 @@ def attention(
 
     A query that sees no key gives zeros and zero gradient. Keys that no query may see are never read.
 
+    `engine="reference"` has all derivatives. The others have gradients (`grad`, `vjp`, `jacrev`), once: second
+    derivatives are a NotImplementedError, forward mode (`jvp`, `jacfwd`, `linearize`) is a TypeError, which inside
+    `jit` is JAX's own and speaks of `custom_vjp`.
+
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H], where N is a multiple of K (grouped queries share a key/value head).
@@ -170,7 +174,8 @@ def attention(
         # A traced scale becomes part of the queries: engines take a static one.
         by = _scale_dense if is_differentiable(chosen) else _scaled
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
-    out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
+    with forward_mode_refused(chosen):
+        out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
     return (out, lse) if return_lse else out
 
 
