@@ -63,15 +63,11 @@ def explain(
     counts = None
     if _is_known(request) and 0 not in dims.values():
         with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
-            if layout is None:
-                positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
-                layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions)
+            layout = _planned(request, q_tile, kv_tile) if layout is None else layout
             counts = count(layout)
     return Explanation(
         engine=chosen.name,
-        reason=f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
-        if engine == "auto"
-        else "as asked",
+        reason=_reason(engine),
         refused=refused,
         mask=repr(request.mask),
         q_tile=q_tile,
@@ -86,6 +82,15 @@ def _reason(asked: str | Engine) -> str:
     if asked != "auto":
         return "as asked"
     return f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
+
+
+def _planned(request: Request, q_tile: int, kv_tile: int) -> BlockLayout:
+    """The layout of a request whose arrays are known: in NumPy, so that nothing has to be compiled."""
+    mask, q_positions, kv_positions = jax.tree.map(
+        np.asarray, (request.mask, request.q_positions, request.kv_positions)
+    )
+    sizes = request.dims["T"], request.dims["S"], q_tile, kv_tile
+    return plan(mask, *sizes, q_positions=q_positions, kv_positions=kv_positions, xp=np)
 
 
 def _is_known(request: Request) -> bool:

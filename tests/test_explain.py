@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
+from longspan._pairs import count_by_query
 from longspan.engines import ENGINES
 
 pytestmark = pytest.mark.quick
@@ -117,6 +118,49 @@ def test_the_reason_for_an_engine_holds_whichever_it_is(monkeypatch):
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     report = ls.explain(*call())
     assert report.engine == "xla" and report.reason.startswith("the first of cpu, xla, reference that can run this")
+
+
+SHUFFLED = np.random.default_rng(0).integers(-1, 9, (3, 389))
+BY_QUERY = [
+    ls.Segments(SHUFFLED),
+    ls.Causal() & ls.Segments(SHUFFLED),
+    ls.Causal() & ls.Segments(SHUFFLED, SHUFFLED[:, ::-1].copy()) & ls.Window(100, 3),
+    ls.Segments(SHUFFLED[:1]) & ls.TokenTypes(SHUFFLED % 3) & ls.TokenTypes(SHUFFLED % 4, zero="none"),
+    ls.Chunk(50) & ls.KvLengths(np.array([200, 389, 0])) & ls.Segments(SHUFFLED),
+    ls.Prefix(np.array([3, 0, 1000])) & ls.Causal(np.array([0, 5, -7])),
+    ls.PerHead((ls.Empty(), ls.Band(-9, -2) & ls.Segments(SHUFFLED))),
+]
+
+
+@pytest.mark.parametrize("mask", BY_QUERY, ids=repr)
+def test_pairs_counted_by_query_are_those_of_the_dense_mask(mask):
+    q, kv = mask.layout(389, 389).sides(xp=np)
+    dense = np.asarray(mask.dense(389, 389))
+    for b, n in np.ndindex(*dense.shape[:2]):
+        at = dict(batch=np.full((1, 1, 1, 1), b, np.int32), head=np.full((1, 1, 1, 1), n, np.int32))
+        assert count_by_query(mask, q.at(**at), kv.at(**at)) == dense[b, n].sum()
+    copies = 6 // (dense.shape[0] * dense.shape[1])
+    assert ls.explain(*call(), mask=mask).useful_flops == 4 * 16 * dense.sum() * copies
+
+
+@pytest.mark.parametrize(
+    "mask", [ls.Causal() | ls.Prefix(3), ls.Window(3, 3, dilation=2), ls.Global((0,)), ~ls.Causal()]
+)
+def test_what_is_no_interval_is_not_counted_by_query(mask):
+    q, kv = mask.layout(389, 389).sides(xp=np)
+    assert count_by_query(mask, q, kv) is None
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_documents_of_a_million_tokens_are_counted_without_reading_pairs(array, monkeypatch):
+    def read(*_):
+        raise AssertionError("pairs are read")
+
+    monkeypatch.setattr("longspan.layout._count_allowed", read)
+    ids = np.arange(2**20)[None] // 1000
+    report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Segments(array(ids)))
+    sizes = np.bincount(ids[0])
+    assert report.useful_flops == 2 * 4 * 16 * (sizes * (sizes + 1) // 2).sum()
 
 
 def test_a_million_tokens_are_explained_without_a_dense_mask():
