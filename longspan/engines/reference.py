@@ -1,5 +1,6 @@
 """The `reference` engine: dense, readable, the definition of correct. T×S memory."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,12 @@ class Reference(Engine):
         return 128, 128
 
     def notes(self, request: Request) -> tuple[str, ...]:
-        B, N, T, S = (request.dims[axis] for axis in "BNTS")
-        return (f"dense: every pair is computed, and several arrays [B, N, T, S] of {B * N * T * S:,} numbers exist",)
+        return ("dense: every pair is computed, whatever the mask allows",)
+
+    def temporary_bytes(self, request: Request) -> int:
+        """The scores; the weights, and what a gradient keeps, come on top."""
+        sizes = [request.dims[axis] for axis in "BNTS"]
+        return math.prod(sizes) * statistics_dtype(request.q.dtype).itemsize
 
     def run(self, request: Request, layout: BlockLayout):
         """(out, lse), which JAX differentiates as often as asked."""
