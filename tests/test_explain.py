@@ -7,7 +7,7 @@ import pytest
 
 import longspan as ls
 from longspan._pairs import count_by_query
-from longspan.engines import ENGINES
+from longspan.engines import ENGINES, Request
 
 pytestmark = pytest.mark.quick
 
@@ -62,6 +62,46 @@ def test_it_prints_as_a_table():
     assert rows["partial"].strip() == "7 (43.8%)"
 
 
+def test_rows_say_what_their_bytes_are():
+    report = ls.explain(*call(), mask=ls.Causal(), engine="reference")
+    rows = dict(line.split("  ", 1) for line in str(report).splitlines())
+    rows = {name.strip(): value.strip() for name, value in rows.items()}
+    assert {"reads and writes", "temporary memory", "a dense mask would take"} <= set(rows)
+    assert report.temporary_bytes == 3 * 2 * 389 * 389 * 4 and rows["temporary memory"] == "at least 3.463 MB"
+    assert "temporary memory" not in str(ls.explain(*call(), mask=ls.Causal(), engine="xla"))
+
+
+def test_the_memory_of_bits_is_told():
+    mask = ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32)) & ls.Custom(lambda q, k: q % 2 == 0)
+    rows = 3 * 4  # of tiles
+    assert ENGINES["cpu"].temporary_bytes(bind_mask(mask)) == rows * 4 * 128 * 128 // 8
+    narrow = ls.Window(100, 0) & mask
+    assert ENGINES["cpu"].temporary_bytes(bind_mask(narrow)) == rows * 2 * 128 * 128 // 8
+    assert ENGINES["cpu"].temporary_bytes(bind_mask(ls.Causal())) is None
+
+
+def bind_mask(mask):
+    return Request(*call(), mask)
+
+
+WASTEFUL = {
+    "ids come back after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 389))),
+    "shorter than a tile": ls.Causal() & ls.Segments(np.arange(389)[None] // 9),
+}
+
+
+@pytest.mark.parametrize("why", WASTEFUL)
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_it_advises_where_far_more_is_executed_than_is_useful(why, array):
+    mask = jax.tree.map(array, WASTEFUL[why])
+    report = ls.explain(*call(), mask=mask, engine="xla")
+    ratio = report.executed_flops / report.useful_flops
+    assert ratio > 4
+    (note,) = report.notes
+    assert note.startswith(f"{ratio:.0f} times as many FLOPs are executed as are useful: ") and why in note
+    assert not ls.explain(*call(), mask=ls.Empty(), engine="xla").notes
+
+
 def test_arrays_that_are_not_known_are_said_to_be_unknown():
     mask = ls.Causal() & ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32))
     report = ls.explain(*call(), mask=mask)
@@ -105,8 +145,6 @@ def test_it_says_which_part_of_a_composition_costs_what(mask, culprit, effect):
 
 
 def test_it_asks_the_native_engine_what_travels_as_bits():
-    from longspan.engines import ENGINES, Request
-
     request = Request(*call(T=16), ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)))
     notes = ENGINES["cpu"].notes(request)
     assert len(notes) == 1 and "no word for Mine()" in notes[0]
