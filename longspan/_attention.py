@@ -21,11 +21,21 @@ from longspan._checks import (
     check_qkv,
     is_abstract,
 )
-from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, no_type_check
+from longspan._types import (
+    Array,
+    EngineName,
+    Key,
+    LogSumExp,
+    Output,
+    Positions,
+    Query,
+    no_type_check,
+    statistics_dtype,
+)
 from longspan.dropout import Dropout, make_dropout
 from longspan.engines import Engine, Request, choose
 from longspan.engines._contract import is_differentiable, without_pairs
-from longspan.engines._gradient import attend
+from longspan.engines._gradient import attend, forward_mode_refused
 from longspan.layout import BlockLayout, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Dense, Full, Mask
@@ -113,6 +123,10 @@ def attention(
 
     A query that sees no key gives zeros and zero gradient. Keys that no query may see are never read.
 
+    `engine="reference"` has all derivatives. The others have gradients (`grad`, `vjp`, `jacrev`), once: second
+    derivatives are a NotImplementedError, forward mode (`jvp`, `jacfwd`, `linearize`) is a TypeError, which inside
+    `jit` is JAX's own and speaks of `custom_vjp`.
+
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H], where N is a multiple of K (grouped queries share a key/value head).
@@ -147,7 +161,8 @@ def attention(
         # A traced scale becomes part of the queries: engines take a static one.
         by = _scale_dense if is_differentiable(chosen) else _scaled
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
-    out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
+    with forward_mode_refused(chosen):
+        out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
     return (out, lse) if return_lse else out
 
 
@@ -160,8 +175,8 @@ def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key,
     if sinks is not None:
         _check_sinks(sinks, N)
     _check_dropout(dropout_rate, dropout_key)
-    _check_soft_cap(soft_cap)
-    _check_scale(scale)
+    _check_soft_cap(soft_cap, q.dtype)
+    _check_scale(scale, q.dtype)
     rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
     check_extents(rule, q_len=T, kv_len=S, batch=B, heads=N)
     return Request(
@@ -297,13 +312,28 @@ def _check_dropout(rate: Any, key: Any) -> None:
         raise ValueError(f"dropout_rate={rate} needs a `dropout_key`. Pass `dropout_key=jax.random.key(seed)`.")
 
 
-def _check_soft_cap(soft_cap: Any) -> None:
-    if soft_cap is not None and (not isinstance(soft_cap, int | float) or not soft_cap > 0):
+def _check_soft_cap(soft_cap: Any, dtype: Any) -> None:
+    if soft_cap is None:
+        return
+    if not isinstance(soft_cap, int | float) or isinstance(soft_cap, bool) or not soft_cap > 0:
         raise ValueError(f"`soft_cap` must be a Python float > 0 or None, got {soft_cap!r}.")
+    kept = np.finfo(statistics_dtype(dtype))
+    if not float(kept.tiny) <= soft_cap <= float(kept.max):  # scores are divided by it, and multiplied with it
+        raise ValueError(
+            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, the numbers of {kept.dtype}, in which "
+            f"scores are computed, got {soft_cap!r}. Give None for no cap."
+        )
 
 
-def _check_scale(scale: Any) -> None:
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    shape, dtype = getattr(scale, "shape", None), getattr(scale, "dtype", None)
-    if scale is not None and not number and (shape != () or getattr(dtype, "name", None) not in FLOATS):
-        raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
+def _check_scale(scale: Any, dtype: Any) -> None:
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        shape, kind = getattr(scale, "shape", None), getattr(scale, "dtype", None)
+        if scale is not None and (shape != () or getattr(kind, "name", None) not in FLOATS):
+            raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
+        return
+    kept = np.finfo(statistics_dtype(dtype))
+    if not abs(scale) <= float(kept.max):
+        raise ValueError(
+            f"`scale` must be a finite number of {kept.dtype}, in which scores are computed, got {scale!r}. "
+            "Give None for 1/sqrt(H)."
+        )

@@ -12,9 +12,13 @@ from longspan._attention import bind
 from longspan._checks import is_abstract
 from longspan._types import Array, EngineName, Key, Positions, Query, no_type_check
 from longspan.engines import ENGINES, Engine, Request, choose
+from longspan.engines._contract import temporary_bytes
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
+from longspan.masks.by_slot import _EqualIds
+
+WASTEFUL = 4  # executed over useful FLOPs from which on `explain` advises
 
 
 @no_type_check
@@ -50,10 +54,9 @@ def explain(
     counts = None
     if _is_known(request) and 0 not in dims.values():
         with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
-            if layout is None:
-                positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
-                layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions)
+            layout = _planned(request, q_tile, kv_tile) if layout is None else layout
             counts = count(layout)
+    work = _work(dims, q_tile, kv_tile, counts, layout)
     return Explanation(
         engine=chosen.name,
         reason=_reason(engine),
@@ -61,9 +64,10 @@ def explain(
         mask=repr(request.mask),
         q_tile=q_tile,
         kv_tile=kv_tile,
-        notes=(*_notes(request), *chosen.notes(request)),
+        notes=(*_notes(request), *chosen.notes(request), *_advice(request, work)),
+        temporary_bytes=temporary_bytes(chosen, request),
         **_sizes(request),
-        **_work(dims, q_tile, kv_tile, counts, layout),
+        **work,
     )
 
 
@@ -71,6 +75,15 @@ def _reason(asked: str | Engine) -> str:
     if asked != "auto":
         return "as asked"
     return f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
+
+
+def _planned(request: Request, q_tile: int, kv_tile: int) -> BlockLayout:
+    """The layout of a request whose arrays are known: in NumPy, so that nothing has to be compiled."""
+    mask, q_positions, kv_positions = jax.tree.map(
+        np.asarray, (request.mask, request.q_positions, request.kv_positions)
+    )
+    sizes = request.dims["T"], request.dims["S"], q_tile, kv_tile
+    return plan(mask, *sizes, q_positions=q_positions, kv_positions=kv_positions, xp=np)
 
 
 def _is_known(request: Request) -> bool:
@@ -104,6 +117,7 @@ class Explanation:
     useful_flops: int | None  # 4·H for each allowed pair and head, forward
     executed_flops: int | None  # 4·H for each pair in a tile that is computed, forward
     array_bytes: int  # q, k, v, out, lse, bias and sinks
+    temporary_bytes: int | None  # what the engine takes for itself, at least; None: little, or not known beforehand
     dense_mask_bytes: int  # what bools [B, N, T, S] would have taken, over the rows and heads told apart
     notes: tuple[str, ...]
 
@@ -118,12 +132,17 @@ class Explanation:
             ("  full", _share(self.tiles_full, self.tiles_total)),
             ("useful FLOPs", _short(self.useful_flops, "FLOP", 1000)),
             ("executed FLOPs", _short(self.executed_flops, "FLOP", 1000)),
-            ("arrays", _short(self.array_bytes, "B", 1024)),
-            ("a dense mask", _short(self.dense_mask_bytes, "B", 1024)),
+            ("reads and writes", _short(self.array_bytes, "B", 1024)),
+            *self._temporary(),
+            ("a dense mask would take", _short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _temporary(self) -> list[tuple[str, str]]:
+        known = self.temporary_bytes is not None
+        return [("temporary memory", f"at least {_short(self.temporary_bytes, 'B', 1024)}")] if known else []
 
 
 def _notes(request: Request) -> tuple[str, ...]:
@@ -133,6 +152,30 @@ def _notes(request: Request) -> tuple[str, ...]:
     if request.has_positions:
         notes.append("with given positions, tiles are found by bisection only where positions grow with the slots")
     return tuple(notes)
+
+
+def _advice(request: Request, work: dict[str, Any]) -> tuple[str, ...]:
+    """What to do where far more is computed than is seen."""
+    useful, executed = work["useful_flops"], work["executed_flops"]
+    if not useful or executed <= WASTEFUL * useful or work["tiles_total"] == 1:
+        return ()
+    ratio = f"{executed / useful:.0f} times as many FLOPs are executed as are useful"
+    if any(_come_back(ids) for rule in request.mask.walk() if isinstance(rule, _EqualIds) for ids in rule._ids()):
+        return (
+            f"{ratio}: ids come back after others, so tiles hold tokens of many documents. Sort the tokens by id, and "
+            "give their positions if other rules compare those",
+        )
+    return (
+        f"{ratio}: most of each visited tile is not allowed, as where documents or windows are shorter than a tile. "
+        "Try smaller tiles, `mask=mask.layout(T, S, q_tile=32, kv_tile=32)`, and compare times",
+    )
+
+
+def _come_back(ids) -> bool:
+    """Whether some id of a row [B or 1, L] occurs again after another one."""
+    rows = np.asarray(ids)
+    runs = np.count_nonzero(np.diff(rows, axis=1), axis=1) + 1
+    return any(int(count) > len(np.unique(row)) for count, row in zip(runs, rows, strict=True) if len(row))
 
 
 def _cost(mask: Mask, part: Mask) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_tiles
+from longspan._pairs import count_by_query
 from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
 from longspan.masks.pytree import short
@@ -207,18 +208,25 @@ def count(layout: BlockLayout) -> Counts:
     ):
         one = [np.full((1, 1, 1, 1), i, np.int32) for i in (batch, head)]
         q_here, kv_here = (s.at(batch=one[0], head=one[1]) for s in (q, kv))
+        pairs = None if layout.repeats else count_by_query(layout.mask, q_here, kv_here)
         for rows, tiles in layout.entries(batch, head):
-            totals += _count_kinds(layout, q_here, kv_here, rows.astype(np.int32), tiles.astype(np.int32))
+            visits = rows.astype(np.int32), tiles.astype(np.int32)
+            totals += _count_kinds(layout, q_here, kv_here, *visits, read=pairs is None)
+        totals[3] += pairs or 0
     return Counts(*map(int, totals))
 
 
-def _count_kinds(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+def _count_kinds(
+    layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray, *, read: bool
+) -> np.ndarray:
+    """Visits by kind, and allowed pairs if those are to be read."""
     i, j = rows.reshape(1, 1, -1, 1), tiles.reshape(1, 1, -1, 1)
     q_tiles, kv_tiles = Tiles(q, layout.q_tile, i), Tiles(kv, layout.kv_tile, j)
     some, every = (np.broadcast_to(k, i.shape).reshape(-1) for k in layout.mask.classify(q_tiles, kv_tiles))
-    area = ((q_tiles.stop - q_tiles.start) * (kv_tiles.stop - kv_tiles.start)).reshape(-1).astype(np.int64)
-    partial = np.flatnonzero(some & ~every)
-    pairs = int(area[every].sum()) + _count_allowed(layout, q, kv, rows[partial], tiles[partial])
+    partial, pairs = np.flatnonzero(some & ~every), 0
+    if read:
+        area = ((q_tiles.stop - q_tiles.start) * (kv_tiles.stop - kv_tiles.start)).reshape(-1).astype(np.int64)
+        pairs = int(area[every].sum()) + _count_allowed(layout, q, kv, rows[partial], tiles[partial])
     return np.array([(~some).sum(), len(partial), every.sum(), pairs])
 
 

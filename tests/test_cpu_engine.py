@@ -229,6 +229,33 @@ def _tiles_by_row(layout, batch, head):
     return [tiles[rows == row] for row in range(layout.q_tiles)]
 
 
+LONG = 262144
+UNKNOWN_RULE = ls.Custom(lambda q, k: (q + k) % 3 != 0)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["shapes", "traced"])
+def test_bits_that_take_gigabytes_are_refused(known):
+    q = jax.ShapeDtypeStruct((1, LONG, 1, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, LONG), jnp.int32)
+
+    def run(q, ids, engine="cpu", within=None):
+        mask = ls.Segments(ids) & UNKNOWN_RULE
+        mask = mask if within is None else within & mask
+        return (ls.attention if known else ls.explain)(q, q, q, mask=mask, engine=engine)
+
+    def lowered(**arguments):
+        return jax.jit(partial(run, **arguments)).lower(q, ids) if known else run(q, ids, **arguments)
+
+    with pytest.raises(NotImplementedError, match=r"no word for Custom\(<lambda>\).*: 8.0 GiB, and 1 GiB is the most"):
+        lowered()
+    if LIBRARY_MISSING is None:
+        lowered(within=ls.Window(255, 0))  # a static window leaves few
+    if known:
+        assert "longspan_forward" not in lowered(engine="auto").as_text()
+    else:
+        assert lowered(engine="auto").engine == "xla"
+
+
 @needs_library
 def test_bits_of_packed_documents_stay_within_the_window():
     T = 16384

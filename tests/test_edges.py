@@ -153,3 +153,48 @@ def test_a_bias_must_be_an_array():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     with pytest.raises(TypeError, match="`bias` must be an array, got list"):
         ls.attention(q, k, v, bias=[[0.0]])
+
+
+LOW_SINKS = [-1e20, -1e30, -3e38, -np.inf]
+
+
+@every_engine
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("sink", LOW_SINKS)
+def test_a_row_without_keys_has_the_sinks_logit_however_low(engine, sink, with_bias):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    sinks = jnp.asarray([sink, 0.5, sink, -1.0], jnp.float32)
+    bias = jnp.zeros((9, 9)) if with_bias else None
+
+    def gradients(name):
+        def loss(q, k, v, sinks):
+            x = dict(mask=ls.Band(None, -3), bias=bias, sinks=sinks, engine=name, return_lse=True)
+            out, lse = ls.attention(q, k, v, **x)
+            return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), jnp.tanh(lse), 0)), (out, lse)
+
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, sinks)
+
+    (got, (out, lse)), (want, _) = gradients(engine), gradients("reference")
+    np.testing.assert_array_equal(lse[:, :3], np.broadcast_to(sinks, (2, 3, 4)))
+    assert not np.asarray(out[:, :3]).any()
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["xla", "reference"])
+@pytest.mark.parametrize("sink", [np.inf, np.nan])
+def test_a_sink_that_is_no_number_leaves_rows_without_keys_at_zero(engine, sink):
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    sinks = jnp.asarray([sink, 0.5, sink, -1.0], jnp.float32)
+
+    def loss(q, k, v, sinks, mask):
+        out, lse = ls.attention(q, k, v, mask=mask, sinks=sinks, engine=engine, return_lse=True)
+        return jnp.sum(out**2), (out, lse)
+
+    gradients = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
+    (dq, *_), (out, lse) = gradients(q, k, v, sinks, ls.Band(None, -3))
+    assert not np.asarray(out[:, :3]).any() and not np.asarray(dq[:, :3]).any()
+    np.testing.assert_array_equal(lse[:, :3], np.broadcast_to(sinks, (2, 3, 4)))
+    assert np.isfinite(np.asarray(out[:, :, 1::2])).all()
+    for gradient in gradients(q, k, v, sinks, ls.Empty())[0]:
+        assert not np.asarray(gradient).any()

@@ -132,7 +132,18 @@ CALLS = [
     (ValueError, "`dropout_rate` must be a Python float in [0, 1), got 1.0", dict(dropout_rate=1.0)),
     (ValueError, "dropout_rate=0.1 needs a `dropout_key`", dict(dropout_rate=0.1)),
     (ValueError, "`soft_cap` must be a Python float > 0 or None, got 0", dict(soft_cap=0)),
+    (ValueError, "`soft_cap` must be a Python float > 0 or None, got nan", dict(soft_cap=float("nan"))),
+    (ValueError, "`soft_cap` must lie between 1.18e-38 and 3.4e+38, the numbers of float32", dict(soft_cap=1e39)),
+    (ValueError, "scores are computed, got inf. Give None for no cap", dict(soft_cap=float("inf"))),
+    (ValueError, "scores are computed, got 1e-40. Give None for no cap", dict(soft_cap=1e-40)),
     (ValueError, "`scale` must be a float or a float array of shape ()", dict(scale="big")),
+    (ValueError, "`scale` must be a finite number of float32", dict(scale=float("inf"))),
+    (ValueError, "in which scores are computed, got nan. Give None for 1/sqrt(H)", dict(scale=float("nan"))),
+    (
+        ValueError,
+        "`scale` must be a finite number of float32, in which scores are computed, got 1e+39",
+        dict(scale=1e39),
+    ),
     (ValueError, "engine='fast' is not one of 'auto'", dict(engine="fast")),
     (
         ValueError,

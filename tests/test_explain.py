@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
+from longspan._pairs import count_by_query
+from longspan.engines import ENGINES, Request
 
 pytestmark = pytest.mark.quick
 
@@ -61,6 +62,46 @@ def test_it_prints_as_a_table():
     assert rows["partial"].strip() == "7 (43.8%)"
 
 
+def test_rows_say_what_their_bytes_are():
+    report = ls.explain(*call(), mask=ls.Causal(), engine="reference")
+    rows = dict(line.split("  ", 1) for line in str(report).splitlines())
+    rows = {name.strip(): value.strip() for name, value in rows.items()}
+    assert {"reads and writes", "temporary memory", "a dense mask would take"} <= set(rows)
+    assert report.temporary_bytes == 3 * 2 * 389 * 389 * 4 and rows["temporary memory"] == "at least 3.463 MB"
+    assert "temporary memory" not in str(ls.explain(*call(), mask=ls.Causal(), engine="xla"))
+
+
+def test_the_memory_of_bits_is_told():
+    mask = ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32)) & ls.Custom(lambda q, k: q % 2 == 0)
+    rows = 3 * 4  # of tiles
+    assert ENGINES["cpu"].temporary_bytes(bind_mask(mask)) == rows * 4 * 128 * 128 // 8
+    narrow = ls.Window(100, 0) & mask
+    assert ENGINES["cpu"].temporary_bytes(bind_mask(narrow)) == rows * 2 * 128 * 128 // 8
+    assert ENGINES["cpu"].temporary_bytes(bind_mask(ls.Causal())) is None
+
+
+def bind_mask(mask):
+    return Request(*call(), mask)
+
+
+WASTEFUL = {
+    "ids come back after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 389))),
+    "shorter than a tile": ls.Causal() & ls.Segments(np.arange(389)[None] // 9),
+}
+
+
+@pytest.mark.parametrize("why", WASTEFUL)
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_it_advises_where_far_more_is_executed_than_is_useful(why, array):
+    mask = jax.tree.map(array, WASTEFUL[why])
+    report = ls.explain(*call(), mask=mask, engine="xla")
+    ratio = report.executed_flops / report.useful_flops
+    assert ratio > 4
+    (note,) = report.notes
+    assert note.startswith(f"{ratio:.0f} times as many FLOPs are executed as are useful: ") and why in note
+    assert not ls.explain(*call(), mask=ls.Empty(), engine="xla").notes
+
+
 def test_arrays_that_are_not_known_are_said_to_be_unknown():
     mask = ls.Causal() & ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32))
     report = ls.explain(*call(), mask=mask)
@@ -105,8 +146,6 @@ def test_it_says_which_part_of_a_composition_costs_what(mask, culprit, effect):
 
 
 def test_it_asks_the_native_engine_what_travels_as_bits():
-    from longspan.engines import ENGINES, Request
-
     request = Request(*call(T=16), ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)))
     notes = ENGINES["cpu"].notes(request)
     assert len(notes) == 1 and "no word for Mine()" in notes[0]
@@ -118,6 +157,49 @@ def test_the_reason_for_an_engine_holds_whichever_it_is(monkeypatch):
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     report = ls.explain(*call())
     assert report.engine == "xla" and report.reason.startswith("the first of cpu, xla, reference that can run this")
+
+
+SHUFFLED = np.random.default_rng(0).integers(-1, 9, (3, 389))
+BY_QUERY = [
+    ls.Segments(SHUFFLED),
+    ls.Causal() & ls.Segments(SHUFFLED),
+    ls.Causal() & ls.Segments(SHUFFLED, SHUFFLED[:, ::-1].copy()) & ls.Window(100, 3),
+    ls.Segments(SHUFFLED[:1]) & ls.TokenTypes(SHUFFLED % 3) & ls.TokenTypes(SHUFFLED % 4, zero="none"),
+    ls.Chunk(50) & ls.KvLengths(np.array([200, 389, 0])) & ls.Segments(SHUFFLED),
+    ls.Prefix(np.array([3, 0, 1000])) & ls.Causal(np.array([0, 5, -7])),
+    ls.PerHead((ls.Empty(), ls.Band(-9, -2) & ls.Segments(SHUFFLED))),
+]
+
+
+@pytest.mark.parametrize("mask", BY_QUERY, ids=repr)
+def test_pairs_counted_by_query_are_those_of_the_dense_mask(mask):
+    q, kv = mask.layout(389, 389).sides(xp=np)
+    dense = np.asarray(mask.dense(389, 389))
+    for b, n in np.ndindex(*dense.shape[:2]):
+        at = dict(batch=np.full((1, 1, 1, 1), b, np.int32), head=np.full((1, 1, 1, 1), n, np.int32))
+        assert count_by_query(mask, q.at(**at), kv.at(**at)) == dense[b, n].sum()
+    copies = 6 // (dense.shape[0] * dense.shape[1])
+    assert ls.explain(*call(), mask=mask).useful_flops == 4 * 16 * dense.sum() * copies
+
+
+@pytest.mark.parametrize(
+    "mask", [ls.Causal() | ls.Prefix(3), ls.Window(3, 3, dilation=2), ls.Global((0,)), ~ls.Causal()]
+)
+def test_what_is_no_interval_is_not_counted_by_query(mask):
+    q, kv = mask.layout(389, 389).sides(xp=np)
+    assert count_by_query(mask, q, kv) is None
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_documents_of_a_million_tokens_are_counted_without_reading_pairs(array, monkeypatch):
+    def read(*_):
+        raise AssertionError("pairs are read")
+
+    monkeypatch.setattr("longspan.layout._count_allowed", read)
+    ids = np.arange(2**20)[None] // 1000
+    report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Segments(array(ids)))
+    sizes = np.bincount(ids[0])
+    assert report.useful_flops == 2 * 4 * 16 * (sizes * (sizes + 1) // 2).sum()
 
 
 def test_a_million_tokens_are_explained_without_a_dense_mask():

@@ -117,6 +117,31 @@ def test_a_second_derivative_raises_a_clear_error(engine):
     assert jax.grad(lambda q: jax.grad(lambda q: ls.attention(q, K, V, engine="reference").sum())(q).sum())(Q).shape
 
 
+FORWARD = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+    "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+}
+
+
+@pytest.mark.parametrize("engine", SPARSE)
+@pytest.mark.parametrize("how", FORWARD)
+def test_forward_mode_is_refused_and_the_reference_named_where_jax_lets_us(engine, how):
+    x = make_qkv(Shape(B=1, T=5, S=5, N=2, K=2, H=3), jnp.float32)[0]
+
+    def attend(name):
+        return lambda q: ls.attention(q, q, q, mask=ls.Causal(), engine=name)
+
+    ours = rf"engine='{engine}' has no forward-mode derivatives.*engine='reference'"
+    with pytest.raises(TypeError, match=ours if how in ("jvp", "jacfwd") else "forward-mode.*custom_vjp"):
+        FORWARD[how](attend(engine), x)
+    with pytest.raises(NotImplementedError, match="engine='reference'"):
+        jax.hessian(lambda q: attend(engine)(q).sum())(x)
+    assert all(np.isfinite(np.asarray(a)).all() for a in jax.tree.leaves(FORWARD[how](attend("reference"), x)))
+
+
 def evaluations(run):
     """How many tiles have their rule evaluated while `run` runs, through a rule that counts."""
     count = []

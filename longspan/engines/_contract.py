@@ -64,6 +64,8 @@ class Engine(Protocol):
     - `forward(request, layout) -> (out, lse, low)`: `run` for a pass that is differentiated. There `out` may keep more
       bits, and `low` is what lse lost by rounding: with scores near -1e9, as people mask with, a float32 lse holds
       nothing of the logarithm of the sum.
+    - `temporary_bytes(request) -> int | None`: how much memory a forward pass takes for itself, at least, as `explain`
+      tells; None if that is little or not cheaply known.
     - `differentiable = True`: JAX can differentiate `run` by itself, also twice, and `backward` is not used for it.
 
     Example:
@@ -111,6 +113,12 @@ class Engine(Protocol):
 
 def _no_backward(engine: Engine) -> Any:
     raise NotImplementedError(f"engine={engine.name!r} has no backward pass. Differentiate with engine='reference'.")
+
+
+def temporary_bytes(engine: Engine, request: Request) -> int | None:
+    """How much memory an engine's forward pass takes for itself, at least, if it says so."""
+    of = getattr(engine, "temporary_bytes", None)
+    return None if of is None else of(request)
 
 
 def is_differentiable(engine: Engine) -> bool:

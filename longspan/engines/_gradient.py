@@ -1,5 +1,6 @@
-"""What differentiating any engine has in common: delta, the sinks' gradient, replicated operands, no second time."""
+"""What differentiating any engine has in common: delta, the sinks' gradient, replicated operands, what is refused."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,20 @@ def attend(engine: Engine, request: Request, layout: BlockLayout) -> tuple[jax.A
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     floats = vary(floats, varying_axes(floats, rest))
     return _attend(engine, floats, rest)
+
+
+@contextmanager
+def forward_mode_refused(engine: Engine):
+    """JAX's refusal of forward mode, where it comes through here, with what to do. Inside `jit` it comes later."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"engine={engine.name!r} has no forward-mode derivatives (jvp, jacfwd, linearize): it has a backward pass. "
+            "Use engine='reference', or differentiate in reverse (grad, vjp, jacrev)."
+        ) from error
 
 
 def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:

@@ -1,5 +1,6 @@
 """The `reference` engine: dense, readable, the definition of correct. T×S memory."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,12 @@ class Reference(Engine):
         return 128, 128
 
     def notes(self, request: Request) -> tuple[str, ...]:
-        B, N, T, S = (request.dims[axis] for axis in "BNTS")
-        return (f"dense: every pair is computed, and several arrays [B, N, T, S] of {B * N * T * S:,} numbers exist",)
+        return ("dense: every pair is computed, whatever the mask allows",)
+
+    def temporary_bytes(self, request: Request) -> int:
+        """The scores; the weights, and what a gradient keeps, come on top."""
+        sizes = [request.dims[axis] for axis in "BNTS"]
+        return math.prod(sizes) * statistics_dtype(request.q.dtype).itemsize
 
     def run(self, request: Request, layout: BlockLayout):
         """(out, lse), which JAX differentiates as often as asked."""
@@ -105,8 +110,15 @@ def _dropped(request: Request, pairs: _Pairs, weights):
 
 
 def _softmax(scores, times, sink):
-    """Weights and log-sum-exp where each pair counts `times`; rows without any pair (and sink) give 0 and -inf."""
+    """Weights and log-sum-exp where each pair counts `times`; rows without any pair give 0 and the sink, or -inf."""
     none = times == 0
+    empty = none.all(-1, keepdims=True)
+    nothing = np.asarray(-np.inf, scores.dtype)
+    if sink is not None:
+        # Zeroed like keys that nobody sees: the logit of such a row may be anything, and must not be exponentiated.
+        # Nor has it a gradient if it is not finite: a loss of lse² would give it NaN.
+        nothing = jnp.where(jnp.isfinite(sink), sink, jax.lax.stop_gradient(sink))
+        sink = jnp.where(empty, 0, sink)
     # Finite, not -inf: a row without keys has max = -inf, and (-inf) - (-inf) is NaN in both passes.
     scores = jnp.where(none, jnp.finfo(scores.dtype).min, scores)
     most = scores.max(-1, keepdims=True)
@@ -117,9 +129,8 @@ def _softmax(scores, times, sink):
     total = powers.sum(-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink - most)
-    empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, most + jnp.log(jnp.where(empty, 1, total)))
-    return powers / jnp.where(empty, 1, total), lse[..., 0]
+    total = jnp.where(empty, 1, total)
+    return powers / total, jnp.where(empty, nothing, most + jnp.log(total))[..., 0]
 
 
 def _multiplicity(layout: BlockLayout, shape, dtype):

@@ -43,6 +43,11 @@ class Shardings(Bound):
         Of the axis names, a default that the mesh lacks is left out (that dimension is replicated); a name that was
         given and that the mesh lacks is an error. An axis that does not divide its dimension is left out.
 
+        The specs are for `jit`, which sees whole arrays wherever they lie. With those of `sequence_parallel=True` as
+        `in_specs` of a `shard_map` around `attention`, each device would see its own keys only, and no check can
+        notice: gather keys, values and their ids first, and give the queries their positions. Without it, a `MaskInfo`
+        goes through `shard_map` row by row, with `in_specs=P("dp")`.
+
         Args:
             sequence_parallel: whether to split queries, ids and positions along the sequence axis.
             mesh: a `jax.sharding.Mesh`, with axes of any type.

@@ -1,5 +1,7 @@
 """`get_shardings` on eight devices: specs, axes that do not fit, and attention that does not change."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +120,45 @@ def test_placed_arrays_give_the_same_attention_and_gradients(along, kind):
         jax.device_put(plain.kv_segment_ids, NamedSharding(mesh, specs.kv_segment_ids)),
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), jax.jit(step)(*placed), wanted)
+
+
+def whole_and_bound():
+    """What knows the length that it was made for, as arguments of `attention`."""
+    info = MaskInfo.from_segments(ids(1, 8)).apply_causal()
+    return {
+        "MaskInfo": (dict(mask=info), "This MaskInfo is for 8 queries and 8 keys, but the call has 4 and 4"),
+        "BlockLayout": (dict(mask=info.layout()), "This BlockLayout is for 8 queries and 8 keys, but the call has 4"),
+        "ids": (dict(mask=info.mask), "Segments.q_ids covers 8 queries, but the call has 4"),
+        "flags": (dict(mask=ls.Global(kv_flags=np.ones((1, 8), bool))), "Global.kv_flags covers 8 keys, but the call"),
+        "table": (dict(mask=ls.Blocks(np.zeros((1, 4, 1), int), 2)), "Blocks.table covers 4 blocks of 2 queries, but"),
+        "dense mask": (dict(mask=np.ones((8, 8), bool)), "`mask` must be broadcastable to"),
+        "bias": (dict(bias=jnp.ones((8, 8))), "`bias` must be broadcastable to"),
+        "q_positions": (dict(q_positions=np.arange(8)), "q_positions must have shape [4] or [B, 4]"),
+        "kv_positions": (dict(kv_positions=np.arange(8)), "kv_positions must have shape [4] or [B, 4]"),
+    }
+
+
+@pytest.mark.parametrize("what", whole_and_bound())
+def test_what_is_bound_to_the_whole_length_refuses_a_shard(what):
+    arguments, words = whole_and_bound()[what]
+    q, k, v = ls.testing.make_qkv(ls.testing.Shape(B=1, T=8, S=8, N=2, K=2, H=4), jnp.float32)
+    along = dict(mesh=mesh_of((2,), ("sp",)), in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        jax.shard_map(lambda *qkv: ls.attention(*qkv, **arguments), **along)(q, k, v)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+def test_it_is_placed_and_goes_through_shard_map_row_by_row(kind):
+    rows = NamedSharding(mesh_of((8,), ("dp",), kind), P("dp"))
+    info = MaskInfo.from_segments(ids(8, 6)).apply_causal()
+    qkv = ls.testing.make_qkv(ls.testing.Shape(B=8, T=6, S=6, N=2, K=2, H=4), jnp.float32)
+    wanted = ls.attention(*qkv, mask=info)
+    placed = jax.device_put((*qkv, info), rows)
+    assert placed[3] == info and {x.sharding for x in jax.tree.leaves(placed[3])} == {rows}
+    run = jax.shard_map(
+        lambda q, k, v, info: ls.attention(q, k, v, mask=info),
+        mesh=rows.mesh,
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+    )
+    np.testing.assert_allclose(run(*placed), wanted, rtol=1e-5, atol=1e-6)

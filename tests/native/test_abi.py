@@ -42,6 +42,12 @@ def test_a_stale_library_is_an_error_not_a_slower_engine(message, engine):
         assert "\n" not in str(error.value)
 
 
+def test_a_stale_library_does_not_keep_longspan_from_being_imported(message):
+    library.register()  # what an import does
+    with pytest.raises(ImportError, match=message):
+        library.missing()
+
+
 def test_a_stale_library_that_is_switched_off_is_not_touched(message, monkeypatch):
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     x = jnp.ones((1, 3, 2, 4))

@@ -11,12 +11,13 @@ import numpy as np
 from longspan.engines._contract import Engine, Request
 from longspan.engines.cpu import library
 from longspan.engines.cpu.call import call
-from longspan.engines.cpu.operands import prepare
+from longspan.engines.cpu.operands import bit_bytes, dense_bit_bytes, prepare
 from longspan.engines.cpu.program import unknown
 from longspan.layout import BlockLayout
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_HEAD_SIZE = 256
+MOST_BIT_BYTES = 1 << 30  # for rules that travel as bits: more than that is a surprise
 TILE = 128  # what the kernel handles at once; larger tiles of a given layout are cut up inside
 
 
@@ -32,7 +33,7 @@ class Cpu(Engine):
             return f"it computes {', '.join(DTYPES)}, not {np.dtype(request.q.dtype).name}"
         if request.dims["H"] > MOST_HEAD_SIZE:
             return f"its heads have at most {MOST_HEAD_SIZE} elements, not {request.dims['H']}"
-        return library.missing()
+        return _too_many_bits(request) or library.missing()
 
     def tiles(self, request: Request) -> tuple[int, int]:
         """The kernel's own tiles, smaller for short sides."""
@@ -43,6 +44,9 @@ class Cpu(Engine):
             f"the kernel has no word for {part!r}: its truth travels as one bit for each pair of a visited tile"
             for part in unknown(request.mask)
         )
+
+    def temporary_bytes(self, request: Request) -> int | None:
+        return bit_bytes(request, *self.tiles(request)) or None
 
     def run(self, request: Request, layout: BlockLayout):
         return tuple(_forward("forward", request, layout)[:2])
@@ -63,6 +67,22 @@ class Cpu(Engine):
 
 
 ENGINE = Cpu()
+library.register()
+
+
+def _too_many_bits(request: Request) -> str | None:
+    """Why the rules that the kernel does not know cannot travel as bits, if they are too many."""
+    rules = unknown(request.mask)
+    if not rules or dense_bit_bytes(request) <= MOST_BIT_BYTES:  # what is skipped only makes it less
+        return None
+    wanted = bit_bytes(request, *ENGINE.tiles(request))
+    if wanted <= MOST_BIT_BYTES:
+        return None
+    return (
+        f"its kernel has no word for {rules[0]!r}, whose truth would travel as one bit for each pair of every tile "
+        f"that may be visited: {wanted / 2**30:.1f} GiB, and {MOST_BIT_BYTES / 2**30:.0f} GiB is the most. `xla` keeps "
+        "no bits; a static `Window` or `Chunk` beside the rule, with `&`, makes them fewer"
+    )
 
 
 def _forward(kind: str, request: Request, layout: BlockLayout, *, by_tiles: bool = False):

@@ -1,5 +1,6 @@
 """The native library of the `cpu` engine: finding it, saying why it is missing, calling into it."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -32,6 +33,15 @@ def missing() -> str | None:
             f"LONGSPAN_CPU_ISA={forced} cannot run here; this machine and build have: {', '.join(instruction_sets())}"
         )
     return None
+
+
+def register() -> None:
+    """Makes the handlers known to XLA, so that a program that `jax.export` wrote runs wherever longspan is imported.
+
+    What is wrong with the library is said where it is used, not where longspan is imported.
+    """
+    with contextlib.suppress(ImportError):  # a stale library, which `missing` refuses
+        missing()
 
 
 def instruction_sets() -> tuple[str, ...]:

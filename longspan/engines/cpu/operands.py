@@ -1,5 +1,6 @@
 """A request as the native kernel reads it: a static plan, and operands that roles and a mask's words name."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from longspan._types import statistics_dtype
 from longspan.engines._contract import Request
 from longspan.engines.cpu.library import static_ints
-from longspan.engines.cpu.program import encode, knows
-from longspan.layout import BlockLayout
+from longspan.engines.cpu.program import encode, knows, most_visits, unknown
+from longspan.layout import BlockLayout, plan
+from longspan.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,30 @@ def prepare(request: Request, layout: BlockLayout) -> tuple[Plan, tuple, tuple]:
         axes=(*[("l", "n", "", "")] * 2, *float_axes, *program.axes),
     )
     return plan, floats, (*tables, *program.operands)
+
+
+def dense_bit_bytes(request: Request) -> int:
+    """What `bit_bytes` would be if every tile were visited, of every row and head."""
+    pairs = math.prod(request.dims[axis] for axis in "BNTS")
+    return len(unknown(request.mask)) * pairs // 8
+
+
+def bit_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
+    """The memory of a request's bit tiles, by shapes alone: its arrays may be traced, or not there yet."""
+    rules = unknown(request.mask)
+    if not rules or 0 in request.dims.values():
+        return 0
+    dims = request.dims
+
+    def shapes(mask: Mask, layout: BlockLayout | None, q_positions, kv_positions) -> BlockLayout:
+        if layout is None:
+            positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+            layout = plan(mask, dims["T"], dims["S"], q_tile, kv_tile, **positions, xp=jnp)
+        return _broadcast_layout(layout, dims["B"], dims["N"])
+
+    layout = jax.eval_shape(shapes, request.mask, request.layout, request.q_positions, request.kv_positions)
+    tile = layout.q_tile * -(-layout.kv_tile // 8)
+    return len(rules) * math.prod(layout.starts.shape[:2]) * layout.q_tiles * most_visits(layout) * tile
 
 
 def _broadcast_layout(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:

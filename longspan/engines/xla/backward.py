@@ -31,7 +31,7 @@ from longspan.engines.xla.parts import (
     sum_to_bias,
     write_tile,
 )
-from longspan.engines.xla.visit import drop, powers_of, scores_of, visit_all
+from longspan.engines.xla.visit import LOW, drop, powers_of, scores_of, visit_all
 
 
 def backward(plan: Plan):
@@ -44,6 +44,8 @@ def backward(plan: Plan):
         x = padded(plan, *floats, *rest)
         # Rows without keys have lse = -inf; any finite level will do, since all their weights are masked.
         level = jnp.where(jnp.isfinite(lse), lse, 0)
+        if bias is None:  # or that of a sink so low that masked scores would not vanish beside it
+            level = jnp.maximum(level, LOW)
         by_query = [pad_queries(plan, x.layout, a) for a in (dout, *(a[..., None] for a in (delta, level, low)))]
         axes, copied = varying_axes(x, by_query), plan.copies(x.layout)
 
