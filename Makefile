@@ -19,7 +19,7 @@ help:
 	@echo "make quick      what breaks first: masks, laws, layout, errors, structure, doctests, a dozen cases of the matrix"
 	@echo "make test       the default test suite (ARGS=... goes to pytest)"
 	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
-	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (an hour on two cores)"
+	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (about an hour on two cores)"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
 	@echo "make native-test  the kernel against a naive loop and with damaged calls, under sanitizers"

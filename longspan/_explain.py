@@ -16,7 +16,7 @@ from longspan.engines._contract import temporary_bytes
 from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.masks.by_slot import _EqualIds
+from longspan.masks.by_slot import EqualIds
 
 WASTEFUL = 4  # executed over useful FLOPs from which on `explain` advises
 
@@ -160,7 +160,7 @@ def _advice(request: Request, work: dict[str, Any]) -> tuple[str, ...]:
     if not useful or executed <= WASTEFUL * useful or work["tiles_total"] == 1:
         return ()
     ratio = f"{executed / useful:.0f} times as many FLOPs are executed as are useful"
-    if any(_come_back(ids) for rule in request.mask.walk() if isinstance(rule, _EqualIds) for ids in rule._ids()):
+    if any(_come_back(ids) for rule in request.mask.walk() if isinstance(rule, EqualIds) for ids in rule._ids()):
         return (
             f"{ratio}: ids come back after others, so tiles hold tokens of many documents. Sort the tokens by id, and "
             "give their positions if other rules compare those",

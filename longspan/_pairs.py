@@ -10,7 +10,7 @@ import numpy as np
 
 from longspan.masks import And, KvLengths, Mask, PerHead
 from longspan.masks.base import SLOT
-from longspan.masks.by_slot import _EqualIds
+from longspan.masks.by_slot import EqualIds
 from longspan.masks.sides import KEYS, Side, Tiles
 
 
@@ -19,9 +19,9 @@ def count_by_query(mask: Mask, q: Side, kv: Side) -> int | None:
     if kv.positions is not None:
         return None
     low, high = np.zeros(q.length, np.int64), np.full(q.length, kv.length, np.int64)
-    equal: list[_EqualIds] = []
+    equal: list[EqualIds] = []
     for part in _all_of(mask, int(q.head.reshape(()))):
-        if isinstance(part, _EqualIds):
+        if isinstance(part, EqualIds) and type(part).allowed is EqualIds.allowed:
             equal.append(part)
             continue
         interval = _interval(part, q, kv)
@@ -65,7 +65,7 @@ def _interval(rule: Mask, q: Side, kv: Side) -> tuple[np.ndarray, np.ndarray] | 
     return (low.reshape(-1), high.reshape(-1)) if np.all(every | (low >= high)) else None
 
 
-def _count_equal(rules: list[_EqualIds], row: int, low: np.ndarray, high: np.ndarray) -> int:
+def _count_equal(rules: list[EqualIds], row: int, low: np.ndarray, high: np.ndarray) -> int:
     """The pairs of queries with keys in [low, high) whose ids are equal by all rules."""
     seen = np.full(len(low), True)
     mine, theirs = None, None

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib
 import operator
+import pydoc
 import re
 import shutil
 import subprocess
@@ -126,6 +127,12 @@ def test_dir_and_all_list_the_public_names():
     public = exports(PACKAGE)
     assert public <= set(dir(longspan)) <= public | {"__version__"}
     assert set(longspan.__all__) == public - set(longspan._LAZY)
+
+
+def test_help_shows_the_public_functions_and_rules():
+    text = pydoc.render_doc(importlib.import_module("longspan"), renderer=pydoc.plaintext)
+    for name in ("attention(", "explain(", "merge(", "class Window(", "class MaskInfo(", "bigbird_attention("):
+        assert name in text
 
 
 class Import(NamedTuple):

@@ -46,6 +46,7 @@ def test_a_subclass_of_a_config_is_of_the_same_family():
     ("room", "module", "line"),
     [
         ("longspan.models", "flax", "longspan.models needs flax: pip install 'longspan[flax]'"),
+        ("longspan.nn", "flax", "longspan.nn needs flax: pip install 'longspan[flax]'"),
         ("longspan.hf", "flax", "longspan.hf needs flax: pip install 'longspan[hf]'"),
         ("longspan.hf", "safetensors", "longspan.hf needs safetensors: pip install 'longspan[hf]'"),
     ],
