@@ -1,5 +1,6 @@
 """`compiled`: a model's call as one program, whose parameters are arguments and never results."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -23,8 +24,8 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
 
     `nnx.jit(model)` returns every parameter from its program at each call, in case the call changed it. Here they only
     go in. Each call reads the model anew, so it sees what training or `nnx.update` did to the parameters; a change of
-    the structure, such as `model.train()`, is compiled anew. Models of one structure share their programs. Ids outside
-    of their tables are an error, as they are without `jit`.
+    the structure, such as `model.train()`, is compiled anew. Models of one structure share their programs, whatever
+    directories they were loaded from. Ids outside of their tables are an error, as they are without `jit`.
 
     Args:
         model: an `Encoder` or a model with a head.
@@ -56,7 +57,7 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
 
 
 def _call(model: Any, options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(_without_source(model))
     drops = rngs is not None and not (model.deterministic if options[0] is None else options[0])
     if not drops:
         return _run(graph, None, options, state, None, arrays)[0]
@@ -65,6 +66,16 @@ def _call(model: Any, options: tuple, arrays: dict[str, Any], rngs: Any) -> Outp
     output, count = _run(graph, stream_graph, options, state, stream_state, arrays)
     stream.count[...] = count
     return output
+
+
+def _without_source(model: Any) -> Any:
+    """The same parameters without the directory they come from, or each checkpoint would have programs of its own."""
+    bare = copy.copy(model)
+    # Not by assignment, which Flax refuses where the model comes from outside of a transformation: this is a copy.
+    vars(bare).update(source=None)
+    if isinstance(model, Model):
+        vars(bare).update(encoder=_without_source(model.encoder))
+    return bare
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

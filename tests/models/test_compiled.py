@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from longspan import models
+from longspan import hf, models
 from longspan.models.encoders import encoder
 
 SIZES = dict(
@@ -66,6 +66,17 @@ def test_a_change_of_parameters_is_seen_and_compiles_nothing(traces):
     np.testing.assert_array_equal(models.compiled(other)(IDS).logits, after)
     assert len(traces) == 1
     assert not np.allclose(before, after, atol=1e-3)
+
+
+def test_checkpoints_of_one_structure_share_a_program(traces, tmp_path):
+    outputs = []
+    for seed in (1, 2):
+        hf.save(make(seed=seed), tmp_path / str(seed))
+        model = hf.load(tmp_path / str(seed))
+        outputs.append(models.compiled(model)(IDS).logits)
+        assert model.source == model.encoder.source == str((tmp_path / str(seed)).resolve())
+        np.testing.assert_allclose(outputs[-1], make(seed=seed)(IDS).logits, atol=1e-5)
+    assert len(traces) == 1 + 2, "one program, and two calls outside of it"
 
 
 def test_a_change_of_the_structure_is_seen():
