@@ -35,7 +35,7 @@ def count_by_query(mask: Mask, q: Side, kv: Side) -> int | None:
 def _all_of(mask: Mask, head: int) -> list[Mask]:
     """The parts that must all hold for a head."""
     if isinstance(mask, PerHead):
-        return _all_of(mask.masks[head], head)
+        return _all_of(mask.masks[min(head, len(mask.masks) - 1)], head)
     return [rule for part in mask.parts() for rule in _all_of(part, head)] if isinstance(mask, And) else [mask]
 
 

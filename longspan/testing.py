@@ -103,6 +103,8 @@ def assert_matches_reference(
 
     near, got = jax.tree.map(_as_numpy, everything(narrow, floats, mask))
     exact, scales = _exact(floats, mask, features)
+    for part in exact:
+        _assert_usable(part, near[part], exact[part])
     for name, results in zip(engines, got, strict=True):
         for part in exact:
             rounding = ROUNDING_UNITS * _unit(part, q.dtype, floats) * scales[part]
@@ -341,6 +343,13 @@ def _weights(wide, mask, features) -> jax.Array:
     units = jnp.broadcast_to(jnp.eye(S, size)[:, None], (wide["k"].shape[0], S, K, size))
     out = attention(**{**wide, "q": q, "k": k, "v": units}, mask=mask, engine="reference", **features)
     return out[..., :S]
+
+
+def _assert_usable(what: str, near: np.ndarray, exact: np.ndarray) -> None:
+    """The reference can judge: compared with NaN, or with a tolerance that is not finite, everything would pass."""
+    assert not np.isnan(exact).any(), f"{what}: the reference itself gives NaN. Is there one that a query sees?"
+    finite = np.isfinite(exact)
+    assert np.isfinite(near[finite]).all(), f"{what}: the reference overflows in the dtype under test, not in float64"
 
 
 def _distance(near: np.ndarray, exact: np.ndarray) -> float:
