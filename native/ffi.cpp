@@ -178,7 +178,8 @@ struct Common {
     call.dropout_threshold = uint32_t(get<int64_t>(attrs, "dropout_threshold", 0));
     call.q_tile = get<int64_t>(attrs, "q_tile", 1);
     call.kv_tile = get<int64_t>(attrs, "kv_tile", 1);
-    call.by_tiles = get<int64_t>(attrs, "by_tiles", 0) != 0;
+    const auto by_tiles = attrs.get<int64_t>("by_tiles");  // exported programs of before do not have it
+    call.by_tiles = by_tiles.has_value() && *by_tiles != 0;
     const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
     const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
     call.roles.assign(roles.begin(), roles.end());
