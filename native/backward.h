@@ -17,6 +17,12 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
+// A row of scratch_dk or scratch_dv, in elements.
+template <class R>
+static inline int64_t scratch_width(int64_t size) {
+  return (size * int64_t(sizeof(R)) + kPadBytes - 1) / kPadBytes * kPadBytes / int64_t(sizeof(R));
+}
+
 template <class R>
 struct BackwardTile {
   static constexpr int NV = 2, L = Simd<R>::lanes, PANEL = NV * L;
@@ -27,7 +33,7 @@ struct BackwardTile {
   const R *k, *v;     // the tile's keys and values [keys][width]
   R *w, *ds, *slope;  // weights, their gradients, soft_cap's slope [keys][kLanes]
   R *lse, *lse_low, *delta;
-  int64_t width, keys;
+  int64_t width, v_width, keys;
   DropoutLanes drop;
   bool garbage;  // some row of q or dout is not finite
   uint8_t bad[kLanes];
@@ -35,15 +41,16 @@ struct BackwardTile {
 
   void take(Arena& arena, const Problem& problem) {
     p = &problem;
-    width = (problem.H + L - 1) / L * L;
+    width = padded_width<R>(p->H);
+    v_width = padded_width<R>(p->Hv);
     keys = keys_per_tile(problem);
     masker.take(arena, problem);
     q_rows = arena.take<R>(kLanes * width);
-    do_rows = arena.take<R>(kLanes * width);
+    do_rows = arena.take<R>(kLanes * v_width);
     q = arena.take<R>(kLanes * problem.H);
-    dout = arena.take<R>(kLanes * problem.H);
+    dout = arena.take<R>(kLanes * problem.Hv);
     dq = arena.take<R>(kLanes * problem.H);
-    cache.take(arena, problem, width, keys, Tiling(problem).per_head > 1);
+    cache.take(arena, problem, keys, Tiling(problem).per_head > 1);
     w = arena.take<R>(keys * kLanes);
     ds = arena.take<R>(keys * kLanes);
     slope = problem.soft_cap != 0 ? arena.take<R>(keys * kLanes) : nullptr;
@@ -55,10 +62,10 @@ struct BackwardTile {
   template <class Given>
   void begin(const QueryTile& tile, const Given& given) {
     masker.begin(tile);
-    read_queries(q_rows, width, *p, p->q, tile, R(p->scale));
-    read_queries(do_rows, width, *p, given.dout, tile, R(1));
+    read_queries(q_rows, width, *p, p->q, p->H, tile, R(p->scale));
+    read_queries(do_rows, v_width, *p, given.dout, p->Hv, tile, R(1));
     to_panels<R, PANEL>(q, q_rows, width, p->H, tile.lanes());
-    to_panels<R, PANEL>(dout, do_rows, width, p->H, tile.lanes());
+    to_panels<R, PANEL>(dout, do_rows, v_width, p->Hv, tile.lanes());
     const int panels = (tile.lanes() + PANEL - 1) / PANEL;
     __builtin_memset(dq, 0, sizeof(R) * size_t(panels * PANEL * p->H));
     for (int i = 0; i < kLanes; ++i) {
@@ -76,8 +83,8 @@ struct BackwardTile {
     garbage = false;
     for (int i = 0; i < kLanes; ++i) {
       typename Simd<R>::I some = {};
-      for (int64_t h = i * width; h < (i + 1) * width; h += L)
-        some |= not_finite<R>(load(q_rows + h)) | not_finite<R>(load(do_rows + h));
+      for (int64_t h = i * width; h < (i + 1) * width; h += L) some |= not_finite<R>(load(q_rows + h));
+      for (int64_t h = i * v_width; h < (i + 1) * v_width; h += L) some |= not_finite<R>(load(do_rows + h));
       bad[i] = any_of<R>(some);
       garbage |= bad[i] != 0;
     }
@@ -90,11 +97,11 @@ struct BackwardTile {
       if (!bad[lane]) continue;
       bool sees = m.kind == kIsFull;
       for (int s = m.lo; s < m.hi && !sees; ++s) sees = m.bytes[s][lane] != 0;
-      const int64_t at = tile.offset(*p, lane) * p->H;
-      for (int64_t h = 0; h < p->H; ++h) {
-        q_rows[lane * width + h] = sees ? R(p->scale) * element<R>(p->q, p->type, at + h) : R(0);
-        do_rows[lane * width + h] = sees ? element<R>(all_dout, p->type, at + h) : R(0);
-      }
+      const int64_t at = tile.offset(*p, lane);
+      for (int64_t h = 0; h < p->H; ++h)
+        q_rows[lane * width + h] = sees ? R(p->scale) * element<R>(p->q, p->type, at * p->H + h) : R(0);
+      for (int64_t h = 0; h < p->Hv; ++h)
+        do_rows[lane * v_width + h] = sees ? element<R>(all_dout, p->type, at * p->Hv + h) : R(0);
     }
   }
 
@@ -104,7 +111,8 @@ struct BackwardTile {
     const int first = m.first[panel], count = m.last[panel] - first;
     R *wp = w + first * kLanes + panel * PANEL, *dp = ds + first * kLanes + panel * PANEL;
     gemm<R, NV, false, kStore>(count, p->H, k + first * width, width, q + panel * p->H * PANEL, PANEL, wp, kLanes);
-    gemm<R, NV, false, kStore>(count, p->H, v + first * width, width, dout + panel * p->H * PANEL, PANEL, dp, kLanes);
+    gemm<R, NV, false, kStore>(count, p->Hv, v + first * v_width, v_width, dout + panel * p->Hv * PANEL, PANEL, dp,
+                               kLanes);
     if (p->soft_cap != 0) soften(panel, first, count);
     if (p->has_bias) add_bias(panel, first, count);
     if (m.exact[panel])
@@ -197,8 +205,9 @@ struct BackwardTile {
     cache.get(k, v, tile.b, tile.n / (p->N / p->K), piece, m.kind == kIsPartial, m.seen);
   }
 
-  // One piece: dq, and dk, dv of its keys into rows of `padded` elements.
-  void visit_keys(const QueryTile& tile, const Piece& piece, const Piece* next, R* dk, R* dv, int64_t padded) {
+  // One piece: dq, and dk, dv of its keys.
+  void visit_keys(const QueryTile& tile, const Piece& piece, const Piece* next, R* dk, R* dv) {
+    const int64_t padded = scratch_width<R>(p->H), v_padded = scratch_width<R>(p->Hv);
     read_keys(tile, piece);
     const TileMask<PANEL>& m = masker.mask;
     if (garbage) hide_garbage(tile, g->dout);
@@ -222,14 +231,14 @@ struct BackwardTile {
         if (m.first[panel] < i + step && m.last[panel] > i) a = lesser(a, panel), b = panel + 1;
       if (a < b) {
         const int64_t lane = a * PANEL, lanes = (b - a) * PANEL;
-        add_rows(step, lanes, w + i * kLanes + lane, do_rows + lane * width, dv + i * padded, padded);
-        add_rows(step, lanes, ds + i * kLanes + lane, q_rows + lane * width, dk + i * padded, padded);
+        add_rows(step, lanes, w + i * kLanes + lane, do_rows + lane * v_width, v_width, dv + i * v_padded, v_padded);
+        add_rows(step, lanes, ds + i * kLanes + lane, q_rows + lane * width, width, dk + i * padded, padded);
       }
       i += step;
     }
   }
 
-  void add_rows(int step, int64_t lanes, const R* a, const R* rows, R* out, int64_t padded) {
+  void add_rows(int step, int64_t lanes, const R* a, const R* rows, int64_t width, R* out, int64_t padded) {
     int64_t h = 0;
     for (; h + PANEL <= width; h += PANEL)
       gemm<R, NV, false, kAdd>(step, lanes, a, kLanes, rows + h, width, out + h, padded);
@@ -322,10 +331,11 @@ struct BackwardJob {
   const Problem* p;
   const Backward* g;
   Chunks chunks;
-  int64_t padded;
+  int64_t padded, v_padded;
 
   BackwardJob(const Problem& problem, const Backward& backward) : p(&problem), g(&backward), chunks(problem) {
-    padded = (p->H * int64_t(sizeof(R)) + kPadBytes - 1) / kPadBytes * kPadBytes / int64_t(sizeof(R));
+    padded = scratch_width<R>(p->H);
+    v_padded = scratch_width<R>(p->Hv);
   }
   static void task(void* self, int64_t i, void* scratch) { static_cast<BackwardJob*>(self)->compute(i, scratch); }
   static void reduce_task(void* self, int64_t i, void*) { static_cast<BackwardJob*>(self)->reduce(i); }
@@ -347,9 +357,9 @@ struct BackwardJob {
     work.g = g;
     const int64_t base = chunks.hulls[2 * i], rows = chunks.hulls[2 * i + 1] - base;
     R* dk = static_cast<R*>(g->scratch_dk) + scratch_row(i) * padded;
-    R* dv = static_cast<R*>(g->scratch_dv) + scratch_row(i) * padded;
+    R* dv = static_cast<R*>(g->scratch_dv) + scratch_row(i) * v_padded;
     __builtin_memset(dk, 0, sizeof(R) * size_t(rows * padded));
-    __builtin_memset(dv, 0, sizeof(R) * size_t(rows * padded));
+    __builtin_memset(dv, 0, sizeof(R) * size_t(rows * v_padded));
     const Tiling& tiling = chunks.tiling;
     const int64_t groups = chunks.heads_per_kv() / tiling.heads;
     for (int64_t j = chunks.first_tile(chunk); j < chunks.first_tile(chunk + 1); ++j)
@@ -361,8 +371,9 @@ struct BackwardJob {
         Piece now, next;
         for (bool some = pieces.next(now); some; now = next) {
           some = pieces.next(next);
-          const int64_t at = (now.first - base) * padded;
-          if (work.masker.read(now)) work.visit_keys(tile, now, some ? &next : nullptr, dk + at, dv + at, padded);
+          if (!work.masker.read(now)) continue;
+          const int64_t at = now.first - base;
+          work.visit_keys(tile, now, some ? &next : nullptr, dk + at * padded, dv + at * v_padded);
         }
         work.finish(tile, g->dq);
       }
@@ -373,19 +384,23 @@ struct BackwardJob {
   void reduce(int64_t i) {
     const int64_t blocks = (p->S + kReduceRows - 1) / kReduceRows;
     const int64_t pair = i / blocks, s0 = i % blocks * kReduceRows, head = pair % p->K, b = pair / p->K;
-    for (int64_t s = s0; s < lesser(p->S, s0 + kReduceRows); ++s)
-      for (int which = 0; which < 2; ++which) {
-        const R* from = static_cast<const R*>(which ? g->scratch_dv : g->scratch_dk);
-        alignas(64) R row[kMaxHead];
-        for (int64_t h = 0; h < p->H; ++h) row[h] = 0;
-        for (int64_t c = pair * chunks.count; c < (pair + 1) * chunks.count; ++c) {
-          const int64_t* hull = chunks.hulls + 2 * c;
-          if (s < hull[0] || s >= hull[1]) continue;
-          const R* x = from + (scratch_row(c) + s - hull[0]) * padded;
-          for (int64_t h = 0; h < p->H; ++h) row[h] += x[h];
-        }
-        write_row(which ? g->dv : g->dk, p->type, ((b * p->S + s) * p->K + head) * p->H, row, p->H);
-      }
+    for (int64_t s = s0; s < lesser(p->S, s0 + kReduceRows); ++s) {
+      const int64_t at = (b * p->S + s) * p->K + head;
+      reduce_row(pair, s, static_cast<const R*>(g->scratch_dk), padded, g->dk, at, p->H);
+      reduce_row(pair, s, static_cast<const R*>(g->scratch_dv), v_padded, g->dv, at, p->Hv);
+    }
+  }
+
+  void reduce_row(int64_t pair, int64_t s, const R* from, int64_t stride, void* to, int64_t at, int64_t size) {
+    alignas(64) R row[kMaxHead];
+    for (int64_t h = 0; h < size; ++h) row[h] = 0;
+    for (int64_t c = pair * chunks.count; c < (pair + 1) * chunks.count; ++c) {
+      const int64_t* hull = chunks.hulls + 2 * c;
+      if (s < hull[0] || s >= hull[1]) continue;
+      const R* x = from + (scratch_row(c) + s - hull[0]) * stride;
+      for (int64_t h = 0; h < size; ++h) row[h] += x[h];
+    }
+    write_row(to, p->type, at * size, row, size);
   }
 
   bool run(Runner& runner) {

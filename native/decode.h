@@ -6,195 +6,214 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "forward.h"
 #include "isa.h"
 #include "problem.h"
 #include "simd.h"
+#include "softmax.h"
 #include "tile.h"
 
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-// Of four rows: sums[row][lane] = q[lane] . k[row].
+// sums[row][lane] = q[lane] . k[row], of as many rows as make a vector of sums.
 template <class R, int LANES>
-static inline void dot_rows(R* sums, int64_t stride, const R* q, int64_t width, const R* const* k) {
-  constexpr int L = Simd<R>::lanes;
-  const R *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
-  Vec<R> acc[4][LANES];
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < LANES; ++j) acc[i][j] = Vec<R>{};
+static inline __attribute__((always_inline)) void dot_rows(R* sums_of, int64_t stride, const R* q, int64_t width,
+                                                           const R* const* k, int64_t at) {
+  constexpr int L = Simd<R>::lanes, ROWS = L / LANES;
+  Vec<R> acc[L];
+  for (int i = 0; i < L; ++i) acc[i] = Vec<R>{};
   for (int64_t h = 0; h < width; h += L) {
-    const Vec<R> x[4] = {loose(k0 + h), loose(k1 + h), loose(k2 + h), loose(k3 + h)};
-    for (int j = 0; j < LANES; ++j) {
-      const Vec<R> y = load(q + j * width + h);
-      for (int i = 0; i < 4; ++i) acc[i][j] += x[i] * y;
+    Vec<R> x[LANES];
+    for (int j = 0; j < LANES; ++j) x[j] = load(q + j * width + h);
+    for (int i = 0; i < ROWS; ++i) {
+      const Vec<R> y = loose(k[i] + at + h);
+      for (int j = 0; j < LANES; ++j) acc[i * LANES + j] += x[j] * y;
     }
   }
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < LANES; ++j) sums[i * stride + j] = sum_of<R>(acc[i][j]);
+  alignas(64) R all[L];
+  store(all, sums<R>(acc));
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < LANES; ++j) sums_of[i * stride + j] = all[i * LANES + j];
 }
 
-// out[lane] += sum over four rows of weights[row][lane] * v[row].
-template <class R, int LANES>
-static inline void add_weighted(R* __restrict out, int64_t width, const R* __restrict weights, int64_t stride,
-                                const R* const* v) {
+// out[lane] += sum over rows of weights[row][lane] * v[row], of NV vectors of each.
+template <class R, int LANES, int NV>
+static inline __attribute__((always_inline)) void add_vectors(R* __restrict out, int64_t width, const R* weights,
+                                                              int64_t stride, const R* const* v, int64_t at, int rows) {
   constexpr int L = Simd<R>::lanes;
-  const R *v0 = v[0], *v1 = v[1], *v2 = v[2], *v3 = v[3];
-  Vec<R> w[4][LANES];
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < LANES; ++j) w[i][j] = splat(weights[i * stride + j]);
-  for (int64_t h = 0; h < width; h += L) {
-    const Vec<R> x[4] = {loose(v0 + h), loose(v1 + h), loose(v2 + h), loose(v3 + h)};
+  Vec<R> acc[LANES][NV];
+  for (int j = 0; j < LANES; ++j)
+    for (int n = 0; n < NV; ++n) acc[j][n] = load(out + j * width + n * L);
+  for (int i = 0; i < rows; ++i) {
+    Vec<R> x[NV];
+    for (int n = 0; n < NV; ++n) x[n] = loose(v[i] + at + n * L);
     for (int j = 0; j < LANES; ++j) {
-      Vec<R> y = load(out + j * width + h);
-      for (int i = 0; i < 4; ++i) y += w[i][j] * x[i];
-      store(out + j * width + h, y);
+      const Vec<R> w = splat(weights[i * stride + j]);
+      for (int n = 0; n < NV; ++n) acc[j][n] += w * x[n];
     }
   }
+  for (int j = 0; j < LANES; ++j)
+    for (int n = 0; n < NV; ++n) store(out + j * width + n * L, acc[j][n]);
 }
+
+template <class R, int LANES>
+static inline void add_weighted(R* out, int64_t width, const R* weights, int64_t stride, const R* const* v, int64_t at,
+                                int rows) {
+  constexpr int L = Simd<R>::lanes;
+  int64_t h = 0;
+  for (; h + 2 * L <= width; h += 2 * L) add_vectors<R, LANES, 2>(out + h, width, weights, stride, v, at + h, rows);
+  for (; h < width; h += L) add_vectors<R, LANES, 1>(out + h, width, weights, stride, v, at + h, rows);
+}
+
+// The heads that one task takes. A bias may hide a key from one kv head alone, whose row must then not be read.
+struct Heads {
+  int64_t share, kv_heads, blocks;  // query heads of a kv head; kv heads of a block
+
+  explicit Heads(const Problem& p) : share(p.N / p.K) {
+    kv_heads = p.has_bias ? 1 : greater<int64_t>(1, lesser<int64_t>(p.K, kLanes / (share * p.T)));
+    blocks = (p.K + kv_heads - 1) / kv_heads;
+  }
+  QueryTile tile(const Problem& p, int64_t b, int64_t block) const {
+    const int64_t n = block * kv_heads * share;
+    return {b, n, 0, int(lesser(p.N - n, kv_heads * share)), int(p.T), 0};
+  }
+};
 
 template <class R, int NV>
 struct Stream {
-  static constexpr int L = Simd<R>::lanes, PANEL = NV * L;
-  ForwardTile<R, NV> work;  // masks and softmax
+  static constexpr int L = Simd<R>::lanes, PANEL = NV * L, kRows = 16, kMost = L < 4 ? L : 4;
+  Softmax<R, NV> softmax;
   const Problem* p;
-  const Tiling* tiling;
-  int64_t width, lanes;
-  R *q, *out;         // [group][lane][width]
-  R *top, *sum;       // [group][kLanes]
-  R* s;               // [group][key][PANEL]
-  R *copies, *zeros;  // [4][kv head][width]; [width]: what stands for a row that nobody sees
-  uint8_t* seen;      // [group][kKeys]
-  int *first, *last;  // of each group: the keys of the piece that it sees
+  int64_t width, v_width, keys;
+  R *q, *out;         // [lane][width, v_width]
+  R* s;               // [panel][keys + kRows][PANEL]
+  R *copies, *zeros;  // [kRows][kv head][width]; [kv head][width]: what stands for a row that nobody sees
   QueryTile tile;     // the masker keeps its address
+  const R* rows[kRows];
 
-  void take(Arena& arena, const Problem& problem, const Tiling& t) {
+  void take(Arena& arena, const Problem& problem) {
     p = &problem;
-    tiling = &t;
-    work.take(arena, problem);
-    width = work.width;
-    lanes = t.heads * t.rows_per_tile;
-    q = arena.take<R>(t.groups * lanes * width);
-    out = arena.take<R>(t.groups * lanes * width);
-    top = arena.take<R>(t.groups * kLanes);
-    sum = arena.take<R>(t.groups * kLanes);
-    s = arena.take<R>(t.groups * work.keys * PANEL);
-    copies = arena.take<R>(4 * problem.K * width);
-    zeros = arena.take<R>(width);
-    seen = arena.take<uint8_t>(t.groups * kKeys);
-    first = arena.take<int>(t.groups);
-    last = arena.take<int>(t.groups);
+    softmax.take(arena, problem);
+    width = padded_width<R>(p->H);
+    v_width = padded_width<R>(p->Hv);
+    keys = keys_per_tile(problem);
+    const int64_t wide = p->K * greater(width, v_width);
+    q = arena.take<R>(kLanes * width);
+    out = arena.take<R>(kLanes * v_width);
+    s = arena.take<R>((keys + kRows) * kLanes);
+    copies = arena.take<R>(kRows * wide);
+    zeros = arena.take<R>(wide);
   }
 
-  R* out_row(int64_t g, int lane) { return out + (g * lanes + lane) * width; }
-  R* scores(int64_t g, int key) { return s + (g * work.keys + key) * PANEL; }
+  int panels() const { return (tile.lanes() + PANEL - 1) / PANEL; }
+  R* scores(int key, int lane) { return s + (lane / PANEL * (keys + kRows) + key) * PANEL + lane % PANEL; }
 
-  void select(int64_t g) {
-    work.top = top + g * kLanes;
-    work.sum = sum + g * kLanes;
-  }
-
-  void run(int64_t b, int64_t from, int64_t to, bool with_sink) {
-    for (int64_t g = 0; g < tiling->groups; ++g) {
-      tiling->at(*p, b, g, 0, tile);
-      select(g);
-      work.begin(tile, with_sink);
-      __builtin_memcpy(q + g * lanes * width, work.rows, sizeof(R) * size_t(lanes * width));
+  // The keys [from, to) that a block of heads of one batch row sees.
+  void run(const Heads& heads, int64_t b, int64_t block, int64_t from, int64_t to) {
+    tile = heads.tile(*p, b, block);
+    softmax.begin(tile);
+    for (int lane = 0; lane < tile.lanes(); ++lane) {
+      R* row = q + lane * width;
+      read_row(row, p->q, p->type, tile.offset(*p, lane) * p->H, p->H);
+      for (int64_t h = 0; h < width; ++h) row[h] = h < p->H ? row[h] * R(p->scale) : R(0);
     }
-    __builtin_memset(out, 0, sizeof(R) * size_t(tiling->groups * lanes * width));
-    __builtin_memset(s, 0, sizeof(R) * size_t(tiling->groups * work.keys * PANEL));
-    __builtin_memset(zeros, 0, sizeof(R) * size_t(width));
-    tiling->at(*p, b, 0, 0, tile);
-    Pieces pieces(*p, tile, work.keys, from, to);
-    for (Piece piece; pieces.next(piece);) visit_keys(b, piece);
+    __builtin_memset(out, 0, sizeof(R) * size_t(tile.lanes() * v_width));
+    __builtin_memset(s, 0, sizeof(R) * size_t((keys + kRows) * panels() * PANEL));
+    __builtin_memset(zeros, 0, sizeof(R) * size_t(p->K * greater(width, v_width)));
+    Pieces pieces(*p, tile, keys, from, to);
+    for (Piece piece; pieces.next(piece);)
+      if (softmax.masker.read(piece)) visit_keys(heads, piece);
   }
 
-  void visit_keys(int64_t b, const Piece& piece) {
-    if (!look(b, piece)) return;
-    each_row(b, piece, p->k, [&](int64_t g, int key, const R* const* rows) {
-      const R* x = q + g * lanes * width;
-      int lane = 0;
-      for (; lane + 2 <= lanes; lane += 2) dot_rows<R, 2>(scores(g, key) + lane, PANEL, x + lane * width, width, rows);
-      if (lane < lanes) dot_rows<R, 1>(scores(g, key) + lane, PANEL, x + lane * width, width, rows);
-    });
-    for (int64_t g = 0; g < tiling->groups; ++g) weigh(b, g, piece);
-    each_row(b, piece, p->v, [&](int64_t g, int key, const R* const* rows) {
-      int lane = 0;
-      for (; lane + 2 <= lanes; lane += 2)
-        add_weighted<R, 2>(out_row(g, lane), width, scores(g, key) + lane, PANEL, rows);
-      if (lane < lanes) add_weighted<R, 1>(out_row(g, lane), width, scores(g, key) + lane, PANEL, rows);
-    });
-  }
-
-  // Which keys of the piece each group sees. False: none sees any.
-  bool look(int64_t b, const Piece& piece) {
-    bool any = false;
-    for (int64_t g = 0; g < tiling->groups; ++g) {
-      if (g == 0 || p->has_bias) any |= read_mask(b, g, piece);  // without a bias, groups see the same
-      const TileMask<PANEL>& m = work.masker.mask;
-      first[g] = m.kind == kIsEmpty ? 0 : m.first[0];
-      last[g] = m.kind == kIsEmpty ? 0 : m.last[0];
-      __builtin_memcpy(seen + g * kKeys, m.seen, kKeys);
+  void visit_keys(const Heads& heads, const Piece& piece) {
+    const TileMask<PANEL>& m = softmax.masker.mask;
+    const int share = int(heads.share * p->T);
+    for (int key = m.lo; key < m.hi; key += kRows) {
+      const int64_t step = find_rows(piece, key, p->k, p->H, width);
+      for (int lane = 0; lane < tile.lanes(); lane += share) score(key, lane, lane + share, lane / share * step);
     }
-    return any;
+    for (int panel = 0; panel < panels(); ++panel) weigh(panel);
+    for (int key = m.lo; key < m.hi; key += kRows) {
+      const int64_t step = find_rows(piece, key, p->v, p->Hv, v_width);
+      for (int lane = 0; lane < tile.lanes(); lane += share) add(key, lane, lane + share, lane / share * step);
+    }
   }
 
-  bool read_mask(int64_t b, int64_t g, const Piece& piece) {
-    tiling->at(*p, b, g, 0, tile);
-    work.masker.begin(tile);
-    if (work.masker.read(piece)) return true;
-    work.masker.mask.kind = kIsEmpty;
-    return false;
-  }
-
-  // Calls `use(group, key, rows)` for every four rows of which a group sees one.
-  template <class Use>
-  void each_row(int64_t b, const Piece& piece, const void* data, const Use& use) {
+  // Points `rows` to the keys or values of the next slots, all kv heads of the block; from one to the next it is a
+  // step.
+  int64_t find_rows(const Piece& piece, int key, const void* data, int64_t size, int64_t padded) {
     constexpr Type same = sizeof(R) == 4 ? F32 : F64;
-    const bool in_place = p->type == same && p->H % L == 0;
-    const int64_t head_width = in_place ? p->H : width, per_head = tiling->groups / p->K;
-    for (int key = 0; key < piece.count; key += 4) {
-      const R* base[4];
-      for (int i = 0; i < 4; ++i) {
-        const int64_t at = (b * p->S + piece.first + key + i) * p->K * p->H;
-        base[i] = in_place ? static_cast<const R*>(data) + at : copies + i * p->K * width;
-        if (!in_place && key + i < piece.count) convert(copies + i * p->K * width, data, at);
-      }
-      for (int64_t head = 0; head < p->K; ++head)
-        for (int64_t g = head * per_head; g < (head + 1) * per_head; ++g) {
-          const R* rows[4];
-          bool any = false;
-          for (int i = 0; i < 4; ++i) {
-            const bool sees = key + i >= first[g] && key + i < last[g] && seen[g * kKeys + key + i];
-            rows[i] = sees ? base[i] + head * head_width : zeros;
-            any |= sees;
-          }
-          if (any) use(g, key, rows);
-        }
+    const TileMask<PANEL>& m = softmax.masker.mask;
+    const int64_t share = p->N / p->K, first = tile.n / share, heads = tile.heads / share;
+    const bool in_place = p->type == same && size % L == 0;
+    for (int i = 0; i < kRows; ++i) {
+      rows[i] = zeros;
+      if (key + i >= m.hi || !m.seen[key + i]) continue;
+      const int64_t at = ((tile.b * p->S + piece.first + key + i) * p->K + first) * size;
+      rows[i] = in_place ? static_cast<const R*>(data) + at : copies + i * heads * padded;
+      if (!in_place) convert(copies + i * heads * padded, data, at, heads, size, padded);
+    }
+    return in_place ? size : padded;
+  }
+
+  void convert(R* to, const void* data, int64_t at, int64_t heads, int64_t size, int64_t padded) {
+    for (int64_t head = 0; head < heads; ++head, to += padded) {
+      read_row(to, data, p->type, at + head * size, size);
+      for (int64_t h = size; h < padded; ++h) to[h] = 0;
     }
   }
 
-  void convert(R* to, const void* data, int64_t at) {
-    for (int64_t head = 0; head < p->K; ++head) {
-      read_row(to + head * width, data, p->type, at + head * p->H, p->H);
-      for (int64_t h = p->H; h < width; ++h) to[head * width + h] = 0;
+  // How many lanes from here are computed together: of one kv head, within one panel.
+  static int together(int lane, int end) {
+    const int room = lesser(end - lane, PANEL - lane % PANEL);
+    return room >= kMost ? kMost : room >= 2 ? 2 : 1;
+  }
+
+  void score(int key, int lane, int end, int64_t at) {
+    for (int n; lane < end; lane += n) {
+      n = together(lane, end);
+      n == kMost ? score_lanes<kMost>(key, lane, at)
+      : n == 2   ? score_lanes<2>(key, lane, at)
+                 : score_lanes<1>(key, lane, at);
     }
   }
 
-  void weigh(int64_t b, int64_t g, const Piece& piece) {
-    if (first[g] >= last[g]) return;
-    if (p->has_bias) read_mask(b, g, piece);
-    tiling->at(*p, b, g, 0, tile);
-    select(g);
-    if (p->dropout.on) work.drop.begin(*p, tile, work.masker.q);
-    // Rows are used four at a time; those beside the range must not weigh, whatever a query's product with zeros is.
-    for (int key = first[g] & ~3; key < ((last[g] + 3) & ~3); ++key)
-      if (key < first[g] || key >= last[g]) __builtin_memset(scores(g, key), 0, sizeof(R) * PANEL);
-    work.s = scores(g, first[g]);
+  template <int LANES>
+  __attribute__((noinline)) void score_lanes(int key, int lane, int64_t at) {
+    constexpr int ROWS = L / LANES;
+    const int count = lesser(kRows, softmax.masker.mask.hi - key);
+    for (int i = 0; i < count; i += ROWS)
+      dot_rows<R, LANES>(scores(key + i, lane), PANEL, q + lane * width, width, rows + i, at);
+  }
+
+  // Scores become weights, and what the panel's lanes have summed is scaled to match.
+  void weigh(int panel) {
+    const TileMask<PANEL>& m = softmax.masker.mask;
+    const int first = m.first[panel], count = m.last[panel] - first, begin = panel * PANEL;
+    if (count <= 0) return;
     alignas(64) R alpha[PANEL];
-    work.weigh(0, first[g], last[g] - first[g], alpha);
-    for (int lane = 0; lane < lanes; ++lane)
-      for (int64_t h = 0; h < width; h += L) store(out_row(g, lane) + h, load(out_row(g, lane) + h) * alpha[lane]);
+    softmax.weigh(scores(first, begin), panel, first, count, alpha);
+    for (int lane = begin; lane < lesser(tile.lanes(), begin + PANEL); ++lane) {
+      if (alpha[lane - begin] == 1) continue;
+      R* row = out + lane * v_width;
+      for (int64_t h = 0; h < v_width; h += L) store(row + h, load(row + h) * alpha[lane - begin]);
+    }
+  }
+
+  void add(int key, int lane, int end, int64_t at) {
+    for (int n; lane < end; lane += n) {
+      n = together(lane, end);
+      n == kMost ? add_lanes<kMost>(key, lane, at) : n == 2 ? add_lanes<2>(key, lane, at) : add_lanes<1>(key, lane, at);
+    }
+  }
+
+  template <int LANES>
+  __attribute__((noinline)) void add_lanes(int key, int lane, int64_t at) {
+    const TileMask<PANEL>& m = softmax.masker.mask;
+    const int first = greater(key, m.first[lane / PANEL]), last = lesser(key + kRows, m.last[lane / PANEL]);
+    if (first < last)
+      add_weighted<R, LANES>(out + lane * v_width, v_width, scores(first, lane), PANEL, rows + first - key, at,
+                             last - first);
   }
 };
 

@@ -87,7 +87,7 @@ struct Dropout {
 };
 
 struct Problem {
-  int64_t B = 0, T = 0, S = 0, N = 0, K = 0, H = 0;
+  int64_t B = 0, T = 0, S = 0, N = 0, K = 0, H = 0, Hv = 0;  // Hv: of values and outputs
   Type type = F32;
   const void *q = nullptr, *k = nullptr, *v = nullptr;
   double scale = 1, soft_cap = 0;  // soft_cap 0: none
@@ -111,7 +111,7 @@ struct Problem {
 };
 
 struct Forward {
-  void* out = nullptr;      // [B,T,N,H]
+  void* out = nullptr;      // [B,T,N,Hv]
   void* lse = nullptr;      // [B,T,N] float, or double for F64
   void* lse_low = nullptr;  // what lse lost in rounding: where scores are -1e9, a sum's logarithm is lost in it
   Type out_type = F32;      // the inputs' or lse's
@@ -119,10 +119,10 @@ struct Forward {
 
 struct Backward {
   const void *lse = nullptr, *lse_low = nullptr;  // [B,T,N]
-  const void* dout = nullptr;                     // [B,T,N,H]
+  const void* dout = nullptr;                     // [B,T,N,Hv]
   const void* delta = nullptr;                    // [B,T,N]: sum(dout * out) - dlse
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
-  void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,rows,padded H] float, or double for F64
+  void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,rows,padded H or Hv] float, or double for F64
   int64_t rows = 0;                                   // at least S; more rows let more chunks of queries run at once
 };
 

@@ -251,14 +251,16 @@ std::string build_inputs(const Call& c, Problem& p) {
   p.type = c.q.type;
   if (!is_float(p.type) || c.k.type != p.type || c.v.type != p.type)
     return "q, k and v must have one type: f32, f64, bf16 or f16";
-  if (!is_shape(c.k, {p.B, p.S, p.K, p.H}) || !is_shape(c.v, {p.B, p.S, p.K, p.H}))
+  p.Hv = c.v.rank == 4 ? c.v.dims[3] : 0;
+  if (!is_shape(c.k, {p.B, p.S, p.K, p.H}) || !is_shape(c.v, {p.B, p.S, p.K, p.Hv}))
     return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(c.k) + ", v " +
            shape_of(c.v);
   if (p.B < 1 || p.T < 1 || p.S < 1 || p.N < 1)
     return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(c.k);
   if (p.K < 1 || p.N % p.K)
     return "q has " + std::to_string(p.N) + " heads, not a multiple of k's " + std::to_string(p.K);
-  if (p.H < 1 || p.H > kMaxHead) return "head size must be 1 to 256, got " + std::to_string(p.H);
+  for (int64_t size : {p.H, p.Hv})
+    if (size < 1 || size > kMaxHead) return "head size must be 1 to 256, got " + std::to_string(size);
   if (p.T > INT32_MAX || p.S > INT32_MAX) return "T and S must be below 2^31";
   if (!(c.scale == c.scale) || !(c.soft_cap >= 0)) return "scale must be a number and soft_cap at least 0";
   p.q = c.q.data, p.k = c.k.data, p.v = c.v.data;
@@ -352,7 +354,9 @@ std::string build_extras(const Call& c, Problem& p) {
 
 Type stats(const Problem& p) { return p.type == F64 ? F64 : F32; }
 
-bool is_rows(const Problem& p, const Array& a) { return a.type == p.type && is_shape(a, {p.B, p.T, p.N, p.H}); }
+bool is_rows(const Problem& p, const Array& a, int64_t size) {
+  return a.type == p.type && is_shape(a, {p.B, p.T, p.N, size});
+}
 bool is_stats(const Problem& p, const Array& a) { return a.type == stats(p) && is_shape(a, {p.B, p.T, p.N}); }
 
 }  // namespace
@@ -374,8 +378,8 @@ std::string build(const Call& call, Built& built) {
 }
 
 std::string check_forward(const Problem& p, const Array& out, const Array& lse, const Array& lse_low) {
-  if (!is_shape(out, {p.B, p.T, p.N, p.H}) || (out.type != p.type && out.type != stats(p)))
-    return bad("out", "like q or of lse's type", out);
+  if (!is_shape(out, {p.B, p.T, p.N, p.Hv}) || (out.type != p.type && out.type != stats(p)))
+    return bad("out", "[B,T,N,Hv] in q's type or lse's", out);
   for (const Array* a : {&lse, &lse_low})
     if (!is_stats(p, *a)) return bad("lse and lse_low", "float32 (float64 for float64) [B,T,N]", *a);
   return "";
@@ -384,21 +388,23 @@ std::string check_forward(const Problem& p, const Array& out, const Array& lse, 
 std::string check_given(const Problem& p, const Given& given) {
   for (const Array* a : {&given.lse, &given.lse_low, &given.delta})
     if (!is_stats(p, *a)) return bad("lse, lse_low and delta", "float32 (float64 for float64) [B,T,N]", *a);
-  return is_rows(p, given.dout) ? "" : bad("dout", "like q", given.dout);
+  return is_rows(p, given.dout, p.Hv) ? "" : bad("dout", "[B,T,N,Hv] in q's type", given.dout);
 }
 
 std::string check_backward(const Problem& p, const Given& given, const Array& dq, const Array& dk, const Array& dv,
                            const Array& scratch_dk, const Array& scratch_dv, Backward& g) {
   const std::string error = check_given(p, given);
   if (!error.empty()) return error;
-  if (!is_rows(p, dq)) return bad("dq", "like q", dq);
-  for (const Array* a : {&dk, &dv})
-    if (a->type != p.type || !is_shape(*a, {p.B, p.S, p.K, p.H})) return bad("dk and dv", "like k", *a);
-  const int64_t size = p.type == F64 ? 8 : 4, padded = (p.H * size + kPadBytes - 1) / kPadBytes * kPadBytes / size;
-  for (const Array* a : {&scratch_dk, &scratch_dv})
+  if (!is_rows(p, dq, p.H)) return bad("dq", "like q", dq);
+  if (dk.type != p.type || !is_shape(dk, {p.B, p.S, p.K, p.H})) return bad("dk", "like k", dk);
+  if (dv.type != p.type || !is_shape(dv, {p.B, p.S, p.K, p.Hv})) return bad("dv", "like v", dv);
+  for (const Array* a : {&scratch_dk, &scratch_dv}) {
+    const int64_t size = p.type == F64 ? 8 : 4, row = a == &scratch_dk ? p.H : p.Hv;
+    const int64_t padded = (row * size + kPadBytes - 1) / kPadBytes * kPadBytes / size;
     if (a->type != stats(p) || a->rank != 4 || scratch_dk.dims[2] < p.S ||
         !is_shape(*a, {p.B, p.K, scratch_dk.dims[2], padded}))
       return bad("scratch", "float32 (float64 for float64) [B,K,at least S," + std::to_string(padded) + "]", *a);
+  }
   g.lse = given.lse.data, g.lse_low = given.lse_low.data, g.dout = given.dout.data, g.delta = given.delta.data;
   g.rows = scratch_dk.dims[2];
   return "";

@@ -116,15 +116,16 @@ struct QueryTile {
   int64_t offset(const Problem& p, int lane) const { return (b * p.T + row(lane)) * p.N + head(lane); }
 };
 
-// rows[lane][width] = factor * x[b, t, n, :]; lanes beyond the tile and columns beyond H are zero.
+// rows[lane][width] = factor * x[b, t, n, :]; lanes beyond the tile and columns beyond `size` are zero.
 template <class R>
-static void read_queries(R* rows, int64_t width, const Problem& p, const void* data, const QueryTile& tile, R factor) {
+static void read_queries(R* rows, int64_t width, const Problem& p, const void* data, int64_t size,
+                         const QueryTile& tile, R factor) {
   for (int lane = 0; lane < kLanes; ++lane) {
     R* row = rows + lane * width;
     int64_t h = 0;
     if (lane < tile.lanes()) {
-      read_row(row, data, p.type, tile.offset(p, lane) * p.H, p.H);
-      for (; h < p.H; ++h) row[h] *= factor;
+      read_row(row, data, p.type, tile.offset(p, lane) * size, size);
+      for (; h < size; ++h) row[h] *= factor;
     }
     for (; h < width; ++h) row[h] = 0;
   }
@@ -168,25 +169,25 @@ static void from_panels(R* __restrict rows, const R* __restrict panels, const R*
 
 // Copies key or value rows of a tile, or zeros for those not `seen` (null: all are). False: some are not finite.
 template <class R>
-static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t b, int64_t head, int64_t s0,
-                      int count, const uint8_t* seen) {
+static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t size, int64_t b, int64_t head,
+                      int64_t s0, int count, const uint8_t* seen) {
   constexpr Type same = sizeof(R) == 4 ? F32 : F64;
   constexpr int L = Simd<R>::lanes;
   typename Simd<R>::I bad = {};
   for (int s = 0; s < count; ++s) {
     R* row = out + s * width;
-    const int64_t at = ((b * p.S + s0 + s) * p.K + head) * p.H;
+    const int64_t at = ((b * p.S + s0 + s) * p.K + head) * size;
     if (seen && !seen[s]) {
       __builtin_memset(row, 0, sizeof(R) * size_t(width));
-    } else if (p.type == same && p.H % L == 0) {
+    } else if (p.type == same && size % L == 0) {
       for (int64_t h = 0; h < width; h += L) {
         const Vec<R> x = loose(static_cast<const R*>(data) + at + h);
         bad |= not_finite<R>(x);
         store(row + h, x);
       }
     } else {
-      read_row(row, data, p.type, at, p.H);
-      for (int64_t h = p.H; h < width; ++h) row[h] = 0;
+      read_row(row, data, p.type, at, size);
+      for (int64_t h = size; h < width; ++h) row[h] = 0;
       for (int64_t h = 0; h < width; h += L) bad |= not_finite<R>(load(row + h));
     }
   }
@@ -194,7 +195,14 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
 }
 
 // Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
-static inline int64_t keys_per_tile(const Problem& p) { return p.H <= 128 ? kKeys : kKeys / 2; }
+static inline int64_t keys_per_tile(const Problem& p) { return p.H + p.Hv <= 256 ? kKeys : kKeys / 2; }
+
+// A row of `size` elements in whole vectors.
+template <class R>
+static inline int64_t padded_width(int64_t size) {
+  constexpr int L = Simd<R>::lanes;
+  return (size + L - 1) / L * L;
+}
 
 // A run of keys that is handled at once: at most `keys` of them, all in one layout tile if there are bit tiles.
 struct Piece {
@@ -205,15 +213,20 @@ struct Piece {
 // Asks for rows that are needed next, a few between every two blocks of a product: no hardware prefetcher follows rows
 // that lie far apart, and many at once would be waited for. Into the second cache: the first is full of this piece.
 struct Ahead {
-  const char *k = nullptr, *v = nullptr;
-  int64_t stride = 0, bytes = 0, rows = 0, each = 1;
+  struct Rows {
+    const char* at = nullptr;
+    int64_t stride = 0, bytes = 0;
+
+    void next() {
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+      at += stride;
+    }
+  };
+  Rows k, v;
+  int64_t rows = 0, each = 1;
 
   void operator()() {
-    for (int64_t i = 0; i < each && rows > 0; ++i, --rows, k += stride, v += stride)
-      for (int64_t at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(k + at, 0, 2);
-        __builtin_prefetch(v + at, 0, 2);
-      }
+    for (int64_t i = 0; i < each && rows > 0; ++i, --rows) k.next(), v.next();
   }
 };
 
@@ -224,20 +237,21 @@ template <class R>
 struct KeyCache {
   static constexpr int64_t kMostBytes = 4 << 20, kShared = 16;
   const Problem* p;
-  int64_t width, keys, slots;
-  R *k, *v;        // [slots + 1][keys][width]; the last one is for pieces with hidden rows
+  int64_t width, v_width, keys, slots;
+  R *k, *v;        // [slots + 1][keys][width, v_width]; the last one is for pieces with hidden rows
   int64_t* first;  // the first kv slot in each, or -1
   int* count;
   uint8_t* finite;
 
-  void take(Arena& arena, const Problem& problem, int64_t padded, int64_t most, bool reused) {
+  void take(Arena& arena, const Problem& problem, int64_t most, bool reused) {
     p = &problem;
-    width = padded;
+    width = padded_width<R>(p->H);
+    v_width = padded_width<R>(p->Hv);
     keys = most;
-    const int64_t pieces = (problem.S + keys - 1) / keys, bytes = 2 * keys * width * int64_t(sizeof(R));
+    const int64_t pieces = (problem.S + keys - 1) / keys, bytes = keys * (width + v_width) * int64_t(sizeof(R));
     slots = !reused ? 1 : pieces * bytes <= kMostBytes ? pieces : kShared;
     k = arena.take<R>((slots + 1) * keys * width);
-    v = arena.take<R>((slots + 1) * keys * width);
+    v = arena.take<R>((slots + 1) * keys * v_width);
     first = arena.take<int64_t>(slots);
     count = arena.take<int>(slots);
     finite = arena.take<uint8_t>(slots);
@@ -253,21 +267,19 @@ struct KeyCache {
   Ahead ahead(int64_t b, int64_t head, const Piece& piece, int64_t steps) const {
     const int64_t each = 1 + piece.count / greater<int64_t>(1, steps);
     if (has(piece)) {
-      const int64_t at = piece.first / keys % slots * keys * width, bytes = width * int64_t(sizeof(R));
-      return {reinterpret_cast<const char*>(k + at),
-              reinterpret_cast<const char*>(v + at),
-              bytes,
-              bytes,
-              piece.count,
-              each};
+      const int64_t at = piece.first / keys % slots * keys;
+      return {copied(k, at, width), copied(v, at, v_width), piece.count, each};
     }
-    const int64_t bytes = p->H * size_of(p->type), at = ((b * p->S + piece.first) * p->K + head) * bytes;
-    return {static_cast<const char*>(p->k) + at,
-            static_cast<const char*>(p->v) + at,
-            p->K * bytes,
-            bytes,
-            piece.count,
-            each};
+    const int64_t at = (b * p->S + piece.first) * p->K + head;
+    return {given(p->k, at, p->H), given(p->v, at, p->Hv), piece.count, each};
+  }
+  static Ahead::Rows copied(const R* rows, int64_t at, int64_t row) {
+    const int64_t bytes = row * int64_t(sizeof(R));
+    return {reinterpret_cast<const char*>(rows) + at * bytes, bytes, bytes};
+  }
+  Ahead::Rows given(const void* data, int64_t at, int64_t size) const {
+    const int64_t bytes = size * size_of(p->type);
+    return {static_cast<const char*>(data) + at * bytes, p->K * bytes, bytes};
   }
   // Points to the rows of a piece. Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
   // garbage has no effect, because its weight is zero.
@@ -277,17 +289,17 @@ struct KeyCache {
     const int n = piece.count;
     int64_t i = s0 / keys % slots;
     if (!has(piece)) {
-      const bool k_finite = copy_keys(k + i * keys * width, width, *p, p->k, b, head, s0, n, nullptr);
-      const bool v_finite = copy_keys(v + i * keys * width, width, *p, p->v, b, head, s0, n, nullptr);
+      const bool k_finite = copy_keys(k + i * keys * width, width, *p, p->k, p->H, b, head, s0, n, nullptr);
+      const bool v_finite = copy_keys(v + i * keys * v_width, v_width, *p, p->v, p->Hv, b, head, s0, n, nullptr);
       first[i] = s0, count[i] = n, finite[i] = k_finite && v_finite;
     }
     if (partial && !finite[i]) {
       i = slots;
-      copy_keys(k + i * keys * width, width, *p, p->k, b, head, s0, n, seen);
-      copy_keys(v + i * keys * width, width, *p, p->v, b, head, s0, n, seen);
+      copy_keys(k + i * keys * width, width, *p, p->k, p->H, b, head, s0, n, seen);
+      copy_keys(v + i * keys * v_width, v_width, *p, p->v, p->Hv, b, head, s0, n, seen);
     }
     k_rows = k + i * keys * width;
-    v_rows = v + i * keys * width;
+    v_rows = v + i * keys * v_width;
   }
 };
 
