@@ -29,6 +29,7 @@ from longspan._types import (
     Output,
     Positions,
     Query,
+    Value,
     no_type_check,
     statistics_dtype,
 )
@@ -45,7 +46,7 @@ from longspan.masks import Dense, Full, Mask
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
     bias: Float[Array, "..."] | None = ...,
@@ -65,7 +66,7 @@ def attention(
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
     bias: Float[Array, "..."] | None = ...,
@@ -85,7 +86,7 @@ def attention(
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
     bias: Float[Array, "..."] | None = ...,
@@ -105,7 +106,7 @@ def attention(
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -130,7 +131,7 @@ def attention(
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H], where N is a multiple of K (grouped queries share a key/value head).
-        v: values [B, S, K, H].
+        v: values [B, S, K, Hv]; Hv may differ from H.
         mask: a `Mask`, a `MaskInfo`, a `BlockLayout` planned earlier, or bools [T, S] or broadcastable to
             [B, N, T, S]; `True` = may attend. By default everything.
         bias: floats [T, S] or broadcastable to [B, N, T, S], added after the soft cap; -inf is a masked key.
@@ -147,7 +148,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        The output [B, T, N, H]; with `return_lse` also lse [B, T, N], float32 (float64 for float64), natural log, the
+        The output [B, T, N, Hv]; with `return_lse` also lse [B, T, N], float32 (float64 for float64), natural log, the
         sink included.
 
     Example:

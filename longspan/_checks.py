@@ -148,8 +148,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:
-    """Queries [B,T,N,H], keys and values [B,S,K,H] of one float dtype."""
-    for name, x, axes in (("q", q, "[B, T, N, H]"), ("k", k, "[B, S, K, H]"), ("v", v, "[B, S, K, H]")):
+    """Queries [B,T,N,H], keys [B,S,K,H] and values [B,S,K,Hv] of one float dtype."""
+    for name, x, axes in (("q", q, "[B, T, N, H]"), ("k", k, "[B, S, K, H]"), ("v", v, "[B, S, K, Hv]")):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(f"`{name}` must be an array {axes}, got {type(x).__name__}.")
         if len(x.shape) != 4:
@@ -161,8 +161,11 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"`{name}` must be one of {', '.join(FLOATS)}, got {x.dtype}. Cast it with `.astype(...)`.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"`q`, `k` and `v` must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if k.shape != v.shape:
-        raise ValueError(f"`k` and `v` must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "`k` and `v` must have the same batch, length and heads, [B, S, K, H] and [B, S, K, Hv], got "
+            f"{tuple(k.shape)} and {tuple(v.shape)}."
+        )
     (batch, _, heads, size), (kv_batch, _, kv_heads, kv_size) = q.shape, k.shape
     if batch != kv_batch:
         raise ValueError(f"`q` has batch {batch} and `k` has batch {kv_batch}: they must agree.")

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from longspan._attention import bind
 from longspan._checks import is_abstract
-from longspan._types import Array, EngineName, Key, Positions, Query, no_type_check
+from longspan._types import Array, EngineName, Key, Positions, Query, Value, no_type_check
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.engines._contract import temporary_bytes
 from longspan.layout import BlockLayout, Counts, count, plan
@@ -25,7 +25,7 @@ WASTEFUL = 4  # executed over useful FLOPs from which on `explain` advises
 def explain(
     q: Query | jax.ShapeDtypeStruct,
     k: Key | jax.ShapeDtypeStruct,
-    v: Key | jax.ShapeDtypeStruct,
+    v: Value | jax.ShapeDtypeStruct,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | jax.ShapeDtypeStruct | None = None,
     bias: Float[Array, "..."] | jax.ShapeDtypeStruct | None = None,
@@ -114,8 +114,8 @@ class Explanation:
     tiles_empty: int | None
     tiles_partial: int | None
     tiles_full: int | None
-    useful_flops: int | None  # 4·H for each allowed pair and head, forward
-    executed_flops: int | None  # 4·H for each pair in a tile that is computed, forward
+    useful_flops: int | None  # 2·(H + Hv) for each allowed pair and head, forward
+    executed_flops: int | None  # 2·(H + Hv) for each pair in a tile that is computed, forward
     array_bytes: int  # q, k, v, out, lse, bias and sinks
     temporary_bytes: int | None  # what the engine takes for itself, at least; None: little, or not known beforehand
     dense_mask_bytes: int  # what bools [B, N, T, S] would have taken, over the rows and heads told apart
@@ -191,16 +191,16 @@ def _cost(mask: Mask, part: Mask) -> str:
 
 
 def _sizes(request: Request) -> dict[str, int]:
-    B, T, S, N, K, H = (request.dims[axis] for axis in "BTSNKH")
+    B, T, S, N, K, H, Hv = request.dims.values()
     item = np.dtype(request.q.dtype).itemsize
-    arrays = item * B * H * (2 * T * N + 2 * S * K) + max(item, 4) * B * T * N
+    arrays = item * B * (H + Hv) * (T * N + S * K) + max(item, 4) * B * T * N
     more = (request.bias, request.sinks)
     arrays += sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in more if x is not None)
     return dict(array_bytes=arrays, dense_mask_bytes=request.mask.batch * request.mask.heads * T * S)
 
 
 def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, Any]:
-    B, N, H = (dims[axis] for axis in "BNH")
+    B, N, flops = dims["B"], dims["N"], 2 * (dims["H"] + dims["Hv"])
     if counts is None or layout is None:
         names = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")
         return dict.fromkeys(names, 0 if 0 in dims.values() else None)
@@ -215,8 +215,8 @@ def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockL
         tiles_empty=total - computed,
         tiles_partial=counts.partial,
         tiles_full=counts.full,
-        useful_flops=4 * H * counts.pairs * copies,
-        executed_flops=4 * H * q_tile * kv_tile * computed * copies,
+        useful_flops=flops * counts.pairs * copies,
+        executed_flops=flops * q_tile * kv_tile * computed * copies,
     )
 
 

@@ -1,7 +1,7 @@
 """The axis vocabulary and array types that every other file speaks.
 
 One letter per axis, as in `jax.nn.dot_product_attention`: `B` batch, `T` queries, `S` keys/values, `N` query heads,
-`K` key/value heads, `H` head size.
+`K` key/value heads, `H` head size, `Hv` that of values (most often H).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ Namespace: TypeAlias = ModuleType  # numpy or jax.numpy
 
 Query: TypeAlias = Float[Array, "B T N H"]
 Key: TypeAlias = Float[Array, "B S K H"]
-Output: TypeAlias = Float[jax.Array, "B T N H"]
+Value: TypeAlias = Float[Array, "B S K Hv"]
+Output: TypeAlias = Float[jax.Array, "B T N Hv"]
 LogSumExp: TypeAlias = Float[jax.Array, "B T N"]
 Positions: TypeAlias = Int[Array, "B_or_1 L"]
 Scores: TypeAlias = Bool[Array, "B_or_1 N_or_1 T S"]

@@ -53,16 +53,17 @@ class Shape(NamedTuple):
     N: int
     K: int
     H: int
+    Hv: int | None = None  # None: H
 
     def __str__(self) -> str:
-        return "-".join(f"{axis}{size}" for axis, size in self._asdict().items())
+        return "-".join(f"{axis}{size}" for axis, size in self._asdict().items() if size is not None)
 
 
 def make_qkv(shape: Shape, dtype: Any, seed: int = 0):
     """Random q, k, v of a shape, spread enough that the softmax is far from uniform."""
     rng = np.random.default_rng(seed)
-    B, T, S, N, K, H = shape
-    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
+    B, T, S, N, K, H, Hv = shape
+    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, H if Hv is None else Hv))
     return tuple(jnp.asarray(rng.normal(size=size, scale=1.5), dtype) for size in sizes)
 
 
@@ -114,7 +115,7 @@ def assert_matches_reference(
 
 def _values_and_gradients(call: Callable, engine, floats: dict[str, Any], mask, features) -> dict[str, jax.Array]:
     """Output, lse and the gradients of a random combination of both."""
-    weights = _cotangents(floats["q"])
+    weights = _cotangents(floats["q"], floats["v"])
 
     def loss(floats):
         out, lse = call(**floats, mask=mask, engine=engine, return_lse=True, **features)
@@ -128,7 +129,7 @@ def _values_and_gradients(call: Callable, engine, floats: dict[str, Any], mask, 
 def _exact(floats: dict[str, Any], mask, features) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The reference's results in float64, and the size of what each of them adds up."""
     q, k = floats["q"], floats["k"]
-    weights = _cotangents(q)
+    weights = _cotangents(q, floats["v"])
     wide = {name: np.asarray(x, np.float64) for name, x in floats.items()}
     if "bias" in wide:  # written out, to see what its gradient is the sum of
         wide["bias"] = np.broadcast_to(wide["bias"], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
@@ -279,10 +280,10 @@ def _bounds(q, kv):
     return q.first + kv.first <= 5, q.last + kv.last <= 5
 
 
-def _cotangents(q):
+def _cotangents(q, v):
     """Weights of out and lse: float32's numbers in every dtype, so that passes in different ones have the same."""
     rng = np.random.default_rng(1)
-    sizes = q.shape, q.shape[:3]
+    sizes = (*q.shape[:3], v.shape[3]), q.shape[:3]
     return tuple(rng.normal(size=size).astype(np.float32).astype(statistics_dtype(q.dtype)) for size in sizes)
 
 
@@ -337,12 +338,9 @@ def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, features, kept
 
 def _weights(wide, mask, features) -> jax.Array:
     """The reference's weights [B, T, N, S]: what it returns for unit vectors as values."""
-    S, K, H = wide["k"].shape[1:]
-    features, size = features | dict(scale=features.get("scale") or H**-0.5), max(S, H)
-    q, k = (jnp.pad(wide[name], ((0, 0), (0, 0), (0, 0), (0, size - H))) for name in ("q", "k"))
-    units = jnp.broadcast_to(jnp.eye(S, size)[:, None], (wide["k"].shape[0], S, K, size))
-    out = attention(**{**wide, "q": q, "k": k, "v": units}, mask=mask, engine="reference", **features)
-    return out[..., :S]
+    B, S, K, _ = wide["k"].shape
+    units = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
+    return attention(**{**wide, "v": units}, mask=mask, engine="reference", **features)
 
 
 def _assert_usable(what: str, near: np.ndarray, exact: np.ndarray) -> None:

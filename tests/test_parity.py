@@ -23,8 +23,8 @@ SHAPES = {
     str(shape): shape
     for shape in (
         Shape(B=2, T=7, S=11, N=6, K=3, H=5),
-        Shape(B=1, T=1, S=13, N=2, K=1, H=3),
-        Shape(B=3, T=37, S=29, N=4, K=4, H=17),
+        Shape(B=1, T=1, S=13, N=2, K=1, H=3, Hv=9),
+        Shape(B=3, T=37, S=29, N=4, K=4, H=17, Hv=11),
         Shape(B=1, T=67, S=67, N=2, K=2, H=64),
     )
 }

@@ -25,12 +25,12 @@ class Request:
     Example:
         >>> x = jax.ShapeDtypeStruct((2, 7, 6, 5), jnp.float32)
         >>> Request(x, x, x, ls.Causal(), scale=1.0).dims
-        {'B': 2, 'T': 7, 'S': 7, 'N': 6, 'K': 6, 'H': 5}
+        {'B': 2, 'T': 7, 'S': 7, 'N': 6, 'K': 6, 'H': 5, 'Hv': 5}
     """
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
     mask: Mask
     bias: Any = None  # floats, [B or 1, N or 1, T or 1, S or 1]
     sinks: Any = None  # floats, [N]
@@ -46,7 +46,7 @@ class Request:
     def dims(self) -> dict[str, int]:
         """The size of every axis, by its letter."""
         (batch, q_len, heads, size), (_, kv_len, kv_heads, _) = self.q.shape, self.k.shape
-        return dict(B=batch, T=q_len, S=kv_len, N=heads, K=kv_heads, H=size)
+        return dict(B=batch, T=q_len, S=kv_len, N=heads, K=kv_heads, H=size, Hv=self.v.shape[3])
 
     @property
     def has_positions(self) -> bool:
@@ -94,7 +94,7 @@ class Engine(Protocol):
         return ()
 
     def run(self, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
-        """(out, lse): the output [B, T, N, H] in q's dtype, and lse [B, T, N] with the sinks included, float32 or 64.
+        """(out, lse): the output [B, T, N, Hv] in q's dtype, and lse [B, T, N] with the sinks included, float32 or 64.
 
         A query that sees no key gives zeros and the sink's logit (-inf without one). What no query may see, or a query
         that sees nothing, may hold NaN and must change nothing else. Every axis has at least one element: calls without
@@ -131,4 +131,4 @@ def without_pairs(request: Request) -> tuple[jax.Array, jax.Array]:
     B, T, N, _ = request.q.shape
     dtype = statistics_dtype(request.q.dtype)
     sink = jnp.full((N,), -jnp.inf, dtype) if request.sinks is None else request.sinks.astype(dtype)
-    return jnp.zeros_like(request.q), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))
+    return jnp.zeros((B, T, N, request.dims["Hv"]), request.q.dtype), jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N))

@@ -56,7 +56,7 @@ def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(engine: Engine, floats: Floats, rest):
     out, lse = engine.run(*_joined(floats, rest))
-    shape = floats.q.shape
+    shape = (*floats.q.shape[:3], floats.v.shape[3])
     if out.shape != shape or lse.shape != shape[:3]:
         got = f"out {out.shape} and lse {lse.shape}"
         raise ValueError(f"engine={engine.name!r}: run returned {got}, expected {shape} and {shape[:3]}.")

@@ -114,7 +114,7 @@ typedef std::function<bool(int64_t b, int64_t n, int64_t t, int64_t s)> Rule;
 struct Case {
   Store store;
   Call call;
-  int64_t B, T, S, N, K, H;
+  int64_t B, T, S, N, K, H, Hv;
   Type type;
   std::vector<int32_t> q_pos, kv_pos;  // by slot, of batch row 0 (all rows share them unless given per row)
   Rule rule;
@@ -373,13 +373,14 @@ void Case::make_inputs() {
   const auto& h = heads[pick(0, 5)];
   B = pick(1, 2), N = h[0], K = h[1];
   H = chance(0.3) ? pick(1, 9) : chance(0.2) ? pick(100, 256) : pick(10, 80);
+  Hv = chance(0.6) ? H : pick(1, 100);
   T = chance(0.2) ? 1 : chance(0.3) ? pick(2, 20) : pick(20, 200);
   S = chance(0.15) ? pick(1, 9) : pick(10, 260);
   if (T == 1 && chance(0.5)) S = pick(2000, 5000);
   call.roles.assign(kRoles, -1);
   call.q = store.array(type, {B, T, N, H});
   call.k = store.array(type, {B, S, K, H});
-  call.v = store.array(type, {B, S, K, H});
+  call.v = store.array(type, {B, S, K, Hv});
   for (const Array* a : {&call.q, &call.k, &call.v})
     for (int64_t i = 0; i < count_of(*a); ++i) set(*a, i, normal());
   call.scale = 1 / std::sqrt(double(H)) * (chance(0.3) ? 3 : 1);
@@ -439,11 +440,11 @@ void Case::make_garbage() {
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t n = 0; n < K; ++n)
       for (int64_t s = 0; s < S; ++s)
-        if (!key[size_t((b * K + n) * S + s)])
-          for (int64_t h = 0; h < H; ++h) {
-            set(call.k, ((b * S + s) * K + n) * H + h, NAN);
-            set(call.v, ((b * S + s) * K + n) * H + h, chance(0.5) ? NAN : INFINITY);
-          }
+        if (!key[size_t((b * K + n) * S + s)]) {
+          const int64_t at = (b * S + s) * K + n;
+          for (int64_t h = 0; h < H; ++h) set(call.k, at * H + h, NAN);
+          for (int64_t h = 0; h < Hv; ++h) set(call.v, at * Hv + h, chance(0.5) ? NAN : INFINITY);
+        }
     for (int64_t n = 0; n < N; ++n)
       for (int64_t t = 0; t < T; ++t)
         if (!query[size_t((b * N + n) * T + t)])

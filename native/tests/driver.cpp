@@ -32,11 +32,11 @@ struct Outputs {
 // Everything by its formula, in double.
 Answer naive(const Case& c, const Array& dout, const Array& dlse) {
   const Call& call = c.call;
-  const int64_t B = c.B, T = c.T, S = c.S, N = c.N, K = c.K, H = c.H, G = N / K;
+  const int64_t B = c.B, T = c.T, S = c.S, N = c.N, K = c.K, H = c.H, V = c.Hv, G = N / K;
   Answer a;
-  a.out.assign(size_t(B * T * N * H), 0), a.dq = a.out;
+  a.out.assign(size_t(B * T * N * V), 0), a.dq.assign(size_t(B * T * N * H), 0);
   a.lse.assign(size_t(B * T * N), 0), a.delta = a.lse;
-  a.dk.assign(size_t(B * S * K * H), 0), a.dv = a.dk;
+  a.dk.assign(size_t(B * S * K * H), 0), a.dv.assign(size_t(B * S * K * V), 0);
   const bool biased = call.roles[kBias] >= 0, sunk = call.roles[kSinks] >= 0, drops = call.roles[kSeed] >= 0;
   const Array bias = biased ? call.rest[size_t(call.roles[kBias])] : Array();
   if (biased) a.dbias.assign(size_t(count_of(bias)), 0);
@@ -45,7 +45,7 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
   for (int64_t b = 0; b < B; ++b)
     for (int64_t n = 0; n < N; ++n)
       for (int64_t t = 0; t < T; ++t) {
-        const int64_t q0 = ((b * T + t) * N + n) * H, row = (b * T + t) * N + n;
+        const int64_t row = (b * T + t) * N + n, q0 = row * H, o0 = row * V;
         const double sink = sunk ? get(call.rest[size_t(call.roles[kSinks])], n) : -INFINITY;
         double top = sink, total = 0;
         for (int64_t s = 0; s < S; ++s) {
@@ -84,19 +84,19 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
         for (int64_t s = 0; s < S; ++s) {
           p[size_t(s)] /= total;
           if (p[size_t(s)] > 0)
-            for (int64_t h = 0; h < H; ++h)
-              a.out[size_t(q0 + h)] += p[size_t(s)] * keep[size_t(s)] * get(call.v, ((b * S + s) * K + n / G) * H + h);
+            for (int64_t h = 0; h < V; ++h)
+              a.out[size_t(o0 + h)] += p[size_t(s)] * keep[size_t(s)] * get(call.v, ((b * S + s) * K + n / G) * V + h);
         }
-        for (int64_t h = 0; h < H; ++h)
-          delta += a.out[size_t(q0 + h)] == 0 ? 0 : a.out[size_t(q0 + h)] * get(dout, q0 + h);
+        for (int64_t h = 0; h < V; ++h)
+          delta += a.out[size_t(o0 + h)] == 0 ? 0 : a.out[size_t(o0 + h)] * get(dout, o0 + h);
         a.delta[size_t(row)] = delta;
         for (int64_t s = 0; s < S; ++s) {
           if (!(p[size_t(s)] > 0)) continue;
           double dp = 0;
-          const int64_t k0 = ((b * S + s) * K + n / G) * H;
-          for (int64_t h = 0; h < H; ++h) {
-            dp += get(dout, q0 + h) * get(call.v, k0 + h);
-            a.dv[size_t(k0 + h)] += p[size_t(s)] * keep[size_t(s)] * get(dout, q0 + h);
+          const int64_t key = (b * S + s) * K + n / G, k0 = key * H, v0 = key * V;
+          for (int64_t h = 0; h < V; ++h) {
+            dp += get(dout, o0 + h) * get(call.v, v0 + h);
+            a.dv[size_t(v0 + h)] += p[size_t(s)] * keep[size_t(s)] * get(dout, o0 + h);
           }
           double ds = p[size_t(s)] * (dp * keep[size_t(s)] - delta);
           if (biased) a.dbias[size_t(broadcast_at(bias, b, n, t, s))] += ds;
@@ -136,7 +136,7 @@ void run_case(int seed) {
   c.make_layout();
   c.rule = c.tree(3, true);
   c.make_garbage();
-  const Array dout = c.store.array(c.type, {c.B, c.T, c.N, c.H});
+  const Array dout = c.store.array(c.type, {c.B, c.T, c.N, c.Hv});
   const Type stats = c.type == F64 ? F64 : F32;
   const Array dlse = c.store.array(stats, {c.B, c.T, c.N});
   for (int64_t i = 0; i < count_of(dout); ++i) set(dout, i, normal());
@@ -157,17 +157,17 @@ void run_case(int seed) {
     return;
   }
   const double eps = c.type == F64 ? 1e-12 : c.type == F32 ? 3e-5 : c.type == F16 ? 3e-3 : 2e-2;
-  const int64_t unit = 64 / (stats == F64 ? 8 : 4), padded = (c.H + unit - 1) / unit * unit,
-                rows = c.S + pick(0, 3) * c.S / 2;
+  const int64_t unit = 64 / (stats == F64 ? 8 : 4), rows = c.S + pick(0, 3) * c.S / 2;
+  const int64_t padded = (c.H + unit - 1) / unit * unit, v_padded = (c.Hv + unit - 1) / unit * unit;
   for (const Kernel* kernel : kernels_here()) {
     std::vector<std::string> bits;
     for (int threads : {1, 3}) {
-      const Array out = c.store.array(c.type, {c.B, c.T, c.N, c.H}), l = c.store.array(stats, {c.B, c.T, c.N}),
+      const Array out = c.store.array(c.type, {c.B, c.T, c.N, c.Hv}), l = c.store.array(stats, {c.B, c.T, c.N}),
                   low = c.store.array(stats, {c.B, c.T, c.N});
       const Array dq = c.store.array(c.type, {c.B, c.T, c.N, c.H});
-      const Array dk = c.store.array(c.type, {c.B, c.S, c.K, c.H}), dv = c.store.array(c.type, {c.B, c.S, c.K, c.H});
+      const Array dk = c.store.array(c.type, {c.B, c.S, c.K, c.H}), dv = c.store.array(c.type, {c.B, c.S, c.K, c.Hv});
       const Array sk = c.store.array(stats, {c.B, c.K, rows, padded}),
-                  sv = c.store.array(stats, {c.B, c.K, rows, padded});
+                  sv = c.store.array(stats, {c.B, c.K, rows, v_padded});
       std::vector<std::pair<const char*, Array>> results = {
           {"out", out}, {"lse", l}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
       // Scratch from here is not aligned to vectors: XLA's buffers are, so give the kernels the same.

@@ -74,18 +74,22 @@ void run(Case& c, const Call& call, const Built& built, const Kernel* kernel) {
   };
   const auto data = [](const Array& a) { return const_cast<void*>(a.data); };
   ThreadRunner runner(1);
-  const Array out = made(c.type, {c.B, c.T, c.N, c.H}), delta = made(stats, {c.B, c.T, c.N});
+  const Array out = made(c.type, {c.B, c.T, c.N, c.Hv}), delta = made(stats, {c.B, c.T, c.N});
   const Array lse = made(stats, {c.B, c.T, c.N}), low = made(stats, {c.B, c.T, c.N});
   kernel->forward(built.problem, {data(out), data(lse), data(low), out.type}, runner);
   const Given given = {lse, low, out, delta};
-  const int64_t unit = kPadBytes / size_of(stats), padded = (c.H + unit - 1) / unit * unit;
-  const Array dq = made(c.type, {c.B, c.T, c.N, c.H}), scratch = made(stats, {c.B, c.K, c.S, padded});
-  const Array dk = made(c.type, {c.B, c.S, c.K, c.H}), dv = made(c.type, {c.B, c.S, c.K, c.H});
-  const size_t bytes = size_t(count_of(scratch) * size_of(stats));  // a multiple of kPadBytes
-  std::unique_ptr<void, void (*)(void*)> scratch_dk(std::aligned_alloc(kPadBytes, bytes), std::free);
-  std::unique_ptr<void, void (*)(void*)> scratch_dv(std::aligned_alloc(kPadBytes, bytes), std::free);
+  const int64_t unit = kPadBytes / size_of(stats), padded = (c.H + unit - 1) / unit * unit,
+                v_padded = (c.Hv + unit - 1) / unit * unit;
+  const Array dq = made(c.type, {c.B, c.T, c.N, c.H}), scratch = made(stats, {c.B, c.K, c.S, padded}),
+              v_scratch = made(stats, {c.B, c.K, c.S, v_padded});
+  const Array dk = made(c.type, {c.B, c.S, c.K, c.H}), dv = made(c.type, {c.B, c.S, c.K, c.Hv});
+  const auto aligned = [&](const Array& a) {  // its bytes are a multiple of kPadBytes
+    void* data = std::aligned_alloc(kPadBytes, size_t(count_of(a) * size_of(stats)));
+    return std::unique_ptr<void, void (*)(void*)>(data, std::free);
+  };
+  const auto scratch_dk = aligned(scratch), scratch_dv = aligned(v_scratch);
   Backward g;
-  if (!check_backward(built.problem, given, dq, dk, dv, scratch, scratch, g).empty()) std::abort();
+  if (!check_backward(built.problem, given, dq, dk, dv, scratch, v_scratch, g).empty()) std::abort();
   g.dq = data(dq), g.dk = data(dk), g.dv = data(dv);
   g.scratch_dk = scratch_dk.get(), g.scratch_dv = scratch_dv.get();
   kernel->backward(built.problem, g, runner);

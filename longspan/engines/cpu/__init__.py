@@ -31,8 +31,8 @@ class Cpu(Engine):
             return f"it runs on CPUs, and this runs on {request.platform}"
         if np.dtype(request.q.dtype).name not in DTYPES:
             return f"it computes {', '.join(DTYPES)}, not {np.dtype(request.q.dtype).name}"
-        if request.dims["H"] > MOST_HEAD_SIZE:
-            return f"its heads have at most {MOST_HEAD_SIZE} elements, not {request.dims['H']}"
+        if (size := max(request.dims["H"], request.dims["Hv"])) > MOST_HEAD_SIZE:
+            return f"its heads have at most {MOST_HEAD_SIZE} elements, not {size}"
         return _too_many_bits(request) or library.missing()
 
     def tiles(self, request: Request) -> tuple[int, int]:

@@ -84,21 +84,22 @@ def _partitioned(kind: str, plan: Plan, axes, *operands):
 
 def _local(kind: str, plan: Plan, *operands):
     """The native call itself, on the shapes it gets."""
-    q, k = operands[:2]
-    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    q, k, v = operands[:3]
+    (B, T, N, _), (_, S, K, Hv) = q.shape, v.shape
     stats = statistics_dtype(q.dtype)
     result = partial(_result, jax.typeof(q))
 
     target, attributes = f"longspan_{kind}", plan.attributes()
     if kind in ("forward", "wide_forward"):
         row = result((B, T, N), stats)
-        results = (result(q.shape, q.dtype if kind == "forward" else stats), row, row)
+        results = (result((B, T, N, Hv), q.dtype if kind == "forward" else stats), row, row)
         return library.call("longspan_forward", results, operands, **attributes)
     if kind == "backward":
         unit = PAD_BYTES // np.dtype(stats).itemsize
         # Room for several chunks of queries to add up dk and dv on their own: see native/backward.h.
-        scratch = result((B, K, S + min(S, max(8192, S // 4)), -(-H // unit) * unit), stats)
-        results = (result(q.shape, q.dtype), result(k.shape, k.dtype), result(k.shape, k.dtype), scratch, scratch)
+        rows = S + min(S, max(8192, S // 4))
+        scratch = [result((B, K, rows, -(-x.shape[3] // unit) * unit), stats) for x in (k, v)]
+        results = (*(result(x.shape, x.dtype) for x in (q, k, v)), *scratch)
         return library.call(target, results, operands, **attributes)[:3]
     bias = operands[9]
     chunks = min(8, -(-T // plan.q_tile)) if bias.shape[2] == 1 and T > 1 else 0
@@ -116,11 +117,11 @@ def _result(like, shape, dtype) -> jax.ShapeDtypeStruct:
 
 def _results(kind: str, operands) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
     """Shape and axes of each result."""
-    q, k = operands[0].shape, operands[1].shape
+    q, k, v = (x.shape for x in operands[:3])
     if kind in ("forward", "wide_forward"):
-        return (q, ("b", "", "n", "")), *[(q[:3], ("b", "", "n"))] * 2
+        return ((*q[:3], v[3]), ("b", "", "n", "")), *[(q[:3], ("b", "", "n"))] * 2
     if kind == "backward":
-        return (q, ("b", "", "n", "")), (k, ("b", "", "k", "")), (k, ("b", "", "k", ""))
+        return (q, ("b", "", "n", "")), (k, ("b", "", "k", "")), (v, ("b", "", "k", ""))
     return ((operands[9].shape, ("b", "n", "", "")),)
 
 

@@ -52,7 +52,7 @@ def backward(plan: Plan):
         def heads(carry, place):
             dq, keys, dbias = carry
             each = each_head(plan, x, place)
-            own = [[jnp.zeros(one.k.shape, dtype)] * 2 for one in each] if copied else [keys]
+            own = [[jnp.zeros(a.shape, dtype) for a in (one.k, one.v)] for one in each] if copied else [keys]
 
             def tile(carry, i):
                 return _differentiate_tiles(plan, each, by_query, carry, rows_of(plan, place, i), axes), None
@@ -66,7 +66,7 @@ def backward(plan: Plan):
             return (dq, keys, dbias), None
 
         dbias = None if x.bias is None else jnp.zeros(x.bias.shape, dtype)
-        zeros = (jnp.zeros_like(x.q), [jnp.zeros(x.k.shape, dtype)] * 2, dbias)
+        zeros = (jnp.zeros_like(x.q), [jnp.zeros(a.shape, dtype) for a in (x.k, x.v)], dbias)
         (dq, keys, dbias), _ = jax.lax.scan(heads, vary(zeros, axes), places(plan))
         dk, dv = (a[:, : plan.S].astype(k.dtype) for a in keys)
         if bias is not None:

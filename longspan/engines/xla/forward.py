@@ -48,8 +48,8 @@ def forward(plan: Plan):
 
             return jax.lax.scan(tile, results, indices(x.layout.q_tiles))[0], None
 
-        column = jnp.zeros((*x.q.shape[:3], 1), dtype)
-        (out, *columns), _ = jax.lax.scan(heads, vary([jnp.zeros_like(x.q), column, column], axes), places(plan))
+        out, column = jnp.zeros((*x.q.shape[:3], plan.Hv), x.q.dtype), jnp.zeros((*x.q.shape[:3], 1), dtype)
+        (out, *columns), _ = jax.lax.scan(heads, vary([out, column, column], axes), places(plan))
         return out[:, : plan.T], *(a[:, : plan.T, :, 0] for a in columns)
 
     return run
@@ -58,8 +58,9 @@ def forward(plan: Plan):
 def _attend_tiles(plan: Plan, each: list[Tensors], sinks, rows, axes):
     """One tile of queries, of some heads: their outputs, lse, and what rounding took from lse."""
     q_tiles = [scaled_queries(plan, x, row) for x, row in zip(each, rows, strict=True)]
-    dtype, column = q_tiles[0].dtype, (q_tiles[0].shape[0], 1)
-    start = (jnp.full(column, lowest(each[0], dtype), dtype), jnp.zeros(column, dtype), jnp.zeros_like(q_tiles[0]))
+    dtype, rows_here = q_tiles[0].dtype, q_tiles[0].shape[0]
+    most = jnp.full((rows_here, 1), lowest(each[0], dtype), dtype)
+    start = (most, jnp.zeros((rows_here, 1), dtype), jnp.zeros((rows_here, plan.Hv), dtype))
     visits = [partial(_online_softmax, plan, x, q_tile) for x, q_tile in zip(each, q_tiles, strict=True)]
     sums = visit_all(plan, each[0], rows[0], visits, vary([start] * plan.together, axes))
     return [_normalised(plan, x, sinks, row, *part) for x, row, part in zip(each, rows, sums, strict=True)]

@@ -24,6 +24,7 @@ class Plan:
     N: int
     K: int
     H: int
+    Hv: int
     scale: float
     soft_cap: float | None
     width: int  # keys visited at once
@@ -50,7 +51,7 @@ class Tensors(NamedTuple):
 
     q: Any  # [B, T', N, H]
     k: Any  # [B, S', K, H]
-    v: Any
+    v: Any  # [B, S', K, Hv]
     bias: Any  # None, or [B or 1, N or 1, T' or 1, S' or 1]
     layout: BlockLayout
     dropout: Dropout | None
@@ -102,10 +103,10 @@ def each_head(plan: Plan, x: Tensors, place) -> list[Tensors]:
     """For each head of a step the same tensors with its keys and values alone, side by side, if they are copied."""
     if not plan.copies(x.layout):
         return [x]
-    sizes, each = (1, x.k.shape[1], 1, plan.H), []
+    each = []
     for b, h, _ in rows_of(plan, place, ZERO):
         begin = key_place(plan, x.k, b, h, ZERO)
-        k, v = (jax.lax.dynamic_slice(a, begin, sizes) for a in (x.k, x.v))
+        k, v = (jax.lax.dynamic_slice(a, begin, (1, a.shape[1], 1, a.shape[3])) for a in (x.k, x.v))
         each.append(x._replace(k=k, v=v))
     return each
 
@@ -143,7 +144,7 @@ def key_place(plan: Plan, keys, b, h, start):
 
 def read_keys(plan: Plan, a, at: Run, allowed):
     """A visit's part of the keys or values; those that no query of the tile sees may hold anything, and become 0."""
-    part = jax.lax.dynamic_slice(a, key_place(plan, a, at.b, at.h, at.start), (1, at.width, 1, plan.H))[0, :, 0]
+    part = jax.lax.dynamic_slice(a, key_place(plan, a, at.b, at.h, at.start), (1, at.width, 1, a.shape[3]))[0, :, 0]
     seen = None if allowed is None else allowed.any(0).reshape(-1, 1)
     return where_allowed(seen, part.astype(statistics_dtype(a.dtype)), 0)
 
