@@ -442,22 +442,36 @@ struct Masker {
     for (int i = 0; i < kLanes; ++i) valid[i] = i < t.lanes() ? 0xFF : 0;
   }
 
-  bool read_bias() {  // true if some key is forbidden by -inf
-    bool forbidden = false;
-    const View4& v = p->bias;
-    for (int i = 0; i < kLanes; ++i) {
-      if (i >= tile->lanes()) {
-        for (int s = 0; s < kv.count; ++s) bias[s * kLanes + i] = 0;
-        continue;
-      }
-      const int64_t at = tile->b * v.b + tile->head(i) * v.n + tile->row(i) * v.t + kv.first * v.s;
-      for (int s = 0; s < kv.count; ++s) {
-        const R x = element<R>(v.data, v.type, at + s * v.s);
-        forbidden |= x == -kInf<R>;
-        bias[s * kLanes + i] = x;
+  // Keys lie along a row of the bias, queries along the lanes: whole vectors of rows, transposed. True if some key is
+  // forbidden by -inf.
+  bool read_bias() {
+    constexpr int L = Simd<R>::lanes;
+    alignas(64) R rows[L][kKeys];
+    typename Simd<R>::I forbidden = {};
+    for (int lane = 0; lane < kLanes; lane += L) {
+      for (int i = 0; i < L; ++i) read_bias_row(rows[i], lane + i);
+      for (int s = 0; s < kv.count; s += L) {
+        Vec<R> x[L];
+        for (int i = 0; i < L; ++i) x[i] = load(rows[i] + s);
+        for (int i = 0; i < L; ++i) forbidden |= x[i] == -kInf<R>;
+        transpose<R>(x);
+        for (int i = 0; i < L; ++i) store(bias + (s + i) * kLanes + lane, x[i]);
       }
     }
-    return forbidden;
+    return any_of<R>(forbidden);
+  }
+
+  void read_bias_row(R* row, int lane) {
+    const int whole = (kv.count + Simd<R>::lanes - 1) / Simd<R>::lanes * Simd<R>::lanes;
+    const View4& v = p->bias;
+    int s = 0;
+    if (lane < tile->lanes()) {
+      const int64_t at = tile->b * v.b + tile->head(lane) * v.n + tile->row(lane) * v.t + kv.first * v.s;
+      const R first = v.s ? R(0) : element<R>(v.data, v.type, at);
+      if (v.s) read_row(row, v.data, v.type, at, kv.count);
+      for (; s < kv.count; ++s) row[s] = v.s ? row[s] : first;
+    }
+    for (; s < whole; ++s) row[s] = 0;
   }
 
   void repeat_heads() {
