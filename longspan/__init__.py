@@ -7,6 +7,7 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
+from longspan import cache as cache
 from longspan import testing as testing
 from longspan._attention import attention as attention
 from longspan._explain import Explanation as Explanation
@@ -65,6 +66,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "bigbird_random_blocks",
     "BlockLayout",
     "Blocks",
+    "cache",
     "Causal",
     "Chunk",
     "cu_seqlens_to_mask",

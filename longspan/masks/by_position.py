@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Number
-from longspan.masks.base import BY_POSITION, Mask, rule
+from longspan.masks.base import BY_POSITION, NOBODY, Mask, rule
 from longspan.masks.checks import check_at_least, check_number
 from longspan.masks.pytree import short
 from longspan.masks.spans import Spans, nothing, whole_or_nothing
@@ -35,6 +35,9 @@ class Full(Mask):
     def tells(self):
         return False, True
 
+    def query_range(self, key):
+        return key * 0 - NOBODY, key * 0 + NOBODY
+
     def classify(self, q, kv):
         yes = q.side.xp.full((1, 1, 1, 1), True)
         return yes, yes
@@ -56,6 +59,9 @@ class Empty(Mask):
 
     def tells(self):
         return True, False
+
+    def query_range(self, key):
+        return key * 0 + 1, key * 0
 
     def classify(self, q, kv):
         no = q.side.xp.full((1, 1, 1, 1), False)
@@ -108,6 +114,13 @@ class _Banded(Mask):
 
     def band(self):
         return self._limits()
+
+    def query_range(self, key):
+        low, high = self._limits()
+        if not all(end is None or isinstance(end, int) for end in (low, high)):
+            return None
+        first = key * 0 - NOBODY if high is None else key - high
+        return first, key * 0 + NOBODY if low is None else key - low
 
     def _limits(self) -> tuple[Any, Any]:
         """(low, high) as they were given; None is unbounded."""
@@ -241,6 +254,23 @@ class Window(_Banded):
     def band(self):
         return (-no_less(self.left, 0), no_less(self.right, 0)) if self._dense() else None
 
+    def query_range(self, key):
+        return super().query_range(key) if self._dense() else None
+
+    def nearest_query(self, key, at, step):
+        if self._dense() or self.loose():
+            return super().nearest_query(key, at, step)
+        low, high = self._limits()
+        found = Band(low, high).nearest_query(key, at, step)
+        found = found + step * (step * (key - found) % self.dilation)  # on to the next that is a multiple away
+        return np.where((found >= key - high) & (found <= key - low), found, NOBODY * step)
+
+    def loose(self):
+        return () if all(isinstance(n, int) for n in (self.left, self.right, self.dilation)) else (self,)
+
+    def _limits(self):
+        return -reach(self.left, self.dilation), reach(self.right, self.dilation)
+
     def _band_at(self, side):
         return self._ends(side) if self._dense() else None
 
@@ -296,6 +326,12 @@ class Chunk(Mask):
     def q_spans(self, kv, q):
         return self._spans(kv, q)
 
+    def query_range(self, key):
+        if not isinstance(self.size, int):
+            return None
+        first = key // self.size * self.size
+        return first, first + (self.size - 1)
+
     def _spans(self, rows, others):
         size = no_less(rows.number(self.size), 1)
         return Spans(*others.side.between(rows.first // size * size, rows.last // size * size + (size - 1)))
@@ -343,6 +379,11 @@ class Prefix(Mask):
 
     def q_spans(self, kv, q):
         return whole_or_nothing(kv.side.xp, kv.first < no_less(kv.number(self.length), 0), q.side.length)
+
+    def query_range(self, key):
+        if not isinstance(self.length, int):
+            return None
+        return np.where(key < self.length, -NOBODY, 1), np.where(key < self.length, NOBODY, 0)
 
     def _arguments(self):
         return [short(self.length)]

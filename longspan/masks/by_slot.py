@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan._checks import check_choice
 from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import BY_POSITION, BY_SLOT, Extent, Mask, rule
+from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, rule
 from longspan.masks.by_position import Full
 from longspan.masks.checks import check_array, check_indices, check_number
 from longspan.masks.cut import gather
@@ -314,6 +314,18 @@ class Global(Mask):
             yield from _extents(self, "q_flags", self.q_flags, "BT")
         if self.kv_flags is not None:
             yield from _extents(self, "kv_flags", self.kv_flags, "BS")
+
+    def nearest_query(self, key, at, step):
+        if self.loose():
+            return at
+        places = np.array(sorted(self.indices), np.int64)
+        found = np.searchsorted(places, at, side="right") - 1 if step < 0 else np.searchsorted(places, at)
+        fenced = np.array([-NOBODY, *places, NOBODY])
+        global_query = fenced[found + 1] if self.rows else NOBODY * step
+        return np.where(np.isin(key, places), at, global_query) if self.columns else global_query + key * 0
+
+    def loose(self):
+        return () if self.q_flags is None and self.kv_flags is None else (self,)
 
     def _spans(self, mine, my_flags, i_see_all, others, other_flags, all_see) -> Spans:
         sees_all, _ = self._any_all(mine, my_flags)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Array, Namespace
-from longspan.masks.base import Extent, rule
+from longspan.masks.base import NOBODY, Extent, rule
 from longspan.masks.by_position import Full
 from longspan.masks.by_slot import FOREVER, BySlot
 from longspan.masks.checks import check_array, check_at_least
@@ -82,6 +82,17 @@ class Blocks(BySlot):
         high = xp.where(first <= last, xp.minimum((last + 1) * size, q.side.length), np.int32(0))
         low, high = (xp.repeat(a, size, axis=1)[None, :, :length] for a in (low, high))
         return Spans(kv.least(low), kv.greatest(high))
+
+    def nearest_query(self, key, at, step):
+        if self.loose():
+            return at
+        return _nearest_listing(self.table[0], self.block_size, key, at, step)
+
+    def loose(self):
+        return () if isinstance(self.table, np.ndarray) else (self,)
+
+    def of_head(self, head):
+        return self if self.table.shape[0] == 1 else replace(self, table=self.table[head : head + 1])
 
     def extents(self):
         yield Extent("Blocks.table", "N", self.table.shape[0])
@@ -173,6 +184,22 @@ class Dense(BySlot):
 
     def _arguments(self):
         return [short(self.array)]
+
+
+def _nearest_listing(table: np.ndarray, size: int, key, at, step: int) -> np.ndarray:
+    """The last query up to `at`, or the first from it on, in a q block whose row lists the key's block."""
+    rows, entries = np.nonzero(table >= 0)
+    count = len(table) + 2
+    # One number for each listing, ordered by kv block and then by q block.
+    listings = np.unique(table[rows, entries].astype(np.int64) * count + rows)
+    block = np.clip(at // size, -1, count - 2)
+    wanted = key // size * count + block
+    place = np.searchsorted(listings, wanted, side="right") - 1 if step < 0 else np.searchsorted(listings, wanted)
+    fenced = np.array([-NOBODY, *listings, NOBODY])
+    found = fenced[place + 1]
+    row = found % count
+    query = np.where(row == block, at, row * size + (size - 1 if step < 0 else 0))
+    return np.where(found // count == key // size, query, NOBODY * step)
 
 
 def _listed_by(xp: Namespace, table, count: int):
