@@ -7,6 +7,7 @@ take some hundredths of a second per product. What a mask's rules do not tell, w
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from longspan.masks import And, Mask, Not, Or, PerHead
 from longspan.masks.pieces import Piece
 from longspan.masks.sides import KEYS, Side, Tiles, grows
 
+FEW = 8  # one of so many
 MOST_PRODUCTS = 64  # sums of more are not worth it: reading is then as fast
 
 Factor = tuple[int, int]  # a rule's number, and that of its piece
@@ -26,7 +28,7 @@ def count_by_query(mask: Mask, q: Side, kv: Side) -> int | None:
     """The allowed pairs of one batch row and head, exactly; None if the mask is more than intervals, ids and flags."""
     if 0 in (q.length, kv.length):
         return 0
-    rules: dict[Any, list[Piece]] = {}
+    rules: dict[Any, list[_Placed]] = {}
     places = _Places.of(q, kv)
     products = _sum_of(mask, int(q.head.reshape(())), rules, lambda rule: _pieces(rule, places))
     if products is None:
@@ -39,7 +41,7 @@ def count_by_query(mask: Mask, q: Side, kv: Side) -> int | None:
     )
 
 
-def _sum_of(mask: Mask, head: int, rules: dict[Any, list[Piece]], pieces: Callable) -> Sum | None:
+def _sum_of(mask: Mask, head: int, rules: dict[Any, list[Any]], pieces: Callable) -> Sum | None:
     """A mask as a sum of products of pieces, which are added to `rules`; None if one is not known, or sums are long."""
     if isinstance(mask, PerHead):
         return _sum_of(mask.masks[min(head, len(mask.masks) - 1)], head, rules, pieces)
@@ -109,8 +111,19 @@ class _Places(NamedTuple):
         return cls(q, kv, replace(kv, positions=(row if order is None else row[order])[None]), order)
 
 
-def _pieces(rule: Mask, places: _Places) -> list[Piece] | None:
-    """A rule's pieces with intervals [T] of keys in the order of their positions; None if it does not know them."""
+class _Placed(NamedTuple):
+    """A piece with an interval [T] of keys, in the order of their positions."""
+
+    low: np.ndarray
+    high: np.ndarray
+    q_ids: np.ndarray | None
+    kv_ids: np.ndarray | None
+    keys: np.ndarray | None
+    queries: np.ndarray | None  # the queries that see a key, where they are few, as global ones are; else None
+
+
+def _pieces(rule: Mask, places: _Places) -> list[_Placed] | None:
+    """A rule's pieces; None if it does not know them."""
     pieces = rule._pieces(places.q, places.kv)
     if pieces is None:
         return None
@@ -118,7 +131,7 @@ def _pieces(rule: Mask, places: _Places) -> list[Piece] | None:
     return None if any(piece is None for piece in placed) else [piece for piece in placed if piece is not None]
 
 
-def _placed(piece: Piece, places: _Places) -> Piece | None:
+def _placed(piece: Piece, places: _Places) -> _Placed | None:
     q_len, kv_len = places.q.length, places.kv.length
     low, high = (0 if piece.low is None else piece.low), (kv_len if piece.high is None else piece.high)
     if piece.within is not None:
@@ -127,8 +140,10 @@ def _placed(piece: Piece, places: _Places) -> Piece | None:
             return None
         low, high = np.maximum(low, interval[0]), np.minimum(high, interval[1])
     low, high = (np.broadcast_to(np.clip(end, 0, kv_len).astype(np.int32), q_len) for end in (low, high))
+    high = np.maximum(low, high)
+    queries = np.flatnonzero(low < high)
     kv_ids, keys = (a if a is None or places.order is None else a[places.order] for a in (piece.kv_ids, piece.keys))
-    return Piece(low, np.maximum(low, high), piece.q_ids, kv_ids, keys)
+    return _Placed(low, high, piece.q_ids, kv_ids, keys, queries if len(queries) * FEW < q_len else None)
 
 
 @dataclass(frozen=True)
@@ -168,23 +183,25 @@ def _interval(rule: Mask, q: Side, kv: Side) -> tuple[np.ndarray, np.ndarray] | 
     return (low.reshape(-1), high.reshape(-1)) if np.all(every | (low >= high)) else None
 
 
-def _count(product: dict[Factor, Piece], places: _Places, joined: dict[Any, tuple[np.ndarray, np.ndarray]]) -> int:
+def _count(product: dict[Factor, _Placed], places: _Places, joined: dict[Any, tuple[np.ndarray, np.ndarray]]) -> int:
     """The pairs that are in all pieces of a product. What is found of ids is kept in `joined`, for other products."""
-    low, high = np.zeros(places.q.length, np.int32), np.full(places.q.length, places.kv.length, np.int32)
-    for piece in product.values():
-        low, high = np.maximum(low, piece.low), np.minimum(high, piece.high)
-    high = np.maximum(low, high)
+    if not product:
+        return places.q.length * places.kv.length
+    some = min((p.queries for p in product.values() if p.queries is not None), key=len, default=slice(None))
+    low = reduce(np.maximum, [piece.low[some] for piece in product.values()])
+    high = np.maximum(low, reduce(np.minimum, [piece.high[some] for piece in product.values()]))
     flags = [piece.keys for piece in product.values() if piece.keys is not None]
     keys = np.logical_and.reduce(flags) if flags else None
     equal = {factor: piece for factor, piece in product.items() if piece.q_ids is not None}
     if equal:
         if frozenset(equal) not in joined:
             joined[frozenset(equal)] = _joint(list(equal.values()))
-        return _count_equal(*joined[frozenset(equal)], keys, low, high)
+        mine, ranked = joined[frozenset(equal)]
+        return _count_equal(mine[some], ranked, keys, low, high)
     if keys is None:
         return int(high.sum(dtype=np.int64) - low.sum(dtype=np.int64))
-    before = np.concatenate([[0], np.cumsum(keys)])
-    return int((before[high] - before[low]).sum())
+    before = np.cumsum(np.concatenate([[False], keys]), dtype=np.int32)
+    return int((before[high] - before[low]).sum(dtype=np.int64))
 
 
 def _count_equal(mine: np.ndarray, ranked: np.ndarray, keys: np.ndarray | None, low: np.ndarray, high: np.ndarray):
@@ -197,12 +214,13 @@ def _count_equal(mine: np.ndarray, ranked: np.ndarray, keys: np.ndarray | None, 
     return int(last.sum() - first.sum())
 
 
-def _joint(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+def _joint(pieces: list[_Placed]) -> tuple[np.ndarray, np.ndarray]:
     """One id per query, times the number of keys, and the keys in the order of their ids, slots within.
 
     So those of one id in an interval of slots stand side by side.
     """
-    length, (mine, theirs) = len(pieces[0].kv_ids), _from_zero(pieces[0])
+    mine, theirs = _from_zero(pieces[0])
+    length = len(theirs)
     for piece in pieces[1:]:
         q_ids, kv_ids = _from_zero(piece)
         if large := _end(mine, theirs) * _end(q_ids, kv_ids) * length >= 1 << 62:
@@ -219,7 +237,7 @@ def _sorted(numbers: np.ndarray) -> np.ndarray:
     return numbers if grows(numbers[None]).all() else np.sort(numbers)
 
 
-def _from_zero(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+def _from_zero(piece: _Placed) -> tuple[np.ndarray, np.ndarray]:
     """A piece's ids, the least of them 0."""
     q_ids, kv_ids = (np.asarray(ids).astype(np.int64) for ids in (piece.q_ids, piece.kv_ids))
     least = min(q_ids.min(initial=0), kv_ids.min(initial=0))
