@@ -166,7 +166,7 @@ def _why(mask: Mask, length: int, slots: Slots, end: np.ndarray) -> str:
         return "no query sees any key"
     if slots.capacity >= alive.sum():
         return f"nothing can be dropped: {', '.join(map(repr, _unforgetting(mask, length)))} keeps every key in view"
-    loose = [rule for rule in dict.fromkeys(map(repr, mask.loose()))]
+    loose = list(dict.fromkeys(map(repr, mask.loose())))
     note = f"; known only by bounds: {', '.join(loose)}" if loose else ""
     steps = _lives_for(end, slots)
     if slots.table is None and steps is not None:

@@ -1,4 +1,4 @@
-"""`Cache`: keys and values in the slots of a plan, as a pytree of static shapes; `View`: what new tokens may see of it."""
+"""`Cache`: keys and values in the slots of a plan, a pytree of static shapes; `View`: what new tokens see of it."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,8 +122,8 @@ class Cache:
             torn = ties & (total < self.plan.length) & (lengths > 0)
         if is_concrete(beyond) and beyond.any():
             raise ValueError(
-                f"This cache was planned for {self.plan.length} positions, and {int(total.max())} are asked for. Plan a "
-                "longer one: `ls.cache.plan(mask, length)`."
+                f"This cache was planned for {self.plan.length} positions, and {int(total.max())} are asked for. "
+                "Plan a longer one: `ls.cache.plan(mask, length)`."
             )
         if is_concrete(torn) and torn.any():
             row = int(np.argmax(np.asarray(torn)))

@@ -18,9 +18,10 @@ from jaxtyping import Bool, Int
 from longspan._checks import check_extents, check_lengths, check_positions
 from longspan._types import Array, Namespace, Positions, no_type_check
 from longspan.masks.checks import check_slots
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import Value
 from longspan.masks.pytree import rule as rule
-from longspan.masks.sides import Slots, Tiles, two_sides
+from longspan.masks.sides import Side, Slots, Tiles, two_sides
 from longspan.masks.spans import Spans, everything
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "query_range", "nearest_query", "loose", "of_head",
+    "_pieces", "query_range", "nearest_query", "loose", "of_head",
 )  # fmt: skip
 
 
@@ -340,6 +341,10 @@ class Mask(Value):
             f"{self!r} is a rule, neither true nor false: `and`, `or` and `not` would drop one mask in silence. "
             "Compose masks with `&`, `|` and `~`, and ask for none with `mask is None`."
         )
+
+    def _pieces(self, q: Side, kv: Side) -> list[Piece] | None:
+        """Disjoint pieces that are just what is allowed in one batch row and head (NumPy only); None: not known."""
+        return None if SLOT in self.reads else [Piece(within=self)]
 
     def _band_at(self, side) -> tuple[Any, Any] | None:
         """`band` with its ends ready to broadcast."""

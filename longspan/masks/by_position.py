@@ -13,6 +13,7 @@ import numpy as np
 from longspan._types import FAR, Number
 from longspan.masks.base import BY_POSITION, NOBODY, Mask, rule
 from longspan.masks.checks import check_at_least, check_number
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
 from longspan.masks.spans import Spans, nothing, whole_or_nothing
 
@@ -91,14 +92,14 @@ class _Banded(Mask):
 
     def classify(self, q, kv):
         low, high = self._ends(q)
-        may_any, must_all = Full().classify(q, kv)
+        kinds = []
         if low is not None:
-            may_any = may_any & (kv.last >= q.first + low)
-            must_all = must_all & (kv.first >= q.last + low)
+            kinds.append((kv.last >= q.first + low, kv.first >= q.last + low))
         if high is not None:
-            may_any = may_any & (kv.first <= q.last + high)
-            must_all = must_all & (kv.last <= q.first + high)
-        return may_any, must_all
+            kinds.append((kv.first <= q.last + high, kv.last <= q.first + high))
+        if len(kinds) < 2:
+            return kinds[0] if kinds else Full().classify(q, kv)
+        return kinds[0][0] & kinds[1][0], kinds[0][1] & kinds[1][1]
 
     def kv_spans(self, q, kv):
         low, high = self._ends(q)
@@ -250,6 +251,13 @@ class Window(_Banded):
         one_distance = (least == most) & (least % dilation == 0)
         must_all = (one_distance | (dilation == 1)) & (least >= low) & (most <= high)
         return may_any, must_all
+
+    def _pieces(self, q, kv):
+        if self._dense():
+            return super()._pieces(q, kv)
+        dilation = no_less(q.number(self.dilation), 1)
+        q_ids, kv_ids = ((side.slots().position % dilation).reshape(-1) for side in (q, kv))
+        return [Piece(q_ids=q_ids, kv_ids=kv_ids, within=MergedBand(*self._ends(q)))]
 
     def band(self):
         return (-no_less(self.left, 0), no_less(self.right, 0)) if self._dense() else None

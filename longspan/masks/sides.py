@@ -9,7 +9,7 @@ that whoever runs a rule decides what is handed to it: a row of an array, or the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,7 @@ from longspan._checks import to_int32
 from longspan._types import FAR, Namespace, Number
 
 QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
+MOST_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Side:
     head: Any  # int [1,N,1,1], the query heads looked at
     xp: Namespace
     whole: bool = True  # all batch rows and heads are looked at, in order
+    memory: dict | None = field(default=None, compare=False, repr=False)  # what tiles were found to hold
 
     def along(self, vector):
         """A vector, laid along this side's axis."""
@@ -51,6 +53,10 @@ class Side:
         """The same side, looked at for some batch rows and heads only."""
         batch, head = self.batch if batch is None else batch, self.head if head is None else head
         return replace(self, batch=batch, head=head, whole=False)
+
+    def remembering(self) -> "Side":
+        """The same side, for many looks at tiles: what an array holds in each is found once, not for every look."""
+        return replace(self, memory={})
 
     def slots(self, start: Any = 0, size: int | None = None) -> "Slots":
         """`size` slots from `start` on (all by default)."""
@@ -227,11 +233,23 @@ class Tiles:
         return blocks, blocks <= last[..., None]
 
     def _reduce(self, array, reduce: Callable, neutral: int, valid: Callable | None):
+        memory = self.side.memory
+        if memory is None:
+            return self._placed(self._summary(array, reduce, neutral, valid))
+        key = (id(array), self.size, neutral, valid)
+        if key not in memory:
+            while len(memory) >= MOST_REMEMBERED:  # a rule may make new arrays for every look
+                del memory[next(iter(memory))]
+            memory[key] = array, self._summary(array, reduce, neutral, valid)  # an array that is kept keeps its id
+        return self._placed(memory[key][1])
+
+    def _summary(self, array, reduce: Callable, neutral: int, valid: Callable | None):
+        """One number per tile [B or 1, N or 1, tiles]."""
         xp, array = self.side.xp, self.side.table(array).astype(np.int32)
         entries = self._entries(array if array.ndim == 3 else array[:, None])
         if valid is not None:
             entries = xp.where(valid(entries), entries, np.int32(neutral))
-        return self._placed(reduce(entries, axis=-1))
+        return reduce(entries, axis=-1)
 
     def _entries(self, array):
         """The entries [B or 1, N or 1, tiles, size] of an array [B or 1, N or 1, length], tile by tile.
@@ -263,7 +281,7 @@ class Tiles:
 
     @property
     def _is_single(self) -> bool:
-        return self.index.size == 1 and not self.whole
+        return self.index.size == 1 and not self.whole and self.side.memory is None
 
 
 def two_sides(

@@ -12,6 +12,7 @@ from longspan.masks.by_position import Full
 from longspan.masks.by_slot import FOREVER, BySlot
 from longspan.masks.checks import check_array, check_at_least
 from longspan.masks.cut import gather
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
 from longspan.masks.sides import KEYS, QUERIES
 from longspan.masks.spans import MOST_INTERVALS, Spans
@@ -93,6 +94,19 @@ class Blocks(BySlot):
 
     def of_head(self, head):
         return self if self.table.shape[0] == 1 else replace(self, table=self.table[head : head + 1])
+
+    def _pieces(self, q, kv):
+        if kv.positions is not None:  # keys are then taken in the order of their positions, where blocks fall apart
+            return None
+        size, rows = self.block_size, self.table.shape[1]
+        blocks = np.arange(rows, dtype=np.int32).reshape(1, 1, -1, 1)
+        columns = list(q.listed(self.table, blocks).reshape(rows, -1).T)
+        pieces = []
+        for i, listed in enumerate(columns):
+            counts = (listed >= 0) & ~np.any([listed == other for other in columns[:i]], axis=0)
+            low, high = (np.where(counts, listed + i, 0).repeat(size)[: q.length] * size for i in (0, 1))
+            pieces.append(Piece(low, high))
+        return pieces
 
     def extents(self):
         yield Extent("Blocks.table", "N", self.table.shape[0])
