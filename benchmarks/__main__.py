@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from benchmarks import cpu, measure, planning, xla
+from benchmarks import cpu, decoding, measure, planning, xla
 
 GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "planning": planning.main,
@@ -14,6 +14,8 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "cpu": cpu.speed,
     "crossover": cpu.crossover,
     "long": cpu.long,
+    "decode": decoding.small,
+    "cache": decoding.cached,
 }
 
 

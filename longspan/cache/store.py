@@ -156,7 +156,7 @@ class Cache:
         if table is not None:
             slot = jnp.asarray(table)[inside]
         else:
-            pinned = np.asarray(plan.pinned, np.int32)
+            pinned = jnp.asarray(plan.pinned, np.int32)
             slot = len(pinned) + inside % np.int32(max(plan.ring, 1))
             if len(pinned):
                 place = jnp.searchsorted(pinned, inside).astype(np.int32)
