@@ -246,6 +246,11 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         rows, columns = (bool(rng.random() < 0.7) for _ in range(2))
         return Global(indices, q_flags=flags[0], kv_flags=flags[1], rows=rows, columns=columns)
 
+    def custom(rng):
+        apart = [int(rng.choice([1, n])) for n in (batch, heads)]
+        bounds = _bounds_by_head if rng.random() < 0.5 else None
+        return Custom(_by_row_and_head, batch=apart[0], heads=apart[1], bounds=bounds)
+
     return st.one_of(
         st.sampled_from([Full(), Empty()]),
         number(-span, span).map(Causal),
@@ -264,6 +269,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         seeds.map(blocks),
         seeds.map(dense),
         st.sampled_from([Custom(_alternating), Custom(_alternating_bounded, bounds=_bounds)]),
+        seeds.map(custom),
     )
 
 
@@ -277,6 +283,15 @@ def _alternating_bounded(q, k):
 
 def _bounds(q, kv):
     return q.first + kv.first <= 5, q.last + kv.last <= 5
+
+
+def _by_row_and_head(b, h, q, k):
+    return (q - k) * (q - k) <= (b + 2 * h) * (b + 2 * h)
+
+
+def _bounds_by_head(b, h, q, kv):
+    far, low, high = b + 2 * h, q.first - kv.last, q.last - kv.first
+    return (low <= far) & (high >= -far), (low >= -far) & (high <= far)
 
 
 def _cotangents(q):

@@ -294,9 +294,16 @@ static void write_dense(const Op& op, const TileAt& at, Row* out) {
 
 static void write_bits(const Op& op, const TileAt& at, Row* out) {
   const BitTile bits(op, at);
-  for (int i = 0; i < at.q->count; ++i)
-    for (int s = 0; s < at.kv->count; ++s)
-      out[s][i] = bits.stored && (bits.row(i)[(bits.s0 + s) / 8] >> ((bits.s0 + s) % 8) & 1) ? 0xFF : 0;
+  uint8_t column[kLanes] = {0};  // of every query the byte that holds the key's bit: read once for eight keys
+  for (int64_t s = 0, loaded = -1; s < at.kv->count; ++s) {
+    const int64_t byte = (bits.s0 + s) / 8;
+    if (bits.stored && byte != loaded)
+      for (int i = 0; i < at.q->count; ++i) column[i] = bits.row(i)[byte];
+    loaded = byte;
+    const uint8_t bit = uint8_t(1 << (bits.s0 + s) % 8);
+    uint8_t* __restrict row = out[s];
+    for (int i = 0; i < kLanes; ++i) row[i] = column[i] & bit ? 0xFF : 0;
+  }
 }
 
 static void write_leaf(const Op& op, const TileAt& at, Row* out) {

@@ -1,5 +1,7 @@
 """The masks once more, in plain Python, one pair at a time: what `dense` and the engines are compared with."""
 
+import inspect
+
 import numpy as np
 
 from longspan import masks as m
@@ -62,7 +64,9 @@ def allowed(mask, b, n, i, j, q, k):
             array = array.reshape((1,) * (4 - array.ndim) + array.shape)
             return bool(array[tuple(min(x, size - 1) for x, size in zip((b, n, i, j), array.shape, strict=True))])
         case m.Custom():
-            return bool(mask.fn(np.array(q), np.array(k), *mask.arrays))
+            row_and_head = (b if mask.batch > 1 else 0, n if mask.heads > 1 else 0)
+            four = len(inspect.signature(mask.fn).parameters) == 4 + len(mask.arrays)
+            return bool(mask.fn(*row_and_head[: 2 * four], np.array(q), np.array(k), *mask.arrays))
     raise TypeError(type(mask))
 
 

@@ -50,6 +50,7 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
     "dense": lambda s: ls.Dense(rng.random((s.B, 1, s.T, s.S)) < 0.4),
     "per head": lambda s: ls.PerHead(tuple(ls.Window(n, 1) if n % 2 else ls.Causal(n) for n in range(s.N))),
     "custom": lambda s: ls.Custom(lambda q, k: (q + k) % 3 == 0) & ls.Causal(8),
+    "custom, rows": lambda s: ls.Custom(by_row_and_head, batch=s.B, heads=s.N, bounds=bounds_by_row_and_head),
     "negated": lambda s: ~(ls.Chunk(3) | ls.Causal(-2)),
 }
 FEATURES: dict[str, Callable[[Shape, object], dict]] = {
@@ -90,6 +91,15 @@ def flags(batch, length):
 
 def holes(values, dtype):
     return jnp.asarray(np.where(rng.random(values.shape) < 0.1, -np.inf, values), dtype)
+
+
+def by_row_and_head(b, h, q, k):
+    return (k <= q + b) & (q - k <= 3 * h + 1)
+
+
+def bounds_by_row_and_head(b, h, q, kv):
+    low, high = q.first - kv.last, q.last - kv.first
+    return (high >= -b) & (low <= 3 * h + 1), (low >= -b) & (high <= 3 * h + 1)
 
 
 def pairwise(*axes):

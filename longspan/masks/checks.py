@@ -1,5 +1,7 @@
 """Checks of what masks are made from and cut to: what was expected, what came, what to do."""
 
+import inspect
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -109,11 +111,44 @@ def check_masks(mask: Any, name: str, kind: type) -> None:
     object.__setattr__(mask, name, tuple(value))
 
 
-def check_custom(fn: Any, bounds: Any) -> None:
-    """A user's functions; bounds may be left out."""
+def check_custom(fn: Any, bounds: Any, arrays: int, batch: Any, heads: Any) -> None:
+    """A user's functions, which may be given rows and heads; bounds may be left out."""
     for name, value in (("fn", fn), ("bounds", bounds)):
-        if not callable(value) and not (name == "bounds" and value is None):
+        if name == "bounds" and value is None:
+            continue
+        if not callable(value):
             raise TypeError(f"Custom.{name} must be a function, got {type(value).__name__}.")
+        takes_rows_and_heads(value, arrays, name)
+    for name, value in (("batch", batch), ("heads", heads)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"Custom.{name} must be a Python int >= 1, got {value!r}.")
+        if value > 1 and not takes_rows_and_heads(fn, arrays):
+            raise ValueError(
+                f"Custom.{name} is {value}, but the function is one of positions alone. Let it take the batch row and "
+                "the head first, `fn(b, h, q, k, *arrays)`, or leave `batch` and `heads` out."
+            )
+
+
+def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
+    """Whether a user's function is one of (b, h, q, k, *arrays), and not one of (q, k, *arrays)."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # written in C, such as NumPy's: of two arrays
+        return False
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in named)
+    most = math.inf if any(p.kind == p.VAR_POSITIONAL for p in parameters) else len(named)
+    without, with_them = (least <= count + arrays <= most for count in (2, 4))
+    if without and (least <= 2 or not with_them):
+        return False
+    if with_them and not without:
+        return True
+    fits = "could be either" if without else f"requires {least} parameters and takes at most {most}"
+    raise TypeError(
+        f"Custom.{name} must be a function of (q, k) or (b, h, q, k) and of the {arrays} arrays given, {2 + arrays} or "
+        f"{4 + arrays} parameters in all, but {getattr(fn, '__name__', repr(fn))} {fits}. Wrap it, for example "
+        f"`lambda b, h, q, k: ...`, so that it names just these."
+    )
 
 
 def check_truth(got: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ define) are evaluated here for the tiles that the layout visits, and travel as o
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -306,12 +306,12 @@ def most_visits(layout: BlockLayout) -> int:
     sizes = layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile
     if _is_static(layout.mask):
         return _widest(plan(layout.mask, *sizes, xp=np))
-    # What data allow lies within what the static parts of an intersection allow, if those are one interval per row.
+    # What data allow lies within what the static parts of an intersection allow: within the hull of each, that is, for
+    # intervals that would be too many are replaced by wider ones.
     parts = [part for part in layout.mask.parts() if _is_static(part)]
     if isinstance(layout.mask, And) and parts and layout.common is None:
-        within = plan(And(tuple(parts)), *sizes, xp=np)
-        if within.common is None and within.starts.shape[3] == 1:
-            return _widest(within)
+        first, last = zip(*(_hulls(plan(part, *sizes, xp=np)) for part in parts), strict=True)
+        return max(1, int((reduce(np.minimum, last) - reduce(np.maximum, first)).max(initial=0)))
     return layout.kv_tiles
 
 
@@ -321,6 +321,13 @@ def _is_static(mask: Mask) -> bool:
     except TypeError:  # it holds arrays
         return False
     return True
+
+
+def _hulls(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
+    """The first tile that each row of a concrete layout visits, and the one after the last."""
+    none = layout.starts >= layout.stops
+    first = np.where(none, layout.kv_tiles, layout.starts).min(axis=3, initial=layout.kv_tiles)
+    return first, np.where(none, 0, layout.stops).max(axis=3, initial=0)
 
 
 def _widest(layout: BlockLayout) -> int:
