@@ -237,6 +237,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
     def blocks(rng):
         size = int(rng.integers(1, 4))
         shape = (int(rng.choice([1, heads])), -(-q_len // size), int(rng.integers(0, 4)))
+        shape = (int(rng.choice([1, batch])), *shape) if rng.random() < 0.5 else shape
         table = rng.integers(-1, max(1, -(-kv_len // size)), size=shape).astype(np.int32)
         return Blocks(table if rng.random() < 0.5 else jnp.asarray(table), size)
 

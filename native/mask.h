@@ -130,7 +130,7 @@ static Truth range_of_blocks(const Op& op, const TileAt& at) {
   for (int64_t qb = q_first; qb <= q_last; ++qb) {
     bool hit = false;
     if (qb < op.rows) {
-      const int32_t* row = op.q_ids + at.n * op.head_stride + qb * op.width;
+      const int32_t* row = op.q_ids + at.b * op.q_stride + at.n * op.head_stride + qb * op.width;
       for (int64_t j = 0; j < op.width; ++j) hit |= row[j] >= k_first && row[j] <= k_last;
     }
     r.any |= hit;
@@ -275,7 +275,7 @@ static void write_blocks(const Op& op, const TileAt& at, Row* out) {
   for (int64_t qb = q.first / op.block; qb * op.block < q.first + q.count && qb < op.rows; ++qb) {
     const int64_t a = greater<int64_t>(0, qb * op.block - q.first);
     const int64_t b = lesser<int64_t>(q.count, (qb + 1) * op.block - q.first);
-    const int32_t* row = op.q_ids + at.n * op.head_stride + qb * op.width;
+    const int32_t* row = op.q_ids + at.b * op.q_stride + at.n * op.head_stride + qb * op.width;
     for (int64_t j = 0; j < op.width; ++j) {
       if (row[j] < 0) continue;
       const int64_t lo = greater<int64_t>(0, row[j] * op.block - kv.first);

@@ -46,7 +46,7 @@ enum Code : int32_t {
   kKvFlags,   // operand bool [B|1,S]
   kQSet,      // operand: ascending positions int32 [M]
   kKvSet,     // the same, of keys
-  kBlocks,    // operand table int32 [N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kBlocks,    // operand table int32 [B|1,N|1,nq,r], block size: kv blocks listed for a q block, by slot
   kDense,     // operand bool [B|1,N|1,T|1,S|1]
   kBits,      // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
   kPerHead,   // count, length of each part in words, the parts

@@ -127,14 +127,15 @@ class Decoder {
   void blocks(Op& op) {
     const Array a = operand("block table");
     op.block = word();
-    if (error_.empty() && (a.type != I32 || a.rank != 3 || !one_or(a.dims[0], p_.N)))
-      fail(bad("block table", "int32 [N or 1, nq, r]", a));
+    if (error_.empty() && (a.type != I32 || a.rank != 4 || !one_or(a.dims[0], p_.B) || !one_or(a.dims[1], p_.N)))
+      fail(bad("block table", "int32 [B or 1, N or 1, nq, r]", a));
     if (op.block < 1) fail("block size must be at least 1");
     op.q_ids = static_cast<const int32_t*>(a.data);
-    op.rows = a.dims[1];
-    op.width = a.dims[2];
-    op.head_stride = a.dims[0] > 1 ? a.dims[1] * a.dims[2] : 0;
-    p_.by_head |= a.dims[0] > 1;
+    op.rows = a.dims[2];
+    op.width = a.dims[3];
+    op.head_stride = a.dims[1] > 1 ? a.dims[2] * a.dims[3] : 0;
+    op.q_stride = a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0;
+    p_.by_head |= a.dims[1] > 1;
   }
 
   void dense(Op& op) {

@@ -58,6 +58,7 @@ def allowed(mask, b, n, i, j, q, k):
             return (mask.rows and q_global) or (mask.columns and k_global)
         case m.Blocks():
             table = np.asarray(mask.table)
+            table = row(table, b) if table.ndim == 4 else table
             return j // mask.block_size in row(table, n)[i // mask.block_size].tolist()
         case m.Dense():
             array = np.asarray(mask.array)

@@ -57,7 +57,16 @@ MASKS = [
         "Dense.array must have shape [B or 1, N or 1, T, S] or [T, S], got rank 3",
         lambda: ls.Dense(np.ones((1, 2, 2), bool)),
     ),
-    (ValueError, "Blocks.table must have shape [N or 1, q blocks, r]", lambda: ls.Blocks(np.zeros((2, 2), int), 4)),
+    (
+        ValueError,
+        "Blocks.table must have shape [N or 1, q blocks, r] or [B or 1, N or 1, q blocks, r], got rank 2",
+        lambda: ls.Blocks(np.zeros((2, 2), int), 4),
+    ),
+    (
+        ValueError,
+        "Blocks.table has 3 batch rows, but Segments.q_ids has 2",
+        lambda: (ls.Segments(IDS) & ls.Blocks(np.zeros((3, 1, 2, 1), int), 3)).dense(5, 5),
+    ),
     (TypeError, "Blocks.block_size fixes shapes", lambda: ls.Blocks(np.zeros((1, 2, 2), int), jnp.ones((), int))),
     (TypeError, "Global.indices must be a tuple of Python ints, got a JAX array", lambda: ls.Global(jnp.arange(2))),
     (TypeError, "Global.indices must be a tuple of ints, got ('a',)", lambda: ls.Global(("a",))),

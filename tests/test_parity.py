@@ -47,6 +47,9 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
     "global": lambda s: ls.Window(2, 1) | ls.Global((0, s.S // 2)),
     "flags": lambda s: ls.Window(1, 1) | ls.Global(q_flags=flags(s.B, s.T), kv_flags=flags(s.B, s.S)),
     "blocks": lambda s: ls.Blocks(rng.integers(-1, -(-s.S // 4), (s.N, -(-s.T // 4), 2)), 4),
+    "blocks, rows": lambda s: (
+        ls.Blocks(jnp.asarray(rng.integers(-1, -(-s.S // 4), (s.B, s.N, -(-s.T // 4), 3))), 4) & ls.Causal(3)
+    ),
     "dense": lambda s: ls.Dense(rng.random((s.B, 1, s.T, s.S)) < 0.4),
     "per head": lambda s: ls.PerHead(tuple(ls.Window(n, 1) if n % 2 else ls.Causal(n) for n in range(s.N))),
     "custom": lambda s: ls.Custom(lambda q, k: (q + k) % 3 == 0) & ls.Causal(8),

@@ -44,10 +44,10 @@ class Custom(Mask):
         #.#
         .#.
         #.#
-        >>> print(Custom(lambda b, h, q, k: q - k == h, heads=2).show(3, 3, head=1))
-        ...
+        >>> print(Custom(lambda b, h, q, k: abs(q - k) == h, heads=2).show(3, 3, head=0))
         #..
         .#.
+        ..#
     """
 
     reads = BY_POSITION

@@ -81,11 +81,17 @@ class Side:
         return self.xp.asarray(array)
 
     def listed(self, table, blocks):
-        """What a table [N or 1, blocks, r] lists for some blocks, on one more axis."""
+        """What a table [N or 1, blocks, r] or [B or 1, N or 1, blocks, r] lists for some blocks, on one more axis."""
         table = self.table(table).astype(np.int32)
-        head = self.heads_of(table.shape[0])
-        head = head.reshape(*head.shape, *([1] * (blocks.ndim - 4)))
-        return table[head, self.xp.clip(blocks, 0, table.shape[1] - 1)]
+        table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+        blocks = self.xp.clip(blocks, 0, table.shape[2] - 1)
+        if self.whole and blocks.shape[:2] == (1, 1):  # no gather along rows and heads: what is sharded stays so
+            return self.xp.take(table, blocks[0, 0], axis=2)
+        row, head = (
+            number.reshape(*number.shape, *([1] * (blocks.ndim - 4)))
+            for number in (self.rows_of(table), self.heads_of(table.shape[1]))
+        )
+        return table[row, head, blocks]
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
@@ -139,7 +145,7 @@ class Slots:
         return listed[at] == self.position
 
     def listed(self, table, unit: int) -> list[Any]:
-        """What a table [N or 1, blocks, r] lists for the block of `unit` slots that each slot is in: r arrays."""
+        """What a table [.., blocks, r] lists for the block of `unit` slots that each slot is in: r arrays."""
         rows = self.side.listed(table, self.index // unit)
         return [rows[..., column] for column in range(rows.shape[-1])]
 

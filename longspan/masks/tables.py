@@ -22,7 +22,8 @@ class Blocks(BySlot):
     """Allows the block pairs listed in a table; a block listed twice counts once, a negative entry is none.
 
     Args:
-        table: int [N or 1, nq, r]: the kv blocks that each q block sees. A NumPy table is static, a JAX array is data.
+        table: int [N or 1, nq, r] or [B or 1, N or 1, nq, r]: the kv blocks that each q block sees, for each head, or
+            for each batch row and head. A NumPy table is static; a JAX array is data: blocks that scores choose, say.
         block_size: slots in a block, on both sides.
 
     Example:
@@ -39,7 +40,7 @@ class Blocks(BySlot):
     block_size: int
 
     def __post_init__(self):
-        check_array(self, "table", "int", "NQr")
+        check_array(self, "table", "int", "NQr or BNQr")
         check_at_least(self, "block_size", 1, static=True)
 
     def allowed(self, q, kv):
@@ -77,15 +78,17 @@ class Blocks(BySlot):
         xp, size, length = kv.side.xp, self.block_size, kv.side.length
         if length == FAR:  # nobody knows it: no table of its blocks
             return super().q_spans(kv, q)
-        first, last = _listed_by(xp, kv.table(self.table).astype(np.int32), -(-length // size))
+        first, last = _listed_by(xp, _rank4(kv.table(self.table)).astype(np.int32), -(-length // size))
         low = xp.where(first <= last, first * size, FOREVER)
         high = xp.where(first <= last, xp.minimum((last + 1) * size, q.side.length), np.int32(0))
-        low, high = (xp.repeat(a, size, axis=1)[None, :, :length] for a in (low, high))
+        low, high = (xp.repeat(a, size, axis=2)[..., :length] for a in (low, high))
         return Spans(kv.least(low), kv.greatest(high))
 
     def extents(self):
-        yield Extent("Blocks.table", "N", self.table.shape[0])
-        yield Extent("Blocks.table", "T", self.table.shape[1], self.block_size)
+        *apart, q_blocks, _ = self.table.shape
+        for axis, size in zip("BN"[-len(apart) :], apart, strict=True):
+            yield Extent("Blocks.table", axis, size)
+        yield Extent("Blocks.table", "T", q_blocks, self.block_size)
 
     def _arguments(self):
         return [short(self.table), repr(self.block_size)]
@@ -176,20 +179,21 @@ class Dense(BySlot):
 
 
 def _listed_by(xp: Namespace, table, count: int):
-    """For each kv block below `count`, the first and the last q block whose row lists it, by head: [N or 1, count]."""
-    heads, q_blocks, _ = table.shape
-    listed = table.reshape(heads, -1)
-    place = xp.arange(q_blocks, dtype=np.int32).reshape(1, -1, 1)
-    place = xp.broadcast_to(place, table.shape).reshape(heads, -1)
-    head = xp.broadcast_to(xp.arange(heads, dtype=np.int32).reshape(-1, 1), listed.shape)
+    """For each kv block below `count`, the first and the last q block whose row lists it: [B or 1, N or 1, count]."""
+    *apart, q_blocks, _ = table.shape
+    planes = apart[0] * apart[1]
+    place = xp.broadcast_to(xp.arange(q_blocks, dtype=np.int32).reshape(1, 1, -1, 1), table.shape).reshape(planes, -1)
+    listed = table.reshape(planes, -1)
+    plane = xp.broadcast_to(xp.arange(planes, dtype=np.int32).reshape(-1, 1), listed.shape)
     slot = xp.where((listed >= 0) & (listed < count), listed, np.int32(count))
-    first = xp.full((heads, count + 1), FOREVER, np.int32)
-    last = xp.full((heads, count + 1), -1, np.int32)
+    first = xp.full((planes, count + 1), FOREVER, np.int32)
+    last = xp.full((planes, count + 1), -1, np.int32)
     if xp is np:
-        np.minimum.at(first, (head, slot), place)
-        np.maximum.at(last, (head, slot), place)
-        return first[:, :count], last[:, :count]
-    return first.at[head, slot].min(place)[:, :count], last.at[head, slot].max(place)[:, :count]
+        np.minimum.at(first, (plane, slot), place)
+        np.maximum.at(last, (plane, slot), place)
+    else:
+        first, last = first.at[plane, slot].min(place), last.at[plane, slot].max(place)
+    return tuple(ends[:, :count].reshape(*apart, count) for ends in (first, last))
 
 
 def _rank4(array):

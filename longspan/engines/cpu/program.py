@@ -186,7 +186,8 @@ def _global(out: Program, mask: Global) -> None:
 
 def _blocks(out: Program, mask: Blocks) -> None:
     table = jnp.asarray(mask.table).astype(np.int32)
-    out.words += [BLOCKS, out.add(table, "n", "", ""), mask.block_size]
+    table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+    out.words += [BLOCKS, out.add(table, "b", "n", "", ""), mask.block_size]
 
 
 def _dense(out: Program, mask: Dense) -> None:
