@@ -28,6 +28,7 @@ from longspan.maskinfo import segment_ids_to_mask as segment_ids_to_mask
 from longspan.maskinfo import segment_ids_to_qkv_masks as segment_ids_to_qkv_masks
 from longspan.maskinfo import set_debug_mode as set_debug_mode
 from longspan.masks import Band as Band
+from longspan.masks import Between as Between
 from longspan.masks import Blocks as Blocks
 from longspan.masks import Causal as Causal
 from longspan.masks import Chunk as Chunk
@@ -60,6 +61,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "attention",
     "attention_mask_to_qkv_cu_seqlens",
     "Band",
+    "Between",
     "bigbird",
     "bigbird_attention",
     "bigbird_random_blocks",

@@ -22,6 +22,7 @@ from longspan.engines import Engine
 from longspan.layout import plan
 from longspan.masks import (
     Band,
+    Between,
     Blocks,
     Causal,
     Chunk,
@@ -234,6 +235,14 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         sizes = [(n, 1)[int(rng.random() < 0.3)] for n in (batch, heads, q_len, kv_len)]
         return Dense(rng.random(sizes) < 0.6)
 
+    def between(rng):
+        shape = [(n, 1)[int(rng.random() < 0.5)] for n in (batch, heads)] + [q_len]
+        starts = rng.integers(-2, kv_len + 3, size=shape)
+        if rng.random() < 0.5:
+            starts = np.sort(starts, axis=2)
+        widths = rng.integers(-1, kv_len + 1, size=shape if rng.random() < 0.5 else q_len)
+        return Between(starts, starts + widths)
+
     def blocks(rng):
         size = int(rng.integers(1, 4))
         shape = (int(rng.choice([1, heads])), -(-q_len // size), int(rng.integers(0, 4)))
@@ -255,6 +264,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         number(1, span + 1).map(Chunk),
         number(0, span).map(Prefix),
         number(0, kv_len).map(KvLengths),
+        seeds.map(between),
         seeds.map(lambda rng: Segments(ids(rng, q_len), ids(rng, kv_len))),
         st.tuples(seeds, number(0, 3)).map(lambda p: FirstOfSegment(ids(p[0], q_len), p[1], kv_ids=ids(p[0], kv_len))),
         seeds.map(

@@ -42,6 +42,8 @@ def allowed(mask, b, n, i, j, q, k):
             return k < number(mask.length, b)
         case m.KvLengths():
             return j < number(mask.lengths, b)
+        case m.Between():
+            return row(row(mask.starts, b), n)[i] <= j < row(row(mask.stops, b), n)[i]
         case m.Segments():
             mine, theirs = row(mask.q_ids, b)[i], row(mask.q_ids if mask.kv_ids is None else mask.kv_ids, b)[j]
             return mine == theirs and mine >= 0

@@ -64,7 +64,8 @@ class Door:
 
     def row(self, array):
         array = self.operands[array.operand]
-        return array[ROW if array.shape[0] > 1 else 0, self.at]
+        head = () if array.ndim == 2 else (HEAD if array.shape[1] > 1 else 0,)
+        return array[ROW if array.shape[0] > 1 else 0, *head, self.at]
 
 
 class Slots(Door):
@@ -161,6 +162,7 @@ MASKS = [
     ls.Chunk(NUMBERS),
     ls.Prefix(NUMBERS + 5),
     ls.KvLengths(NUMBERS + 6),
+    ls.Between(RNG.integers(0, 9, (B, N, T)), RNG.integers(5, 15, (B, 1, T))),
     KvFlags(RNG.random((B, S)) < 0.5),
     ls.Segments(ids(T), ids(S, rows=1)),
     ls.FirstOfSegment(ids(T), NUMBERS, kv_ids=ids(S, rows=1)),

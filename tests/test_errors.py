@@ -47,6 +47,28 @@ MASKS = [
         "Segments.q_ids must have shape [B or 1, T], got rank 1 (shape (3,))",
         lambda: ls.Segments(np.zeros(3, int)),
     ),
+    (
+        TypeError,
+        "Between.starts must hold integers, got dtype float64",
+        lambda: ls.Between(np.ones(3), np.ones(3, int)),
+    ),
+    (TypeError, "Between.stops must be an array [T] or [B or 1, T] or", lambda: ls.Between(np.ones(3, int), 4)),
+    (
+        ValueError,
+        "Between.starts and Between.stops must have one shape, got (3,) and (2, 4)",
+        lambda: ls.Between(np.zeros(3, int), np.ones((2, 4), int)),
+    ),
+    (
+        ValueError,
+        "must have one shape, got (3, 1, 4) and (2, 1, 4). Both have an entry per query; only along batch rows",
+        lambda: ls.Between(np.zeros((3, 1, 4), int), np.ones((2, 1, 4), int)),
+    ),
+    (ValueError, "got rank 4 (shape (1, 1, 1, 3))", lambda: ls.Between(np.zeros((1, 1, 1, 3), int), np.ones(3, int))),
+    (
+        ValueError,
+        "Between.starts covers 3 queries, but the call has 4",
+        lambda: ls.Between(np.zeros(3, int), np.ones(3, int)).dense(4, 9),
+    ),
     (TypeError, "FirstOfSegment.kv_ids must hold integers", lambda: ls.FirstOfSegment(IDS, 1, kv_ids=IDS > 0)),
     (ValueError, "FirstOfSegment.n must be >= 0, got -1", lambda: ls.FirstOfSegment(IDS, np.array([2, -1]))),
     (TypeError, "`segment_ids` must be an int array [L] or [B, L]", lambda: ls.positions_from_segments([0, 1])),

@@ -122,6 +122,7 @@ EVERY_RULE = [
     ls.Chunk(3),
     ls.Prefix(4),
     ls.KvLengths(np.array([5])),
+    ls.Between(np.array([0, 0, 0, 2, 2, 4, 4, 4, 4, 9, 9, 12]), np.array([1, 3, 3, 3, 6, 7, 7, 9, 9, 9, 11, 12])),
     ls.Global((0, 5)),
     ls.Global((3,), rows=False),
     ls.Blocks(np.array([[[0, 2], [1, 1], [3, 0], [-1, 2]]]), 3),

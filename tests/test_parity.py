@@ -38,6 +38,7 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
     "chunk, traced": lambda s: ls.Chunk(jnp.asarray(4)),
     "prefix": lambda s: ls.Causal() | ls.Prefix(2),
     "lengths": lambda s: ls.Causal(5) & ls.KvLengths(np.arange(s.B) * 4 % (s.S + 1)),
+    "between": lambda s: between(s.B, s.N, s.T, s.S),
     "segments": lambda s: ls.Segments(ids(s.B, s.T), ids(s.B, s.S)),
     "packed": lambda s: ls.Causal(s.S - s.T) & ls.Segments(np.sort(ids(1, s.T)), np.sort(ids(1, s.S))),
     "packed, pinned": lambda s: (
@@ -82,6 +83,11 @@ TESTED = [name for name in ENGINES if name != "reference"]
 
 def ids(batch, length):
     return rng.integers(-1, 3, (batch, length))
+
+
+def between(batch, heads, length, keys):
+    starts = rng.integers(-1, keys, (batch, heads, length))
+    return ls.Between(jnp.asarray(starts), starts[:, :1] + rng.integers(0, 6, length))
 
 
 def flags(batch, length):

@@ -21,6 +21,7 @@ READS = [
     (ls.Custom(lambda q, k: q == k), POSITION),
     (ls.KvLengths(3), SLOT),
     (KvFlags(FLAGS), SLOT),
+    (ls.Between(np.arange(5), np.arange(5) + 2), SLOT),
     (ls.Segments(IDS), SLOT),
     (ls.FirstOfSegment(IDS, 1), SLOT),
     (ls.TokenTypes(IDS), SLOT),

@@ -45,6 +45,8 @@ class KvLengths(BySlot):
         ##..
     """
 
+    one_interval = True
+
     lengths: Number
 
     def __post_init__(self):

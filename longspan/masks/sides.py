@@ -120,11 +120,12 @@ class Slots:
         return self.take(self.side.positions)
 
     def take(self, array):
-        """The entries of an array [B or 1, length] for these slots."""
+        """The entries of an array [B or 1, length] or [B or 1, N or 1, length] for these slots."""
         array = self.side.table(array)
-        if self.whole and self.side.whole and array.shape[1] == self.side.length:
+        if self.whole and self.side.whole and array.shape[-1] == self.side.length:
             return self.side.by_row(array)
-        return array[self.side.rows_of(array), self._inside(array.shape[1])]
+        head = () if array.ndim == 2 else (self.side.heads_of(array.shape[1]),)
+        return array[self.side.rows_of(array), *head, self._inside(array.shape[-1])]
 
     def number(self, value: Number):
         return self.side.number(value)

@@ -16,6 +16,7 @@ from longspan._types import FAR
 from longspan.layout import BlockLayout, plan
 from longspan.masks import (
     And,
+    Between,
     Blocks,
     Chunk,
     Dense,
@@ -37,10 +38,9 @@ from longspan.masks.by_position import no_less, reach
 from longspan.masks.by_slot import KvFlags
 from longspan.masks.sides import Side, Slots
 
-(FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
-    range(15)
-)
-PER_HEAD, AND, OR, NOT = range(15, 19)
+FULL, EMPTY, BAND, STRIDE, CHUNK, BLOCK_CAUSAL, PREFIX, Q_LENGTH, KV_LENGTH, BETWEEN = range(10)
+IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, DENSE_AT, BITS = range(10, 19)
+PER_HEAD, AND, OR, NOT = range(19, 23)
 LITERAL, OPERAND = 0, 1
 
 
@@ -165,6 +165,11 @@ def _ids(out: Program, valid: int, q_ids, kv_ids) -> None:
     out.words += [IDS, valid, out.add(q_ids, "b", ""), out.add(kv_ids, "b", "")]
 
 
+def _between(out: Program, mask: Between) -> None:
+    starts, stops = jnp.broadcast_arrays(jnp.asarray(mask.starts), jnp.asarray(mask.stops))
+    out.words += [BETWEEN, out.add(starts, "b", "n", ""), out.add(stops, "b", "n", "")]
+
+
 def _kv_flags(out: Program, mask: KvFlags) -> None:
     out.words += [KV_FLAGS, out.add(jnp.asarray(mask.flags), "b", "")]
 
@@ -206,6 +211,7 @@ _WRITERS = {
     Or: partial(_all_of, OR),
     Not: _not,
     PerHead: _per_head,
+    Between: _between,
     Segments: _segments,
     FirstOfSegment: _first_of_segment,
     TokenTypes: _token_types,
