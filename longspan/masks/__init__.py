@@ -14,6 +14,7 @@ from longspan.masks.base import Mask as Mask
 from longspan.masks.base import rule as rule
 from longspan.masks.between import Between as Between
 from longspan.masks.by_position import Band as Band
+from longspan.masks.by_position import BlockCausal as BlockCausal
 from longspan.masks.by_position import Causal as Causal
 from longspan.masks.by_position import Chunk as Chunk
 from longspan.masks.by_position import Empty as Empty
@@ -22,6 +23,7 @@ from longspan.masks.by_position import Prefix as Prefix
 from longspan.masks.by_position import Window as Window
 from longspan.masks.by_slot import Global as Global
 from longspan.masks.by_slot import KvLengths as KvLengths
+from longspan.masks.by_slot import QLengths as QLengths
 from longspan.masks.by_slot import Segments as Segments
 from longspan.masks.by_slot import TokenTypes as TokenTypes
 from longspan.masks.custom import Custom as Custom

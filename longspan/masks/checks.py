@@ -194,8 +194,10 @@ def _least(value: Any) -> int | None:
 
 def clipped_to_int32(value: Any) -> Any:
     """Numbers as engines count, where all that is further than any position is as good as FAR."""
-    if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
+    if value.dtype == np.int32:
         return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, np.int32, sharding=value.sharding)
     if value.dtype.itemsize >= 4:  # smaller ones hold no number that is too large
         xp = jnp if isinstance(value, jax.Array) else np
         value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))

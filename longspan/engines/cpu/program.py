@@ -17,6 +17,7 @@ from longspan.layout import BlockLayout, plan
 from longspan.masks import (
     And,
     Between,
+    BlockCausal,
     Blocks,
     Chunk,
     Dense,
@@ -30,6 +31,7 @@ from longspan.masks import (
     Or,
     PerHead,
     Prefix,
+    QLengths,
     Segments,
     TokenTypes,
     Window,
@@ -197,7 +199,14 @@ def _blocks(out: Program, mask: Blocks) -> None:
 def _dense(out: Program, mask: Dense) -> None:
     array = jnp.asarray(mask.array)
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    out.words += [DENSE, out.add(array, "b", "n", "", "")]
+    operand, offsets = out.add(array, "b", "n", "", ""), (mask.q_offset, mask.kv_offset)
+    if all(offset is None for offset in offsets):
+        out.words += [DENSE, operand]
+        return
+    sides = sum(side for side, offset in zip((1, 2), offsets, strict=True) if offset is not None)
+    out.words += [DENSE_AT, sides, operand]
+    for offset in offsets:
+        out.words += out.number(0 if offset is None else offset)
 
 
 _WRITERS = {
@@ -205,7 +214,9 @@ _WRITERS = {
     Empty: partial(_constant, EMPTY),
     Window: _dilated_window,
     Chunk: partial(_number, CHUNK, "size", 1),
+    BlockCausal: partial(_number, BLOCK_CAUSAL, "size", 1),
     Prefix: partial(_number, PREFIX, "length", 0),
+    QLengths: partial(_number, Q_LENGTH, "lengths", -FAR),
     KvLengths: partial(_number, KV_LENGTH, "lengths", -FAR),
     And: partial(_all_of, AND),
     Or: partial(_all_of, OR),
