@@ -148,7 +148,12 @@ MASKS = [
 ]
 
 CALLS = [
-    (ValueError, "`q` must have shape [B, T, N, H], got rank 3", dict(q=Q[0])),
+    (ValueError, "`q` must have shape [B, T, N, H], got rank 2", dict(q=Q[0, 0])),
+    (ValueError, "must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none", dict(q=Q[0])),
+    (ValueError, "got shapes (5, 6, 4), (7, 3, 4), (2, 7, 3, 4). Add the axis", dict(q=Q[0], k=K[0])),
+    (ValueError, "`q` has 5 heads and `k` has 3", dict(q=Q[0, :, :5], k=K[0], v=V[0])),
+    (ValueError, "q_positions has 2 batch rows, but the call has 1", dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS)),
+    (ValueError, "`PerHead` of shifted rules, for example `PerHead((Causal", dict(q_positions=np.ones((2, 6, 5), int))),
     (TypeError, "`k` must be an array [B, S, K, H], got list", dict(k=[1])),
     (TypeError, "`q` must be one of float16, bfloat16, float32, float64, got int32", dict(q=Q.astype(int))),
     (TypeError, "must share a dtype, got float32, bfloat16 and float32", dict(k=K.astype(jnp.bfloat16))),
@@ -231,6 +236,33 @@ def test_bad_masks(error, words, call):
 def test_bad_calls(function, error, words, change):
     arguments = dict(q=Q, k=K, v=V) | change
     raises(error, words, lambda: function(**arguments))
+
+
+ELSEWHERE = {
+    "is_causal": "give it as `mask=ls.Causal()`.",
+    "local_window_size": "give it as `mask=ls.Window(left, right)`.",
+    "key_value_seq_lengths": "give it as `mask=ls.KvLengths(lengths)`.",
+    "query_seq_lengths": "give it as `mask=ls.QLengths(lengths)`.",
+}
+
+
+@pytest.mark.parametrize("name, words", ELSEWHERE.items(), ids=ELSEWHERE)
+def test_arguments_of_jax_nn_are_translated(name, words):
+    arguments: dict = {name: True}
+    raises(TypeError, f"attention() has no argument '{name}': {words}", lambda: ls.attention(Q, K, V, **arguments))
+    raises(TypeError, words, lambda: jax.jit(lambda q: ls.attention(q, K, V, **arguments))(Q))
+
+
+def test_several_arguments_of_jax_nn_are_one_mask():
+    both: dict = dict(is_causal=True, key_value_seq_lengths=3)
+    raises(TypeError, "together are `mask=ls.Causal() & ls.KvLengths(lengths)`.", lambda: ls.attention(Q, K, V, **both))
+
+
+def test_other_unknown_arguments_are_pythons_own_error():
+    wrong: dict = dict(is_cusal=True)
+    raises(
+        TypeError, "attention() got an unexpected keyword argument 'is_cusal'", lambda: ls.attention(Q, K, V, **wrong)
+    )
 
 
 def test_errors_come_before_tracing_goes_deep():
