@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.masks import And, KvLengths, Mask, PerHead
+from longspan.masks import And, Mask, PerHead
 from longspan.masks.base import SLOT
 from longspan.masks.by_slot import EqualIds
 from longspan.masks.sides import KEYS, Side, Tiles
@@ -53,7 +53,7 @@ class Runs(Tiles):
 
 def _interval(rule: Mask, q: Side, kv: Side) -> tuple[np.ndarray, np.ndarray] | None:
     """The keys [low, high) of each query, if the rule allows all of them and nothing else."""
-    if SLOT in rule.reads and not isinstance(rule, KvLengths):  # only tiles of one size can tell its arrays
+    if SLOT in rule.reads and not rule.one_interval:  # only tiles of one size can tell its arrays
         return None
     queries = q.tiles(1)
     spans = rule.kv_spans(queries, kv.tiles(1))

@@ -22,6 +22,8 @@ from longspan.engines import Engine
 from longspan.layout import plan
 from longspan.masks import (
     Band,
+    Between,
+    BlockCausal,
     Blocks,
     Causal,
     Chunk,
@@ -35,6 +37,7 @@ from longspan.masks import (
     Mask,
     PerHead,
     Prefix,
+    QLengths,
     Segments,
     TokenTypes,
     Window,
@@ -234,6 +237,23 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         sizes = [(n, 1)[int(rng.random() < 0.3)] for n in (batch, heads, q_len, kv_len)]
         return Dense(rng.random(sizes) < 0.6)
 
+    def dense_at(p):
+        rng, offsets = p[0], list(p[1:])
+        sizes = [(n, 1)[int(rng.random() < 0.3)] for n in (batch, heads)]
+        for side, length in enumerate((q_len, kv_len)):
+            if rng.random() < 0.3:
+                offsets[side] = None
+            sizes.append(int(rng.integers(0, length + 2)) if offsets[side] is not None else length)
+        return Dense(rng.random(sizes) < 0.6, *offsets)
+
+    def between(rng):
+        shape = [(n, 1)[int(rng.random() < 0.5)] for n in (batch, heads)] + [q_len]
+        starts = rng.integers(-2, kv_len + 3, size=shape)
+        if rng.random() < 0.5:
+            starts = np.sort(starts, axis=2)
+        widths = rng.integers(-1, kv_len + 1, size=shape if rng.random() < 0.5 else q_len)
+        return Between(starts, starts + widths)
+
     def blocks(rng):
         size = int(rng.integers(1, 4))
         shape = (int(rng.choice([1, heads])), -(-q_len // size), int(rng.integers(0, 4)))
@@ -259,8 +279,11 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         st.tuples(number(0, span), number(0, span), number(1, 3)).map(lambda p: Window(*p)),
         st.tuples(number(0, span), number(0, span)).map(lambda p: Window(*p)),
         number(1, span + 1).map(Chunk),
+        number(1, span + 1).map(BlockCausal),
         number(0, span).map(Prefix),
         number(0, kv_len).map(KvLengths),
+        number(0, q_len).map(QLengths),
+        seeds.map(between),
         seeds.map(lambda rng: Segments(ids(rng, q_len), ids(rng, kv_len))),
         st.tuples(seeds, number(0, 3)).map(lambda p: FirstOfSegment(ids(p[0], q_len), p[1], kv_ids=ids(p[0], kv_len))),
         seeds.map(
@@ -269,6 +292,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         seeds.map(globals_),
         seeds.map(blocks),
         seeds.map(dense),
+        st.tuples(seeds, number(-2, q_len), number(-2, kv_len)).map(dense_at),
         st.sampled_from([Custom(_alternating), Custom(_alternating_bounded, bounds=_bounds)]),
         seeds.map(custom),
     )

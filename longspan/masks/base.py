@@ -32,7 +32,8 @@ BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
 
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
-    "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut"
+    "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
+    "one_interval",
 )  # fmt: skip
 
 
@@ -67,6 +68,8 @@ class Mask(Value):
 
     # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
+    # By slot, yet without arrays along the keys: what a query sees is one interval of slots, which `kv_spans` gives.
+    one_interval: ClassVar[bool] = False
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
 
     def __init_subclass__(cls, **options: Any) -> None:

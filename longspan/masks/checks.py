@@ -58,9 +58,16 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
 
 
 def check_array(
-    mask: Any, name: str, kind: str, axes: str, *, optional: bool = False, label: str | None = None
+    mask: Any,
+    name: str,
+    kind: str,
+    axes: str,
+    *,
+    optional: bool = False,
+    label: str | None = None,
+    saturates: bool = False,
 ) -> None:
-    """An array of a mask: of ints or bools, with the axes named."""
+    """An array of a mask: of ints or bools, with the axes named. Ints are ids, or numbers that saturate."""
     value: Any = getattr(mask, name)
     label = label or f"{type(mask).__name__}.{name}"
     if optional and value is None:
@@ -83,7 +90,24 @@ def check_array(
             "Add or drop axes, e.g. `array[None]`."
         )
     if kind == "int":
-        object.__setattr__(mask, name, ids_as_int32(label, array))
+        object.__setattr__(mask, name, clipped_to_int32(array) if saturates else ids_as_int32(label, array))
+
+
+def check_intervals(mask: Any, starts: str, stops: str) -> None:
+    """Both ends of an interval per query, int [T], [B or 1, T] or [B or 1, N or 1, T], which become rank 3."""
+    for name in (starts, stops):
+        check_array(mask, name, "int", "T or BT or BNT", saturates=True)
+    shapes = [tuple(getattr(mask, name).shape) for name in (starts, stops)]
+    full = [shape if len(shape) == 3 else (*(shape[:-1] or (1,)), 1, shape[-1]) for shape in shapes]
+    apart = [(m, n) for m, n in zip(full[0][:2], full[1][:2], strict=True) if m != n and 1 not in (m, n)]
+    if apart or full[0][2] != full[1][2]:
+        label = type(mask).__name__
+        raise ValueError(
+            f"{label}.{starts} and {label}.{stops} must have one shape, got {shapes[0]} and {shapes[1]}. Both have an "
+            "entry per query; only along batch rows and heads may one of them have size 1."
+        )
+    for name, shape in zip((starts, stops), full, strict=True):
+        object.__setattr__(mask, name, _reshaped(getattr(mask, name), shape))
 
 
 def check_indices(mask: Any, name: str) -> None:
@@ -205,12 +229,20 @@ def _least(value: Any) -> int | None:
 
 def clipped_to_int32(value: Any) -> Any:
     """Numbers as engines count, where all that is further than any position is as good as FAR."""
-    if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
+    if value.dtype == np.int32:
         return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, np.int32, sharding=value.sharding)
     if value.dtype.itemsize >= 4:  # smaller ones hold no number that is too large
         xp = jnp if isinstance(value, jax.Array) else np
         value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))
     return value.astype(np.int32)
+
+
+def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    if tuple(array.shape) == shape:
+        return array
+    return jax.ShapeDtypeStruct(shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(shape)
 
 
 def _axes(axes: str) -> str:

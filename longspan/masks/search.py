@@ -22,7 +22,7 @@ MOST_QUESTIONS = 1 << 24  # asked at once: where it would be more, as for a mill
 def search_spans(ask: Callable[[Tiles], Any], rows: Tiles, others: Tiles) -> Spans:
     """Intervals that cover all tiles of the other side of which `ask` says that a row may see something in them."""
     xp, side, along_keys = rows.side.xp, others.side, others.side.axis == KEYS
-    count = -(-side.length // others.size)
+    count, count_rows = -(-side.length // others.size), rows.index.shape[rows.side.axis]
     if not others.whole or not count or rows.index.size * min(count, FIRST_RUNS) > MOST_QUESTIONS:
         return everything(xp, side.length)
 
@@ -30,7 +30,7 @@ def search_spans(ask: Callable[[Tiles], Any], rows: Tiles, others: Tiles) -> Spa
         """Whether each row may see the runs of `unit` tiles with these numbers, [1, 1, 1 or rows, runs]."""
         runs = Tiles(side, others.size * unit, index if along_keys else index.swapaxes(2, 3), whole=whole)
         answer = ask(runs) if along_keys else ask(runs).swapaxes(2, 3)
-        return xp.broadcast_to(answer, np.broadcast_shapes(answer.shape, (1, 1, rows.index.size, index.shape[3])))
+        return xp.broadcast_to(answer, np.broadcast_shapes(answer.shape, (1, 1, count_rows, index.shape[3])))
 
     unit = _power_of_two(-(-count // FIRST_RUNS))
     runs = xp.arange(-(-count // unit), dtype=np.int32).reshape(1, 1, 1, -1)

@@ -126,11 +126,12 @@ class Slots:
         return self.take(self.side.positions)
 
     def take(self, array):
-        """The entries of an array [B or 1, length] for these slots."""
+        """The entries of an array [B or 1, length] or [B or 1, N or 1, length] for these slots."""
         array = self.side.table(array)
-        if self.whole and self.side.whole and array.shape[1] == self.side.length:
+        if self.whole and self.side.whole and array.shape[-1] == self.side.length:
             return self.side.by_row(array)
-        return array[self.side.rows_of(array), self._inside(array.shape[1])]
+        head = () if array.ndim == 2 else (self.side.heads_of(array.shape[1]),)
+        return array[self.side.rows_of(array), *head, self._inside(array.shape[-1])]
 
     def number(self, value: Number):
         return self.side.number(value)
@@ -149,19 +150,29 @@ class Slots:
         rows = self.side.listed(table, self.index // unit)
         return [rows[..., column] for column in range(rows.shape[-1])]
 
-    def pairs(self, array, others: "Slots"):
-        """The entries of an array [T, S] or [B or 1, N or 1, T or 1, S or 1] for these queries and those keys."""
+    def pairs(self, array, others: "Slots", offsets: tuple[Number | None, Number | None] = (None, None)):
+        """The entries of an array [T, S] or [B or 1, N or 1, T or 1, S or 1] for these queries and those keys.
+
+        Along a side with an offset, the array begins at that slot, and slots outside of it read any of its entries.
+        """
         array, side = self.side.table(array), self.side
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-        if self.whole and others.whole and side.whole:
+        if self.whole and others.whole and side.whole and all(offset is None for offset in offsets):
             return array
         if 0 in array.shape:  # nothing to read, and no such pair
             return side.xp.ones((1, 1, 1, 1), array.dtype)
         q_index, kv_index = (
-            side.xp.clip(slots.index, 0, size - 1) if size > 1 else slots.index * 0
-            for slots, size in zip((self, others), array.shape[2:], strict=True)
+            slots._entry(offset, size)
+            for slots, offset, size in zip((self, others), offsets, array.shape[2:], strict=True)
         )
         return array[side.rows_of(array), side.heads_of(array.shape[1]), q_index, kv_index]
+
+    def _entry(self, offset: Number | None, size: int):
+        """Where these slots are in an array along the side, which one entry may stand for."""
+        if size == 1:
+            return self.index * 0
+        place = self.index if offset is None else self.index - self.number(offset)
+        return self.side.xp.clip(place, 0, size - 1)
 
     def _inside(self, length: int):
         # The last tile of a ragged length has slots past the end: engines drop them, whatever is read here.
