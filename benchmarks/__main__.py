@@ -12,6 +12,7 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "growth": xla.growth,
     "documents": xla.documents,
     "cpu": cpu.speed,
+    "between": cpu.said_by_arrays,
     "crossover": cpu.crossover,
     "long": cpu.long,
     "decode": decoding.small,

@@ -117,6 +117,20 @@ def _decode() -> list[str]:
     ]
 
 
+def said_by_arrays() -> list[list[str]]:
+    """`Between` beside the equal `Window`: what it costs to say a window by an interval per query."""
+    rows = [["case", "engine", "ms", "the window's ms", "times the window's"]]
+    for case, window in (
+        (cases.BETWEEN_16K, cases.WINDOW_16K),
+        (cases.BETWEEN_16K_BOTH, cases.WINDOW_16K_BOTH),
+    ):
+        for engine in ("cpu", "xla"):
+            times = alternate({"between": ours(case, engine)[0], "window": ours(window, engine)[0]})
+            each = [f"{1e3 * np.median(times[name]):.1f}" for name in ("between", "window")]
+            rows.append([case.name, engine, *each, f"{ratio(times, 'between', 'window'):.2f}"])
+    return rows
+
+
 LAP = 0.02  # seconds that a call too short to be timed is repeated for
 
 

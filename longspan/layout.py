@@ -23,7 +23,7 @@ from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
 from longspan.masks.pytree import short
 from longspan.masks.sides import Side, two_sides
-from longspan.masks.spans import Spans
+from longspan.masks.spans import Spans, running_max
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 CHUNK = 1 << 20  # visits that are listed together
@@ -305,7 +305,7 @@ def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows
         order = xp.argsort(starts, axis=3, stable=True)
         starts, stops = (xp.take_along_axis(a, order, axis=3) for a in (starts, stops))
         # What an earlier interval covers is cut off the later ones, so that no tile is visited twice.
-        reached = _running_max(xp, stops)
+        reached = running_max(xp, stops)
         starts = xp.concatenate([starts[..., :1], xp.maximum(starts[..., 1:], reached[..., :-1])], axis=3)
         stops = xp.maximum(starts, stops)
     if common is None:
@@ -313,10 +313,6 @@ def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows
     common = xp.broadcast_to(common, (*common.shape[:3], tiles))[:, :, 0]
     listed = xp.argsort(~common, axis=2, stable=True).astype(np.int32)
     return Rows(starts, stops, listed, xp.sum(common, axis=2, dtype=np.int32))
-
-
-def _running_max(xp: Namespace, array):
-    return np.maximum.accumulate(array, axis=3) if xp is np else jax.lax.cummax(array, axis=3)
 
 
 def _namespace(tree: Any) -> Namespace:

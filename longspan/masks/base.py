@@ -35,7 +35,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "_pieces", "query_range", "nearest_query", "loose", "of_head",
+    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "of_head",
 )  # fmt: skip
 
 
@@ -70,6 +70,8 @@ class Mask(Value):
 
     # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
+    # By slot, yet without arrays along the keys: what a query sees is one interval of slots, which `kv_spans` gives.
+    one_interval: ClassVar[bool] = False
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -344,7 +346,9 @@ class Mask(Value):
 
     def _pieces(self, q: Side, kv: Side) -> list[Piece] | None:
         """Disjoint pieces that are just what is allowed in one batch row and head (NumPy only); None: not known."""
-        return None if SLOT in self.reads else [Piece(within=self)]
+        if SLOT in self.reads and not (self.one_interval and q.positions is None and kv.positions is None):
+            return None
+        return [Piece(within=self)]
 
     def _band_at(self, side) -> tuple[Any, Any] | None:
         """`band` with its ends ready to broadcast."""

@@ -1,4 +1,4 @@
-"""Rules by position: everything, bands (causal, windows), chunks and prefixes. They hold for any slots as they are.
+"""Rules by position: everything, bands (causal, windows), chunks, prefixes. They hold for any slots as they are.
 
 A number is checked when its mask is made. One that is traced has no value then: if it turns out less than is legal, it
 stands for the least legal one (`Window(-1, 0)` for `Window(0, 0)`, `Chunk(0)` for `Chunk(1)`), in every engine.
@@ -343,6 +343,51 @@ class Chunk(Mask):
     def _spans(self, rows, others):
         size = no_less(rows.number(self.size), 1)
         return Spans(*others.side.between(rows.first // size * size, rows.last // size * size + (size - 1)))
+
+    def _arguments(self):
+        return [short(self.size)]
+
+
+@rule
+class BlockCausal(Mask):
+    """Allows k // size <= q // size: all of the query's own block and of the blocks before it (block diffusion).
+
+    Args:
+        size: positions in a block; an int >= 1, or an int array of shape () or [B].
+
+    Example:
+        >>> print(BlockCausal(2).show(4, 5))
+        ##...
+        ##...
+        ####.
+        ####.
+    """
+
+    reads = BY_POSITION
+
+    size: Number
+
+    def __post_init__(self):
+        check_at_least(self, "size", 1)
+
+    def allowed(self, q, kv):
+        size = no_less(q.number(self.size), 1)
+        return kv.position // size <= q.position // size
+
+    def classify(self, q, kv):
+        size = no_less(q.number(self.size), 1)
+        return kv.first // size <= q.last // size, kv.last // size <= q.first // size
+
+    def kv_spans(self, q, kv):
+        size = no_less(q.number(self.size), 1)
+        return Spans(*kv.side.between(q.first * 0 - FAR, q.last // size * size + (size - 1)))
+
+    def q_spans(self, kv, q):
+        size = no_less(kv.number(self.size), 1)
+        return Spans(*q.side.between(kv.first // size * size, kv.last * 0 + FAR))
+
+    def query_range(self, key):
+        return (key // self.size * self.size, key * 0 + NOBODY) if isinstance(self.size, int) else None
 
     def _arguments(self):
         return [short(self.size)]

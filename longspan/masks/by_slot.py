@@ -46,6 +46,8 @@ class KvLengths(BySlot):
         ##..
     """
 
+    one_interval = True
+
     lengths: Number
 
     def __post_init__(self):
@@ -59,9 +61,7 @@ class KvLengths(BySlot):
         return kv.start < length, kv.stop <= length
 
     def kv_spans(self, q, kv):
-        xp, length = q.side.xp, q.number(self.lengths)
-        high = xp.full((1, 1, 1, 1), length, np.int32) if isinstance(length, int) else length
-        return Spans(xp.zeros_like(high), xp.clip(high, 0, kv.side.length))
+        return _first(q.side.xp, q.number(self.lengths), kv.side.length)
 
     def q_spans(self, kv, q):
         return whole_or_nothing(kv.side.xp, kv.start < kv.number(self.lengths), q.side.length)
@@ -72,10 +72,51 @@ class KvLengths(BySlot):
         return [Piece(keys=(kv.slots().index < kv.number(self.lengths)).reshape(-1))]
 
     def _cut(self, q, kv, q_len, kv_len):
-        if kv is None:
-            return self
-        lengths = self.lengths
-        return KvFlags(kv < (min(lengths, FAR) if isinstance(lengths, int) else lengths.reshape(-1, 1)))
+        return self if kv is None else KvFlags(_inside(kv, self.lengths))
+
+    def _arguments(self):
+        return [short(self.lengths)]
+
+
+@rule
+class QLengths(BySlot):
+    """Allows query slot < lengths[b]: the rest of each row of queries is padding, which gives zeros.
+
+    Args:
+        lengths: int [B].
+
+    Example:
+        >>> print(QLengths(np.array([1])).show(2, 4))
+        ####
+        ....
+    """
+
+    one_interval = True
+
+    lengths: Number
+
+    def __post_init__(self):
+        check_number(self, "lengths")
+
+    @property
+    def reads_q_place(self):
+        return True
+
+    def allowed(self, q, kv):
+        return Full().allowed(q, kv) & (q.index < q.number(self.lengths))
+
+    def classify(self, q, kv):
+        length = q.number(self.lengths)
+        return q.start < length, q.stop <= length
+
+    def kv_spans(self, q, kv):
+        return whole_or_nothing(q.side.xp, q.start < q.number(self.lengths), kv.side.length)
+
+    def q_spans(self, kv, q):
+        return _first(kv.side.xp, kv.number(self.lengths), q.side.length)
+
+    def _cut(self, q, kv, q_len, kv_len):
+        return self if q is None else Global(q_flags=_inside(q, self.lengths), columns=False)
 
     def _arguments(self):
         return [short(self.lengths)]
@@ -379,6 +420,17 @@ class Global(Mask):
             if getattr(self, name) is not None:
                 arguments.append(f"{name}={short(getattr(self, name))}")
         return arguments + [f"{name}=False" for name in ("rows", "columns") if not getattr(self, name)]
+
+
+def _first(xp: Namespace, count: Any, length: int) -> Spans:
+    """The first slots of a side, as many as a number says."""
+    high = xp.full((1, 1, 1, 1), count, np.int32) if isinstance(count, int) else count
+    return Spans(xp.zeros_like(high), xp.clip(high, 0, length))
+
+
+def _inside(slots: Any, lengths: Any) -> Any:
+    """Which of some slots [B or 1, n] lie before the length of their row."""
+    return slots < (min(lengths, FAR) if isinstance(lengths, int) else lengths.reshape(-1, 1))
 
 
 def _extents(mask: Mask, name: str, array, axes: str):
