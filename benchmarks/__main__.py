@@ -12,6 +12,7 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "growth": xla.growth,
     "documents": xla.documents,
     "cpu": cpu.speed,
+    "biases": cpu.biases,
     "crossover": cpu.crossover,
     "long": cpu.long,
 }

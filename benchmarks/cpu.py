@@ -1,6 +1,7 @@
 """The figures of the `cpu` engine."""
 
 import resource
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -92,6 +93,17 @@ def _decode() -> list[str]:
         "",
         f"{share:.2f} of memory bandwidth",
     ]
+
+
+def biases() -> list[list[str]]:
+    """What ALiBi costs: each call beside the same one without it."""
+    rows = [["case", "ms", "without, ms", "times as long"]]
+    for case in (cases.CAUSAL_16K, cases.CAUSAL_16K_BOTH):
+        biased = replace(case, name=f"ALiBi {case.name}", bias=cases.alibi)
+        times = alternate({"plain": ours(case, "cpu")[0], "biased": ours(biased, "cpu")[0]})
+        took = {name: f"{1e3 * np.median(t):.1f}" for name, t in times.items()}
+        rows.append([biased.name, took["biased"], took["plain"], f"{ratio(times, 'biased', 'plain'):.3f}"])
+    return rows
 
 
 LAP = 0.02  # seconds that a call too short to be timed is repeated for

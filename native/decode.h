@@ -187,6 +187,7 @@ struct Stream {
     tiling->at(*p, b, g, 0, tile);
     select(g);
     if (p->dropout.on) work.drop.begin(*p, tile, work.masker.q);
+    if (p->by_distance.slopes) work.slopes.begin(*p, tile, work.masker.q);
     // Rows are used four at a time; those beside the range must not weigh, whatever a query's product with zeros is.
     for (int key = first[g] & ~3; key < ((last[g] + 3) & ~3); ++key)
       if (key < first[g] || key >= last[g]) __builtin_memset(scores(g, key), 0, sizeof(R) * PANEL);

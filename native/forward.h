@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "distance.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "isa.h"
@@ -43,6 +44,7 @@ struct ForwardTile {
   int64_t* cached;        // 1 + the (batch row, kv head) in the cache, which outlives a task
   int64_t width, keys;
   DropoutLanes drop;
+  SlopeLanes<R> slopes;
 
   void take(Arena& arena, const Problem& problem) {
     p = &problem;
@@ -89,6 +91,7 @@ struct ForwardTile {
       sum[i] = top[i] == -kInf<R> ? 0 : 1;
     }
     if (p->dropout.on) drop.begin(*p, tile, masker.q);
+    if (p->by_distance.slopes) slopes.begin(*p, tile, masker.q);
   }
 
   static int tile_panels(const QueryTile& tile) { return (tile.lanes() + PANEL - 1) / PANEL; }
@@ -128,6 +131,7 @@ struct ForwardTile {
   void weigh(int panel, int first, int count, R* alpha) {
     if (p->soft_cap != 0) soften(count);
     if (p->has_bias) add_bias(panel, first, count);
+    if (p->by_distance.slopes) slopes.add(s, PANEL, NV, panel * PANEL, masker.kv.pos + first, count);
     if (masker.mask.exact[panel])
       softmax<false>(panel, first, count, alpha);
     else

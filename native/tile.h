@@ -431,7 +431,17 @@ struct Masker {
   }
 
   bool read_bias() {  // true if some key is forbidden by -inf
+    if (p->bias.data)
+      read_array();
+    else
+      __builtin_memset(bias, 0, sizeof(R) * size_t(kv.count * kLanes));
+    for (int head = 0; p->by_distance.table && head < tile->heads; ++head) add_table(head);
     bool forbidden = false;
+    for (int i = 0; i < kv.count * kLanes; ++i) forbidden |= bias[i] == -kInf<R>;
+    return forbidden;
+  }
+
+  void read_array() {
     const View4& v = p->bias;
     for (int i = 0; i < kLanes; ++i) {
       if (i >= tile->lanes()) {
@@ -439,13 +449,32 @@ struct Masker {
         continue;
       }
       const int64_t at = tile->b * v.b + tile->head(i) * v.n + tile->row(i) * v.t + kv.first * v.s;
-      for (int s = 0; s < kv.count; ++s) {
-        const R x = element<R>(v.data, v.type, at + s * v.s);
-        forbidden |= x == -kInf<R>;
-        bias[s * kLanes + i] = x;
-      }
+      for (int s = 0; s < kv.count; ++s) bias[s * kLanes + i] = element<R>(v.data, v.type, at + s * v.s);
     }
-    return forbidden;
+  }
+
+  void add_table(int head) {
+    const int64_t reach = p->by_distance.reach;
+    const R* table = static_cast<const R*>(p->by_distance.table) + (tile->n + head) * (2 * reach + 1);
+    R* out = bias + head * tile->rows;
+    if (!q.steps || !kv.steps) {
+      for (int s = 0; s < kv.count; ++s)
+        for (int row = 0; row < tile->rows; ++row) out[s * kLanes + row] += table[table_place(row, s)];
+      return;
+    }
+    // Positions grow by one on both sides, so a key's row is that of the key before, moved by one.
+    R line[kLanes + kKeys];
+    const int last = kv.count - 1, rows = tile->rows;
+    for (int s = 0; s < last; ++s) line[s] = table[table_place(0, last - s)];
+    for (int row = 0; row < rows; ++row) line[last + row] = table[table_place(row, 0)];
+    for (int s = 0; s < kv.count; ++s)
+      for (int row = 0; row < rows; ++row) out[s * kLanes + row] += line[last - s + row];
+  }
+
+  // Which entry of a head's table belongs to a query and a key of the tile.
+  int64_t table_place(int row, int s) const {
+    const int64_t reach = p->by_distance.reach, ahead = int64_t(kv.pos[s]) - q.pos[row];
+    return reach + greater(-reach, lesser(reach, ahead));
   }
 
   void repeat_heads() {
