@@ -118,8 +118,18 @@ def assert_matches_reference(
 
 
 def _with(call: Callable, integers: dict[str, Any]) -> Callable:
-    """A call of `attention` that is given its arrays of floats, and knows what else is in its operands."""
-    return lambda floats, **arguments: call(**together(floats, integers), **arguments)
+    """A call of `attention` that is given its arrays of floats, and knows what else is in its operands.
+
+    Among the floats may be `pairs` [B, N, T, S]: one more term of the bias.
+    """
+
+    def run(floats, **arguments):
+        operands = together({name: floats[name] for name in integers}, integers)
+        if "pairs" in floats:
+            operands["bias"] = (*terms(operands["bias"]), floats["pairs"])
+        return call(**operands, **arguments)
+
+    return run
 
 
 def _by_part(floats: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +163,12 @@ def _exact(floats: dict[str, Any], integers, mask, features) -> tuple[dict[str, 
 
     @jax.jit
     def everything(wide, mask):
-        results = _values_and_gradients(call, "reference", wide, mask, features)
+        results = _values_and_gradients(call, "reference", wide | _zeros_for_pairs(wide), mask, features)
         kept = whole = _weights(call, wide, mask, features)
         if features.get("dropout_rate", 0) > 0:
             whole = _weights(call, wide, mask, features | dict(dropout_rate=0.0))
-        sizes = _bias_sizes(wide, integers, mask, features) if "bias" in wide else {}
+        by_pair = results.pop("dpairs", None)
+        sizes = {} if by_pair is None else _bias_sizes(wide, integers, by_pair, mask, features)
         return results, kept, whole, sizes
 
     with jax.enable_x64(True):
@@ -313,26 +324,22 @@ def _units(floats: dict[str, Any]) -> dict[str, float]:
     return {part: float(jnp.finfo(of).eps) for part, of in dtypes.items()}
 
 
-def _bias_sizes(wide, integers, mask, features) -> dict[str, jax.Array]:
-    """What the gradient of each array in a bias is the sum of, added up without signs."""
+def _zeros_for_pairs(wide: dict[str, Any]) -> dict[str, jax.Array]:
+    """With a bias, one more term of it, whose gradient is that of each pair's score."""
     (B, T, N, _), S = wide["q"].shape, wide["k"].shape[1]
-    others = {name: x for name, x in wide.items() if name != "bias"}
-    bias = together(wide["bias"], integers["bias"])
+    return {"pairs": jnp.zeros((B, N, T, S))} if "bias" in wide else {}
 
-    def loss(zeros):  # one more term, whose gradient is that of each pair's score
-        def call(floats, **arguments):
-            return attention(**floats, bias=(*terms(bias), zeros), **arguments)
 
-        return _loss(call, "reference", others, mask, features)[0]
-
-    by_pair = jax.grad(loss)(jnp.zeros((B, N, T, S)))
+def _bias_sizes(wide, integers, by_pair, mask, features) -> dict[str, jax.Array]:
+    """What the gradient of each array in a bias is the sum of, added up without signs."""
+    B, N, T, S = by_pair.shape
     places = [features.get(name) for name in ("q_positions", "kv_positions")]
     request = bind(wide["q"], wide["k"], wide["v"], mask, None, None, None, None, 0.0, None, *places)
     positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
     q, kv = (side.slots() for side in two_sides(T, S, batch=B, heads=N, **positions))
 
     def values(floats):
-        return jnp.broadcast_to(total(together(floats, integers["bias"]), q, kv, np.float64), (B, N, T, S))
+        return jnp.broadcast_to(total(together(floats, integers["bias"]), q, kv, np.float64), by_pair.shape)
 
     (sizes,) = jax.vjp(values, wide["bias"])[1](jnp.abs(by_pair))
     return _by_part(dict(bias=jax.tree.map(jnp.abs, sizes)))

@@ -1,7 +1,7 @@
 """The `cpu` engine: a native block-sparse kernel, forward and backward, called through the XLA FFI (see native/).
 
-`operands` turns a request into what the kernel reads, `program` the mask; `call` teaches JAX how such a call is batched
-and sharded; `library` finds the kernel.
+`operands` turns a request into what the kernel reads, `program` the mask, `biases` the bias; `call` teaches JAX how
+such a call is batched and sharded; `library` finds the kernel.
 """
 
 from dataclasses import replace
