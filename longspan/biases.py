@@ -95,6 +95,13 @@ class Distances(NamedTuple):
             parts.append(table[q.side.heads_of(len(table)), jnp.clip(ahead, -reach, reach) + reach])
         return sum(parts[1:], start=parts[0])
 
+    def fits(self, heads: int) -> bool:
+        """Whether there is something for each of so many heads."""
+        slopes = self.slopes is None or self.slopes.shape == (heads,)
+        table = self.table is None or (self.table.ndim == 2 and self.table.shape[1] % 2 == 1)
+        given = [x.shape[0] for x in self if x is not None]
+        return slopes and table and given != [] and set(given) == {heads}
+
 
 class Bias(Value):
     """A term that is added to the scores, after the soft cap, and computed from positions in each tile that is visited.
@@ -124,6 +131,13 @@ class Bias(Value):
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raises if it is none for a call of [B, N, T, S]."""
         B, N, T, S = shape
+        distances = jax.eval_shape(lambda bias: bias.by_distance(), self)
+        if distances is not None and not distances.fits(N):
+            got = ", ".join(f"{name} {x.shape}" for name, x in distances._asdict().items() if x is not None)
+            raise ValueError(
+                f"{self!r}.by_distance() gives {got or 'nothing'}, expected slopes [N], a table [N, 2·reach + 1] or "
+                f"both, and the call has N = {N} query heads."
+            )
 
         def values(bias):
             return bias.at(*(side.slots() for side in two_sides(T, S, batch=B, heads=N)), np.float32)

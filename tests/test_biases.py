@@ -532,6 +532,28 @@ def test_a_bias_that_does_not_fit_the_call_is_refused_with_a_reason(call, error,
         call(Q, K, V, bias=make())
 
 
+@pytest.mark.parametrize(
+    ("distances", "got"),
+    [
+        (Distances(), "nothing"),
+        (Distances(slopes=np.ones(3)), r"slopes \(3,\)"),
+        (Distances(table=np.ones((4, 6))), r"table \(4, 6\)"),
+        (Distances(np.ones(4), np.ones((1, 5))), r"slopes \(4,\), table \(1, 5\)"),
+    ],
+    ids=["nothing", "heads", "even", "one head"],
+)
+def test_distances_that_do_not_fit_are_refused(distances, got):
+    @rule
+    class Odd(ls.Bias):
+        number: float = 1.0
+
+        def by_distance(self):
+            return distances
+
+    with pytest.raises(ValueError, match=rf"by_distance\(\) gives {got}, expected slopes \[N\].*N = 4 query heads"):
+        ls.attention(Q, K, V, bias=Odd())
+
+
 def test_a_bias_that_says_nothing_is_refused():
     @rule
     class Silent(ls.Bias):
