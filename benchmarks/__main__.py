@@ -13,6 +13,7 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "documents": xla.documents,
     "cpu": cpu.speed,
     "between": cpu.said_by_arrays,
+    "biases": cpu.biases,
     "crossover": cpu.crossover,
     "long": cpu.long,
     "decode": decoding.small,

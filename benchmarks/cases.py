@@ -17,6 +17,7 @@ class Case:
     shape: Shape
     mask: Callable[[], ls.Mask]
     backward: bool = False
+    bias: Callable[[], ls.Bias] | None = None
 
 
 def documents(length: int, mean: int, seed: int = 0) -> np.ndarray:
@@ -28,6 +29,10 @@ def documents(length: int, mean: int, seed: int = 0) -> np.ndarray:
 
 def square(length: int, heads: int = 8) -> Shape:
     return Shape(1, length, length, heads, heads, 64)
+
+
+def alibi() -> ls.Bias:
+    return ls.alibi(np.exp2(-np.arange(1.0, 9.0)).astype(np.float32))
 
 
 def window() -> ls.Mask:
@@ -47,6 +52,8 @@ BETWEEN_16K = Case("between ±256, 16k", square(16384), lambda: between(16384))
 BETWEEN_16K_BOTH = Case("between ±256, 16k, both passes", square(16384), lambda: between(16384), backward=True)
 CAUSAL_2K = Case("causal, 2k", square(2048), ls.Causal)
 CAUSAL_4K = Case("causal, 4k", square(4096), ls.Causal)
+CAUSAL_16K = Case("causal, 16k", square(16384), ls.Causal)
+CAUSAL_16K_BOTH = Case("causal, 16k, both passes", square(16384), ls.Causal, backward=True)
 PACKED_32K = Case(
     "packed causal documents of 1k, 32k", square(32768), lambda: ls.Causal() & ls.Segments(documents(32768, 1024))
 )

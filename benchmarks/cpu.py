@@ -1,6 +1,7 @@
 """The figures of the `cpu` engine."""
 
 import resource
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -128,6 +129,17 @@ def said_by_arrays() -> list[list[str]]:
             times = alternate({"between": ours(case, engine)[0], "window": ours(window, engine)[0]})
             each = [f"{1e3 * np.median(times[name]):.1f}" for name in ("between", "window")]
             rows.append([case.name, engine, *each, f"{ratio(times, 'between', 'window'):.2f}"])
+    return rows
+
+
+def biases() -> list[list[str]]:
+    """What ALiBi costs: each call beside the same one without it."""
+    rows = [["case", "ms", "without, ms", "times as long"]]
+    for case in (cases.CAUSAL_16K, cases.CAUSAL_16K_BOTH):
+        biased = replace(case, name=f"ALiBi {case.name}", bias=cases.alibi)
+        times = alternate({"plain": ours(case, "cpu")[0], "biased": ours(biased, "cpu")[0]})
+        took = {name: f"{1e3 * np.median(t):.1f}" for name, t in times.items()}
+        rows.append([biased.name, took["biased"], took["plain"], f"{ratio(times, 'biased', 'plain'):.3f}"])
     return rows
 
 

@@ -79,17 +79,17 @@ def inputs(case: Case):
 
 def ours(case: Case, engine: str):
     """(run, compiled) of a case on one of our engines."""
-    mask = case.mask()
+    mask, bias = case.mask(), None if case.bias is None else case.bias()
 
-    def forward(q, k, v, mask):
-        return ls.attention(q, k, v, mask=mask, engine=engine)
+    def forward(q, k, v, bias, mask):
+        return ls.attention(q, k, v, mask=mask, bias=bias, engine=engine)
 
-    def both(q, k, v, mask):
-        return jax.grad(lambda *x: forward(*x, mask).sum(), argnums=(0, 1, 2))(q, k, v)
+    def both(q, k, v, bias, mask):
+        return jax.grad(lambda *x: forward(*x, mask).sum(), argnums=(0, 1, 2, 3))(q, k, v, bias)
 
     q, k, v = inputs(case)
-    compiled = jax.jit(both if case.backward else forward).lower(q, k, v, mask).compile()
-    return (lambda: compiled(q, k, v, mask)), compiled
+    compiled = jax.jit(both if case.backward else forward).lower(q, k, v, bias, mask).compile()
+    return (lambda: compiled(q, k, v, bias, mask)), compiled
 
 
 def useful_flops(case: Case) -> float:

@@ -15,6 +15,10 @@ from longspan._explain import explain as explain
 from longspan._merge import merge as merge
 from longspan._optional import is_there as _is_there
 from longspan._version import __version__ as __version__
+from longspan.biases import Bias as Bias
+from longspan.biases import ScoreBias as ScoreBias
+from longspan.biases import alibi as alibi
+from longspan.biases import relative_bias as relative_bias
 from longspan.layout import BlockLayout as BlockLayout
 from longspan.maskinfo import MaskInfo as MaskInfo
 from longspan.maskinfo import MaskSharding as MaskSharding
@@ -61,10 +65,12 @@ if TYPE_CHECKING:
     from longspan import nn as nn
 
 __all__ = [  # noqa: RUF022 (sorted as a reader would)
+    "alibi",
     "attention",
     "attention_mask_to_qkv_cu_seqlens",
     "Band",
     "Between",
+    "Bias",
     "bigbird",
     "bigbird_attention",
     "bigbird_random_blocks",
@@ -99,6 +105,8 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "qkv_cu_seqlens_to_attention_mask",
     "qkv_cu_seqlens_to_qkv_masks",
     "qkv_masks_to_cu_seqlens",
+    "relative_bias",
+    "ScoreBias",
     "segment_ids_to_mask",
     "segment_ids_to_qkv_masks",
     "Segments",

@@ -35,6 +35,7 @@ from longspan._types import (
     no_type_check,
     statistics_dtype,
 )
+from longspan.biases import AnyBias, bound
 from longspan.dropout import Dropout, make_dropout
 from longspan.engines import Engine, Request, choose
 from longspan.engines._contract import is_differentiable, without_pairs
@@ -51,7 +52,7 @@ def attention(
     v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
-    bias: Float[Array, "..."] | None = ...,
+    bias: AnyBias | None = ...,
     scale: float | np.floating | Float[Array, ""] | None = ...,
     soft_cap: float | None = ...,
     sinks: Float[Array, "N"] | None = ...,
@@ -71,7 +72,7 @@ def attention(
     v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
-    bias: Float[Array, "..."] | None = ...,
+    bias: AnyBias | None = ...,
     scale: float | np.floating | Float[Array, ""] | None = ...,
     soft_cap: float | None = ...,
     sinks: Float[Array, "N"] | None = ...,
@@ -91,7 +92,7 @@ def attention(
     v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
-    bias: Float[Array, "..."] | None = ...,
+    bias: AnyBias | None = ...,
     scale: float | np.floating | Float[Array, ""] | None = ...,
     soft_cap: float | None = ...,
     sinks: Float[Array, "N"] | None = ...,
@@ -111,7 +112,7 @@ def attention(
     v: Value,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
+    bias: AnyBias | None = None,
     scale: float | np.floating | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
@@ -137,7 +138,8 @@ def attention(
         v: values [B, S, K, Hv]; Hv may differ from H.
         mask: a `Mask`, a `MaskInfo`, a `BlockLayout` planned earlier, or bools [T, S] or broadcastable to
             [B, N, T, S]; `True` = may attend. By default everything.
-        bias: floats [T, S] or broadcastable to [B, N, T, S], added after the soft cap; -inf is a masked key.
+        bias: floats [T, S] or broadcastable to [B, N, T, S], a `Bias` that is computed from positions (`alibi`,
+            `relative_bias`, `ScoreBias`), or a tuple of them, summed; added after the soft cap; -inf is a masked key.
         scale: what scores are multiplied by; 1/sqrt(H) by default.
         soft_cap: if given, scores become soft_cap·tanh(scores / soft_cap).
         sinks: one logit per head, [N], that takes part in the softmax and has no value.
@@ -179,8 +181,6 @@ def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key,
     q, k, v = with_batch(q, k, v)
     check_qkv(q, k, v)
     (B, T, N, H), S = q.shape, k.shape[1]
-    if bias is not None:
-        bias = _reshaped(bias, check_broadcast("bias", bias, (B, N, T, S), kind="float"))
     if sinks is not None:
         _check_sinks(sinks, N)
     _check_dropout(dropout_rate, dropout_key)
@@ -193,7 +193,7 @@ def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key,
         _as_jax(k),
         _as_jax(v),
         rule,
-        bias=bias,
+        bias=bound(bias, (B, N, T, S)),
         sinks=_as_jax(sinks),
         dropout=Dropout(rate=float(dropout_rate)) if dropout_rate > 0 else None,
         q_positions=_as_int32(positions[0]),
@@ -296,12 +296,6 @@ def _is_array(scale) -> bool:
 
 def _as_jax(x):
     return x if x is None or is_abstract(x) else jnp.asarray(x)
-
-
-def _reshaped(x, shape):
-    return (
-        jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x).reshape(shape)
-    )
 
 
 def _as_int32(positions):

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from longspan._attention import bind
 from longspan._checks import is_abstract
 from longspan._types import Array, EngineName, Key, Positions, Query, Value, no_type_check
+from longspan.biases import AnyBias
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.engines._contract import temporary_bytes
 from longspan.layout import BlockLayout, Counts, count, plan
@@ -28,7 +29,7 @@ def explain(
     v: Value | jax.ShapeDtypeStruct,
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | jax.ShapeDtypeStruct | None = None,
-    bias: Float[Array, "..."] | jax.ShapeDtypeStruct | None = None,
+    bias: AnyBias | jax.ShapeDtypeStruct | None = None,
     scale: float | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | jax.ShapeDtypeStruct | None = None,
@@ -204,8 +205,8 @@ def _sizes(request: Request) -> dict[str, int]:
     B, T, S, N, K, H, Hv = request.dims.values()
     item = np.dtype(request.q.dtype).itemsize
     arrays = item * B * (H + Hv) * (T * N + S * K) + max(item, 4) * B * T * N
-    more = (request.bias, request.sinks)
-    arrays += sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in more if x is not None)
+    more = jax.tree.leaves((request.bias, request.sinks))
+    arrays += sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in more)
     return dict(array_bytes=arrays, dense_mask_bytes=request.mask.batch * request.mask.heads * T * S)
 
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._attention import attention
+from longspan._attention import attention, bind
 from longspan._types import statistics_dtype
+from longspan.biases import apart, terms, together, total
 from longspan.engines import Engine
 from longspan.layout import plan
 from longspan.masks import (
@@ -42,6 +43,7 @@ from longspan.masks import (
     TokenTypes,
     Window,
 )
+from longspan.masks.sides import two_sides
 
 TIMES = 2  # how much further from float64 an engine may be than the reference: once for doing the same, once for luck
 ROUNDING_UNITS = 8  # how many units in the last place an engine may be off where the reference happens to be exact
@@ -95,65 +97,90 @@ def assert_matches_reference(
         features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
     """
     floats = {"q": q, "k": k, "v": v, **{n: features.pop(n) for n in ("bias", "sinks") if features.get(n) is not None}}
+    floats, integers = apart(floats)
+    plain, tested = _with(attention, integers), _with(run or attention, integers)
     engines = list(engine) if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]
     # The reference's own error in float64 cannot be seen, so it is that of float32, scaled to float64's unit.
-    narrow = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in floats.items()}
+    narrow = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, floats)
     shrink = float(jnp.finfo(q.dtype).eps / jnp.finfo(narrow["q"].dtype).eps)
 
     @jax.jit  # one program: compiling is nearly all of it
     def everything(narrow, floats, mask):
-        near = _values_and_gradients(attention, "reference", narrow, mask, features)
-        return near, [_values_and_gradients(run or attention, e, floats, mask, features) for e in engines]
+        near = _values_and_gradients(plain, "reference", narrow, mask, features)
+        return near, [_values_and_gradients(tested, e, floats, mask, features) for e in engines]
 
     near, got = jax.tree.map(_as_numpy, everything(narrow, floats, mask))
-    exact, scales = _exact(floats, mask, features)
+    exact, scales = _exact(floats, integers, mask, features)
+    units = _units(floats)
     for part in exact:
         _assert_usable(part, near[part], exact[part])
     for name, results in zip(engines, got, strict=True):
         for part in exact:
-            rounding = ROUNDING_UNITS * _unit(part, q.dtype, floats) * scales[part]
+            rounding = ROUNDING_UNITS * units[part] * scales[part]
             allowed = TIMES * shrink * _distance(near[part], exact[part]) + rounding
             _assert_close(f"{getattr(name, 'name', name)}: {part}", results[part], exact[part], allowed)
 
 
+def _with(call: Callable, integers: dict[str, Any]) -> Callable:
+    """A call of `attention` that is given its arrays of floats, and knows what else is in its operands.
+
+    Among the floats may be `pairs` [B, N, T, S]: one more term of the bias.
+    """
+
+    def run(floats, **arguments):
+        operands = together({name: floats[name] for name in integers}, integers)
+        if "pairs" in floats:
+            operands["bias"] = (*terms(operands["bias"]), floats["pairs"])
+        return call(**operands, **arguments)
+
+    return run
+
+
+def _by_part(floats: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of some operands by the names of their gradients; a bias may have several."""
+    parts = {}
+    for name, tree in floats.items():
+        leaves = jax.tree.leaves(tree)
+        alone = len(leaves) == 1
+        parts |= {f"d{name}" if alone else f"d{name}.{i}": leaf for i, leaf in enumerate(leaves)}
+    return parts
+
+
 def _values_and_gradients(call: Callable, engine, floats: dict[str, Any], mask, features) -> dict[str, jax.Array]:
     """Output, lse and the gradients of a random combination of both."""
+    grads, (out, lse) = jax.grad(lambda x: _loss(call, engine, x, mask, features), has_aux=True)(floats)
+    return {"out": out, "lse": lse, **_by_part(grads)}
+
+
+def _loss(call: Callable, engine, floats: dict[str, Any], mask, features):
     weights = _cotangents(floats["q"], floats["v"])
-
-    def loss(floats):
-        out, lse = call(**floats, mask=mask, engine=engine, return_lse=True, **features)
-        finite = jnp.where(jnp.isfinite(lse), lse, 0)
-        return jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1]), (out, lse)
-
-    grads, (out, lse) = jax.grad(loss, has_aux=True)(floats)
-    return {"out": out, "lse": lse, **{f"d{name}": g for name, g in grads.items()}}
+    out, lse = call(floats, mask=mask, engine=engine, return_lse=True, **features)
+    finite = jnp.where(jnp.isfinite(lse), lse, 0)
+    return jnp.vdot(out.astype(lse.dtype), weights[0]) + jnp.vdot(finite, weights[1]), (out, lse)
 
 
-def _exact(floats: dict[str, Any], mask, features) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def _exact(floats: dict[str, Any], integers, mask, features) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The reference's results in float64, and the size of what each of them adds up."""
-    q, k = floats["q"], floats["k"]
-    weights = _cotangents(q, floats["v"])
-    wide = {name: np.asarray(x, np.float64) for name, x in floats.items()}
-    if "bias" in wide:  # written out, to see what its gradient is the sum of
-        wide["bias"] = np.broadcast_to(wide["bias"], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    weights = _cotangents(floats["q"], floats["v"])
+    call = _with(attention, integers)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), floats)
 
     @jax.jit
     def everything(wide, mask):
-        results = _values_and_gradients(attention, "reference", wide, mask, features)
-        kept = whole = _weights(wide, mask, features)
+        results = _values_and_gradients(call, "reference", wide | _zeros_for_pairs(wide), mask, features)
+        kept = whole = _weights(call, wide, mask, features)
         if features.get("dropout_rate", 0) > 0:
-            whole = _weights(wide, mask, features | dict(dropout_rate=0.0))
-        return results, kept, whole
+            whole = _weights(call, wide, mask, features | dict(dropout_rate=0.0))
+        by_pair = results.pop("dpairs", None)
+        sizes = {} if by_pair is None else _bias_sizes(wide, integers, by_pair, mask, features)
+        return results, kept, whole, sizes
 
     with jax.enable_x64(True):
-        exact, kept, whole = everything(jax.tree.map(jnp.asarray, wide), mask)
+        exact, kept, whole, sizes = everything(jax.tree.map(jnp.asarray, wide), mask)
         assert all(x.dtype == jnp.float64 for x in exact.values()), "float64 was truncated"
-        exact, kept, whole = jax.tree.map(_as_numpy, (exact, kept, whole))
+        exact, kept, whole, sizes = jax.tree.map(_as_numpy, (exact, kept, whole, sizes))
     scales = {part: float(np.abs(x[np.isfinite(x)]).max(initial=0)) for part, x in exact.items()}
-    if "bias" in floats:
-        terms = exact["dbias"]
-        exact["dbias"] = _sum_to(terms, floats["bias"].shape)
-        scales["dbias"] = _sum_to(np.abs(terms), floats["bias"].shape).max(initial=0)
+    scales |= {part: float(x.max(initial=0)) for part, x in sizes.items()}
     if "sinks" in floats:
         scales["dsinks"] = _sink_scale(wide["sinks"], exact, weights)
     return exact, scales | _score_scales(wide, exact, weights, features, kept, whole)
@@ -331,17 +358,32 @@ def _as_numpy(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-def _unit(name: str, dtype: Any, floats: dict[str, Any]) -> float:
-    """The rounding unit of a result: its own dtype's."""
-    if name == "lse":
-        return float(jnp.finfo(statistics_dtype(dtype)).eps)
-    return float(jnp.finfo(floats[name[1:]].dtype if name[1:] in floats else dtype).eps)
+def _units(floats: dict[str, Any]) -> dict[str, float]:
+    """The rounding unit of each result: its own dtype's."""
+    dtype = floats["q"].dtype
+    dtypes = dict(out=dtype, lse=statistics_dtype(dtype)) | {part: x.dtype for part, x in _by_part(floats).items()}
+    return {part: float(jnp.finfo(of).eps) for part, of in dtypes.items()}
 
 
-def _sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sums over the axes along which `shape` is broadcast."""
-    full = (1,) * (array.ndim - len(shape)) + tuple(shape)
-    return array.sum(tuple(i for i, n in enumerate(full) if n == 1), keepdims=True).reshape(shape)
+def _zeros_for_pairs(wide: dict[str, Any]) -> dict[str, jax.Array]:
+    """With a bias, one more term of it, whose gradient is that of each pair's score."""
+    (B, T, N, _), S = wide["q"].shape, wide["k"].shape[1]
+    return {"pairs": jnp.zeros((B, N, T, S))} if "bias" in wide else {}
+
+
+def _bias_sizes(wide, integers, by_pair, mask, features) -> dict[str, jax.Array]:
+    """What the gradient of each array in a bias is the sum of, added up without signs."""
+    B, N, T, S = by_pair.shape
+    places = [features.get(name) for name in ("q_positions", "kv_positions")]
+    request = bind(wide["q"], wide["k"], wide["v"], mask, None, None, None, None, 0.0, None, *places)
+    positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
+    q, kv = (side.slots() for side in two_sides(T, S, batch=B, heads=N, **positions))
+
+    def values(floats):
+        return jnp.broadcast_to(total(together(floats, integers["bias"]), q, kv, np.float64), by_pair.shape)
+
+    (sizes,) = jax.vjp(values, wide["bias"])[1](jnp.abs(by_pair))
+    return _by_part(dict(bias=jax.tree.map(jnp.abs, sizes)))
 
 
 def _sink_scale(sinks: np.ndarray, exact: dict[str, np.ndarray], weights) -> float:
@@ -376,11 +418,11 @@ def _score_scales(wide, exact: dict[str, np.ndarray], cotangents, features, kept
     return {name: float(np.sqrt(x).max(initial=0)) for name, x in (("dq", dq), ("dk", dk))}
 
 
-def _weights(wide, mask, features) -> jax.Array:
+def _weights(call: Callable, wide, mask, features) -> jax.Array:
     """The reference's weights [B, T, N, S]: what it returns for unit vectors as values."""
     B, S, K, _ = wide["k"].shape
     units = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
-    return attention(**{**wide, "v": units}, mask=mask, engine="reference", **features)
+    return call({**wide, "v": units}, mask=mask, engine="reference", **features)
 
 
 def _assert_usable(what: str, near: np.ndarray, exact: np.ndarray) -> None:

@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "distance.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "isa.h"
@@ -33,8 +34,10 @@ struct BackwardTile {
   const R *k, *v;     // the tile's keys and values [keys][width]
   R *w, *ds, *slope;  // weights, their gradients, soft_cap's slope [keys][kLanes]
   R *lse, *lse_low, *delta;
+  R* far;  // with slopes: of each lane, the sum of the scores' gradients times their distances
   int64_t width, v_width, keys;
   DropoutLanes drop;
+  SlopeLanes<R> slopes;
   bool garbage;  // some row of q or dout is not finite
   uint8_t bad[kLanes];
   const Backward* g;
@@ -57,6 +60,7 @@ struct BackwardTile {
     lse = arena.take<R>(kLanes);
     lse_low = arena.take<R>(kLanes);
     delta = arena.take<R>(kLanes);
+    far = problem.by_distance.slopes ? arena.take<R>(kLanes) : nullptr;
   }
 
   template <class Given>
@@ -76,6 +80,10 @@ struct BackwardTile {
     }
     find_garbage();
     if (p->dropout.on) drop.begin(*p, tile, masker.q);
+    if (p->by_distance.slopes) {
+      slopes.begin(*p, tile, masker.q);
+      __builtin_memset(far, 0, sizeof(R) * kLanes);
+    }
   }
 
   // dk and dv sum over queries, where 0 * NaN would spread: rows that are not finite are watched.
@@ -115,6 +123,7 @@ struct BackwardTile {
                                kLanes);
     if (p->soft_cap != 0) soften(panel, first, count);
     if (p->has_bias) add_bias(panel, first, count);
+    if (p->by_distance.slopes) slopes.add(wp, kLanes, NV, panel * PANEL, masker.kv.pos + first, count);
     if (m.exact[panel])
       p->dropout.on ? weigh<false, true>(panel, first, count) : weigh<false, false>(panel, first, count);
     else
@@ -219,6 +228,9 @@ struct BackwardTile {
       if (m.kind != kIsFull) clear_outside(panel);
       if (count <= 0) continue;
       scores(panel);
+      if (p->by_distance.slopes)
+        slopes.add_gradient(far, ds + first * kLanes + panel * PANEL, kLanes, NV, panel * PANEL, masker.kv.pos + first,
+                            count);
       if (p->soft_cap != 0) apply_slope(panel);
       gemm<R, NV, true, kAdd>(p->H, count, k + first * width, width, ds + first * kLanes + panel * PANEL, kLanes,
                               dq + panel * p->H * PANEL, PANEL, nullptr, ahead);
@@ -250,6 +262,7 @@ struct BackwardTile {
       const R* x = dq + lane / PANEL * p->H * PANEL + lane % PANEL;
       for (int64_t h = 0; h < p->H; ++h) q_rows[h] = x[h * PANEL] * R(p->scale);
       write_row(all_dq, p->type, tile.offset(*p, lane) * p->H, q_rows, p->H);
+      if (p->by_distance.slopes) static_cast<R*>(g->dslopes)[tile.offset(*p, lane)] = -far[lane];
     }
   }
 };

@@ -72,6 +72,11 @@ struct BiasGradientJob {
     const int64_t t_stride = g->dims[2] == 1 ? 0 : g->dims[3], s_stride = g->dims[3] == 1 ? 0 : 1;
     R* base = out + (bb * g->dims[1] + bn) * g->dims[2] * g->dims[3];
     for (int lane = panel * PANEL; lane < lesser(tile.lanes(), (panel + 1) * PANEL); ++lane) {
+      if (g->of_table) {
+        for (int s = m.first[panel]; s < m.last[panel]; ++s)
+          base[work.masker.table_place(lane, s)] += work.ds[s * kLanes + lane];
+        continue;
+      }
       R* row = base + tile.row(lane) * t_stride + s0 * s_stride;
       for (int s = m.first[panel]; s < m.last[panel]; ++s) row[s * s_stride] += work.ds[s * kLanes + lane];
     }

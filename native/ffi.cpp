@@ -180,6 +180,8 @@ struct Common {
     call.kv_tile = get<int64_t>(attrs, "kv_tile", 1);
     const auto by_tiles = attrs.get<int64_t>("by_tiles");  // exported programs of before do not have it
     call.by_tiles = by_tiles.has_value() && *by_tiles != 0;
+    const auto of_table = attrs.get<int64_t>("of_table");
+    call.of_table = of_table.has_value() && *of_table != 0;
     const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
     const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
     call.roles.assign(roles.begin(), roles.end());
@@ -210,11 +212,15 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
 ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   Common c(args, rets, 4, attrs);
   if (!c.error.empty()) return invalid(c.error);
-  if (c.results.size() != 5) return invalid("backward has five results: dq, dk, dv, scratch_dk, scratch_dv");
+  const bool sloped = c.built.problem.by_distance.slopes != nullptr;
+  if (c.results.size() != (sloped ? 6 : 5))
+    return invalid("backward has five results: dq, dk, dv, scratch_dk, scratch_dv; and with slopes dslopes");
   Backward g;
   const auto& r = c.results;
-  const std::string error = check_backward(c.built.problem, given(c), r[0], r[1], r[2], r[3], r[4], g);
+  std::string error = check_backward(c.built.problem, given(c), r[0], r[1], r[2], r[3], r[4], g);
+  if (error.empty() && sloped) error = check_slope_gradient(c.built.problem, r[5]);
   if (!error.empty()) return invalid(error);
+  if (sloped) g.dslopes = writable(r[5]);
   g.dq = writable(r[0]), g.dk = writable(r[1]), g.dv = writable(r[2]);
   g.scratch_dk = writable(r[3]), g.scratch_dv = writable(r[4]);
   PoolRunner runner(pool);

@@ -92,6 +92,14 @@ struct Dropout {
   double inverse_keep = 1;
 };
 
+// Biases that follow from positions, float or double (for F64), in the kernel's own words. A table may forbid keys, so
+// it counts as a bias; slopes are finite.
+struct ByDistance {
+  const void* slopes = nullptr;  // [N]: -slope * |k_pos - q_pos|
+  const void* table = nullptr;   // [N, 2 * reach + 1]: by k_pos - q_pos, clamped to +-reach
+  int64_t reach = 0;
+};
+
 struct Problem {
   int64_t B = 0, T = 0, S = 0, N = 0, K = 0, H = 0, Hv = 0;  // Hv: of values and outputs
   Type type = F32;
@@ -111,6 +119,7 @@ struct Problem {
   const int64_t* parts = nullptr;  // PerHead: the first op of each part
   bool by_head = false;            // the mask or the layout differs between heads
   bool has_bits = false;
+  ByDistance by_distance;
   // The gradient will be taken. Backward computes scores by tiles, and exp(score - lse) is as wrong as the two scores
   // are different: where scores are 1e7, rounding in another order is all of it. So few queries must not stream.
   bool by_tiles = false;
@@ -130,9 +139,11 @@ struct Backward {
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
   void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,rows,padded H or Hv] float, or double for F64
   int64_t rows = 0;                                   // at least S; more rows let more chunks of queries run at once
+  void* dslopes = nullptr;  // [B,T,N] float, or double for F64: what each query adds to the gradient of its slope
 };
 
 // Gradient of the bias in its own shape (float, or double for F64); `scratch` is [parts, *shape] when T is reduced.
+// That of the table, if `of_table`, has the shape [1, N, 1, 2 * reach + 1].
 struct BiasGradient {
   const void *lse = nullptr, *lse_low = nullptr;
   const void* dout = nullptr;
@@ -141,6 +152,7 @@ struct BiasGradient {
   int64_t dims[4] = {1, 1, 1, 1};
   void* scratch = nullptr;
   int64_t chunks = 1;
+  bool of_table = false;
 };
 
 // Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread,

@@ -344,6 +344,20 @@ std::string build_extras(const Call& c, Problem& p) {
               a.dims[2] > 1 ? a.dims[3] : 0,
               a.dims[3] > 1};
   }
+  if (c.roles[kTable] >= 0) {
+    const Array a = given(kTable);
+    if (a.rank != 2 || a.dims[0] != p.N || a.dims[1] % 2 != 1 || a.type != (p.type == F64 ? F64 : F32))
+      return bad("table", "float32 (float64 for float64) [N, 2 * reach + 1]", a);
+    p.has_bias = true;
+    p.by_distance.table = a.data;
+    p.by_distance.reach = a.dims[1] / 2;
+  }
+  if (c.roles[kSlopes] >= 0) {
+    const Array a = given(kSlopes);
+    if (!is_shape(a, {p.N}) || a.type != (p.type == F64 ? F64 : F32))
+      return bad("slopes", "float32 (float64 for float64) [N]", a);
+    p.by_distance.slopes = a.data;
+  }
   if (c.roles[kSinks] >= 0) {
     const Array a = given(kSinks);
     if (!is_shape(a, {p.N}) || a.type != (p.type == F64 ? F64 : F32))
@@ -437,12 +451,20 @@ std::string check_backward(const Problem& p, const Given& given, const Array& dq
   return "";
 }
 
+std::string check_slope_gradient(const Problem& p, const Array& dslopes) {
+  if (!p.by_distance.slopes) return "there are no slopes";
+  return is_stats(p, dslopes) ? "" : bad("dslopes", "float32 (float64 for float64) [B,T,N]", dslopes);
+}
+
 std::string check_bias_gradient(const Problem& p, const Call& call, const Given& given, const Array& dbias,
                                 const Array& scratch, BiasGradient& g) {
-  if (!p.has_bias) return "there is no bias";
+  const int32_t role = call.roles[call.of_table ? kTable : kBias];
+  if (role < 0) return "there is no bias";
   const std::string error = check_given(p, given);
   if (!error.empty()) return error;
-  const Array& bias = call.rest[size_t(call.roles[kBias])];
+  Array bias = call.rest[size_t(role)];
+  if (call.of_table) bias.dims[3] = bias.dims[1], bias.dims[2] = 1, bias.dims[1] = p.N, bias.dims[0] = 1;
+  g.of_table = call.of_table;
   if (dbias.type != stats(p) || !is_shape(dbias, {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]}))
     return bad("dbias", "float32 (float64 for float64) in bias's shape", dbias);
   for (int i = 0; i < 4; ++i) g.dims[i] = bias.dims[i];

@@ -11,10 +11,10 @@ namespace longspan {
 
 // What Python compares when it opens the library: ABI in longspan/engines/cpu/library.py. Raise both whenever a call
 // changes: the words of the mask program, roles, attributes, operands or results.
-constexpr int32_t kAbi = 4;
+constexpr int32_t kAbi = 5;
 
 // Places of optional arrays in Call::rest, -1 if absent; the mask program names further ones by number.
-enum Role { kBias, kSinks, kQPos, kKvPos, kColumns, kColumnCount, kRowIds, kHeadIds, kSeed, kRoles };
+enum Role { kBias, kSinks, kQPos, kKvPos, kColumns, kColumnCount, kRowIds, kHeadIds, kSeed, kSlopes, kTable, kRoles };
 
 struct Call {
   Array q, k, v, starts, stops;
@@ -24,6 +24,7 @@ struct Call {
   uint32_t dropout_threshold = 0;
   int64_t q_tile = 1, kv_tile = 1;
   bool by_tiles = false;  // see Problem
+  bool of_table = false;  // see BiasGradient
 };
 
 struct Built {
@@ -43,6 +44,7 @@ struct Given {
 std::string check_forward(const Problem& p, const Array& out, const Array& lse, const Array& lse_low);
 std::string check_backward(const Problem& p, const Given& given, const Array& dq, const Array& dk, const Array& dv,
                            const Array& scratch_dk, const Array& scratch_dv, Backward& g);
+std::string check_slope_gradient(const Problem& p, const Array& dslopes);
 std::string check_bias_gradient(const Problem& p, const Call& call, const Given& given, const Array& dbias,
                                 const Array& scratch, BiasGradient& g);
 

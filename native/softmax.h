@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "distance.h"
 #include "dropout.h"
 #include "isa.h"
 #include "problem.h"
@@ -21,6 +22,7 @@ struct Softmax {
   Masker<R, PANEL> masker;
   R *top, *sum;  // running maximum and sum of a lane
   DropoutLanes drop;
+  SlopeLanes<R> slopes;
 
   void take(Arena& arena, const Problem& problem) {
     p = &problem;
@@ -33,6 +35,7 @@ struct Softmax {
     masker.begin(tile);
     for (int i = 0; i < kLanes; ++i) top[i] = -kInf<R>, sum[i] = 0;
     if (p->dropout.on) drop.begin(*p, tile, masker.q);
+    if (p->by_distance.slopes) slopes.begin(*p, tile, masker.q);
   }
 
   // Products of a panel's queries and keys [first, first + count), in `s`, become weights; alpha is what older sums
@@ -40,6 +43,7 @@ struct Softmax {
   void weigh(R* s, int panel, int first, int count, R* alpha) {
     if (p->soft_cap != 0) soften(s, count);
     if (p->has_bias) add_bias(s, panel, first, count);
+    if (p->by_distance.slopes) slopes.add(s, PANEL, NV, panel * PANEL, masker.kv.pos + first, count);
     if (masker.mask.exact[panel])
       softmax<false>(s, panel, first, count, alpha);
     else

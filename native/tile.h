@@ -442,23 +442,31 @@ struct Masker {
     for (int i = 0; i < kLanes; ++i) valid[i] = i < t.lanes() ? 0xFF : 0;
   }
 
-  // Keys lie along a row of the bias, queries along the lanes: whole vectors of rows, transposed. True if some key is
-  // forbidden by -inf.
+  // True if some key is forbidden by -inf.
   bool read_bias() {
+    if (p->bias.data)
+      read_array();
+    else
+      __builtin_memset(bias, 0, sizeof(R) * size_t(kv.count * kLanes));
+    for (int head = 0; p->by_distance.table && head < tile->heads; ++head) add_table(head);
+    typename Simd<R>::I forbidden = {};
+    for (int i = 0; i < kv.count * kLanes; i += Simd<R>::lanes) forbidden |= load(bias + i) == -kInf<R>;
+    return any_of<R>(forbidden);
+  }
+
+  // Keys lie along a row of the bias, queries along the lanes: whole vectors of rows, transposed.
+  void read_array() {
     constexpr int L = Simd<R>::lanes;
     alignas(64) R rows[L][kKeys];
-    typename Simd<R>::I forbidden = {};
     for (int lane = 0; lane < kLanes; lane += L) {
       for (int i = 0; i < L; ++i) read_bias_row(rows[i], lane + i);
       for (int s = 0; s < kv.count; s += L) {
         Vec<R> x[L];
         for (int i = 0; i < L; ++i) x[i] = load(rows[i] + s);
-        for (int i = 0; i < L; ++i) forbidden |= x[i] == -kInf<R>;
         transpose<R>(x);
         for (int i = 0; i < L; ++i) store(bias + (s + i) * kLanes + lane, x[i]);
       }
     }
-    return any_of<R>(forbidden);
   }
 
   void read_bias_row(R* row, int lane) {
@@ -472,6 +480,30 @@ struct Masker {
       for (; s < kv.count; ++s) row[s] = v.s ? row[s] : first;
     }
     for (; s < whole; ++s) row[s] = 0;
+  }
+
+  void add_table(int head) {
+    const int64_t reach = p->by_distance.reach;
+    const R* table = static_cast<const R*>(p->by_distance.table) + (tile->n + head) * (2 * reach + 1);
+    R* out = bias + head * tile->rows;
+    if (!q.steps || !kv.steps) {
+      for (int s = 0; s < kv.count; ++s)
+        for (int row = 0; row < tile->rows; ++row) out[s * kLanes + row] += table[table_place(row, s)];
+      return;
+    }
+    // Positions grow by one on both sides, so a key's row is that of the key before, moved by one.
+    R line[kLanes + kKeys];
+    const int last = kv.count - 1, rows = tile->rows;
+    for (int s = 0; s < last; ++s) line[s] = table[table_place(0, last - s)];
+    for (int row = 0; row < rows; ++row) line[last + row] = table[table_place(row, 0)];
+    for (int s = 0; s < kv.count; ++s)
+      for (int row = 0; row < rows; ++row) out[s * kLanes + row] += line[last - s + row];
+  }
+
+  // Which entry of a head's table belongs to a query and a key of the tile.
+  int64_t table_place(int row, int s) const {
+    const int64_t reach = p->by_distance.reach, ahead = int64_t(kv.pos[s]) - q.pos[row];
+    return reach + greater(-reach, lesser(reach, ahead));
   }
 
   void repeat_heads() {

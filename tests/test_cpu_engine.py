@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.engines.cpu import library
-from longspan.engines.cpu.operands import Plan
+from longspan.engines.cpu.operands import ROLES, Plan
 from longspan.engines.cpu.program import most_visits
 from longspan.layout import plan
 from longspan.testing import Shape, assert_matches_reference, make_qkv, masks
@@ -175,7 +175,7 @@ def test_a_mask_may_be_nested_deeply():
 def test_wrong_calls_are_errors_with_a_message():
     q = jnp.ones((1, 4, 2, 8))
     tables = [jnp.zeros((1, 1, 1, 1), jnp.int32), jnp.ones((1, 1, 1, 1), jnp.int32)]
-    good = Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * 9, ((),) * 2)
+    good = Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * len(ROLES), ((),) * 2)
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 2)
 
     def call(*operands, results=results, **changes):
@@ -183,6 +183,10 @@ def test_wrong_calls_are_errors_with_a_message():
 
     call(q, q, q, *tables)
     ints = library.static_ints
+
+    def given(name):
+        return dict(roles=ints([0 if role == name else -1 for role in ROLES]))
+
     for message, operands, changes in (
         ("too few operands", (q, q), {}),
         ("must have one type", (q, q.astype(jnp.bfloat16), q, *tables), {}),
@@ -197,7 +201,9 @@ def test_wrong_calls_are_errors_with_a_message():
         ("needs two values", (q, q, q, *tables), dict(program=ints([0, 16]))),
         ("leaves 2 values", (q, q, q, *tables), dict(program=ints([0, 0]))),
         ("no operand 7", (q, q, q, *tables), dict(program=ints([13, 7]))),
-        ("a role names", (q, q, q, *tables), dict(roles=ints([5] * 9))),
+        ("a role names", (q, q, q, *tables), dict(roles=ints([5] * len(ROLES)))),
+        (r"slopes must be float32 .* \[N\], got shape \[3\]", (q, q, q, *tables, jnp.ones(3)), given("slopes")),
+        (r"table must be float32 .* got shape \[2,4\]", (q, q, q, *tables, jnp.ones((2, 4))), given("table")),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             call(*operands, **changes)

@@ -23,6 +23,12 @@ rng = np.random.default_rng(0)
 FEATURES = {
     "plain": {},
     "bias": dict(bias=jnp.asarray(rng.normal(size=(2, 1, 7, 23)), jnp.float32), soft_cap=2.5, scale=0.7),
+    "biases by distance": dict(
+        bias=(
+            ls.alibi(jnp.asarray(rng.uniform(0.1, 0.5, 6), jnp.float32)),
+            ls.relative_bias(jnp.asarray(rng.normal(size=(16, 6)), jnp.float32), max_distance=9),
+        )
+    ),
     "dropout": dict(dropout_rate=0.3, dropout_key=jax.random.key(1)),
     "sinks": dict(sinks=jnp.asarray(rng.normal(size=6), jnp.float32)),
 }
@@ -36,7 +42,7 @@ def request_of(q, k, v, slots, *, dropout_rate=0.0, dropout_key=None, bias=None,
         k[:, slots],
         v[:, slots],
         mask=MASK,
-        bias=None if bias is None else bias[..., slots],
+        bias=bias[..., slots] if isinstance(bias, jax.Array) else bias,
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
@@ -82,10 +88,13 @@ def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature
     dk, dv = (np.zeros(k.shape), np.zeros(k.shape))
     for kept, (_, dk_part, dv_part, dbias) in zip(slots, got, strict=True):
         dk[:, kept], dv[:, kept] = np.asarray(dk_part), np.asarray(dv_part)
-        if "bias" in floats:
+        if feature == "bias":
             np.testing.assert_allclose(np.asarray(dbias), np.asarray(want["bias"])[..., kept], rtol=0, atol=2e-5)
-        else:
+        elif feature != "biases by distance":
             assert dbias is None
+    if feature == "biases by distance":  # positions tell which part a part is, so each adds to all of the gradient
+        summed = jax.tree.map(lambda *parts: sum(parts), *(dbias for *_, dbias in got))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), summed, want["bias"])
     for mine, name in ((dq, "q"), (dk, "k"), (dv, "v")):
         np.testing.assert_allclose(mine, np.asarray(want[name]), rtol=0, atol=5e-5, err_msg=name)
 
@@ -222,6 +231,8 @@ def test_what_an_engine_returns_is_checked():
     bias = jnp.zeros((1, 1, 7, 23))
     with pytest.raises(ValueError, match=r"backward returned dbias of shape None, expected \(1, 1, 7, 23\)"):
         jax.grad(lambda bias: ls.attention(q, k, v, bias=bias, engine=Wrong("")).sum())(bias)
+    with pytest.raises(ValueError, match=r"backward returned dbias None, expected the structure of Alibi\(slopes="):
+        jax.grad(lambda bias: ls.attention(q, k, v, bias=bias, engine=Wrong("")).sum())(ls.alibi(jnp.ones(6)))
 
 
 @pytest.mark.parametrize("engine", sorted({*ENGINES} - {"reference"}))

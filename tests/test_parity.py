@@ -85,9 +85,42 @@ FEATURES: dict[str, Callable[[Shape, object], dict]] = {
         dropout_key=jax.random.key(6),
     ),
 }
+COMPUTED: dict[str, Callable[[Shape, object], dict]] = {
+    "alibi": lambda s, dtype: dict(
+        bias=ls.alibi(jnp.asarray(rng.uniform(0.05, 0.5, s.N), dtype)),
+        sinks=jnp.asarray(rng.normal(size=s.N), dtype),
+        q_positions=rng.integers(0, s.S, (s.B, s.T)),
+    ),
+    "relative": lambda s, dtype: dict(
+        bias=(
+            ls.relative_bias(holes(rng.normal(size=(16, s.N)), dtype), max_distance=19),
+            jnp.asarray(rng.normal(size=(s.B, 1, s.T, s.S)), dtype),
+        ),
+        soft_cap=2.5,
+    ),
+    "score": lambda s, dtype: dict(
+        bias=(
+            ls.alibi(jnp.asarray(rng.uniform(0.05, 0.5, s.N), dtype)),
+            ls.ScoreBias(
+                cells, jnp.asarray(rng.normal(size=(s.N, 5)), dtype), rng.integers(1, 4, s.B).astype(np.int32)
+            ),
+        ),
+        dropout_rate=0.2,
+        dropout_key=jax.random.key(7),
+    ),
+}
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": jnp.float64}
 TILINGS = {"own tiles": None, "tiles 8x4": (8, 4), "tiles 3x5": (3, 5)}
 AXES = (MASKS, SHAPES, FEATURES, DTYPES, TILINGS)
+EVERY_AXIS = (MASKS, SHAPES, FEATURES | COMPUTED, DTYPES, TILINGS)
+SOME_COMPUTED = [  # the others are in the whole product
+    ("causal", "B2-T7-S11-N6-K3-H5", "alibi", "f32", "tiles 3x5"),
+    ("per head", "B3-T37-S29-N4-K4-H17", "alibi", "bf16", "own tiles"),
+    ("none", "B1-T1-S13-N2-K1-H3", "relative", "f32", "own tiles"),
+    ("segments", "B3-T37-S29-N4-K4-H17", "relative", "f64", "tiles 3x5"),
+    ("global", "B2-T7-S11-N6-K3-H5", "score", "f32", "tiles 8x4"),
+    ("lengths", "B3-T37-S29-N4-K4-H17", "score", "bf16", "own tiles"),
+]
 TESTED = [name for name in ENGINES if name != "reference"]
 
 
@@ -102,6 +135,10 @@ def between(batch, heads, length, keys):
 
 def flags(batch, length):
     return rng.random((batch, length)) < 0.2
+
+
+def cells(b, h, q, k, table, every):
+    return table[h, (q + 2 * k) // every[b] % 5]
 
 
 def holes(values, dtype):
@@ -139,7 +176,7 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     with jax.enable_x64(dtype_name == "f64"):
         q, k, v = make_qkv(shape, dtype)
-        arguments = FEATURES[feature](shape, dtype)
+        arguments = (FEATURES | COMPUTED)[feature](shape, dtype)
         mask = MASKS[mask_name](shape)
         if TILINGS[tiling] is not None:
             q_tile, kv_tile = TILINGS[tiling]
@@ -164,7 +201,7 @@ def marked(choices):
     return [pytest.param(c, id=", ".join(c), marks=[pytest.mark.quick] * (i % 8 == 0)) for i, c in enumerate(choices)]
 
 
-@pytest.mark.parametrize("choice", marked(pairwise(*AXES)))
+@pytest.mark.parametrize("choice", marked([*pairwise(*AXES), *SOME_COMPUTED]))
 def test_engines_match_the_reference(choice):
     check(*choice)
 
@@ -187,7 +224,7 @@ def test_gradients_of_rows_whose_bias_is_as_low_as_people_mask_with(engine, leve
 def every_combination():
     """All masks, shapes, features and dtypes; neighbours in the list differ in their tiling."""
     tilings = itertools.cycle(TILINGS)
-    return [(*choice, next(tilings)) for choice in itertools.product(*AXES[:-1])]
+    return [(*choice, next(tilings)) for choice in itertools.product(*EVERY_AXIS[:-1])]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class Request:
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     mask: Mask
-    bias: Any = None  # floats, [B or 1, N or 1, T or 1, S or 1]
+    bias: Any = None  # floats [B or 1, N or 1, T or 1, S or 1], a `Bias`, or a tuple of them, summed (`biases.terms`)
     sinks: Any = None  # floats, [N]
     dropout: Dropout | None = None
     q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
@@ -105,6 +105,7 @@ class Engine(Protocol):
     def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout) -> tuple[Any, Any, Any, Any]:
         """(dq, dk, dv, dbias), the last None without a bias, of weights exp(score - lse - low) that are *given*.
 
+        dbias has the structure of the request's bias: the gradient of every array of floats in it, in its place.
         lse and delta [B, T, N] may be those of more keys than the request's own (a ring over devices): delta is
         sum(dout · out) - dlse over all of them, and 0 where lse is not finite. Sinks need nothing here.
         """

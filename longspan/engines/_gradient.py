@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longspan.biases import apart, together
 from longspan.engines._contract import Engine, Request, is_differentiable
 from longspan.engines._varying import vary, varying_axes
 from longspan.layout import BlockLayout
@@ -27,8 +28,10 @@ def attend(engine: Engine, request: Request, layout: BlockLayout) -> tuple[jax.A
     """(out, lse) of a request, differentiable once through the engine's backward pass."""
     if is_differentiable(engine):
         return engine.run(request, layout)
-    floats = Floats(*(getattr(request, name) for name in Floats._fields))
-    rest = replace(request, **dict.fromkeys(Floats._fields)), layout
+    # A bias may hold integers too, which have no gradient.
+    bias, integers = apart(request.bias)
+    floats = Floats(request.q, request.k, request.v, bias, request.sinks)
+    rest = replace(request, **dict.fromkeys(Floats._fields) | dict(bias=integers)), layout
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     floats = vary(floats, varying_axes(floats, rest))
     return _attend(engine, floats, rest)
@@ -50,7 +53,7 @@ def forward_mode_refused(engine: Engine):
 
 def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:
     request, layout = rest
-    return replace(request, **floats._asdict()), layout
+    return replace(request, **floats._asdict() | dict(bias=together(floats.bias, request.bias))), layout
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,13 +96,25 @@ def _backward_once(engine: Engine, floats: Floats, rest, out, lse, low, cotangen
     delta = jnp.where(finite, delta, 0)
     request, layout = _joined(floats, rest)
     gradients = engine.backward(request, layout, lse, low, delta, dout.astype(floats.q.dtype))
-    dq, dk, dv, dbias = (_like(engine, name, x, of) for name, x, of in zip("qkvb", gradients, floats[:4], strict=True))
+    dq, dk, dv = (_like(engine, name, x, of) for name, x, of in zip("qkv", gradients[:3], floats[:3], strict=True))
+    dbias = _like_bias(engine, gradients[3], floats.bias)
     dsinks = None
     if floats.sinks is not None:
         sink = floats.sinks.astype(lse.dtype).reshape(1, 1, -1)
         weight = jnp.where(finite, jnp.exp(sink - jnp.where(finite, lse, 0) - low), 0)
         dsinks = -jnp.sum(weight * delta, axis=(0, 1)).astype(floats.sinks.dtype)
     return Floats(dq, dk, dv, dbias, dsinks)
+
+
+def _like_bias(engine: Engine, gradient, bias):
+    """The gradients of a bias's floats, each like its own."""
+    try:
+        places = jax.tree.map(lambda _, x: [x], bias, gradient, is_leaf=lambda x: x is None)
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"engine={engine.name!r}: backward returned dbias {gradient!r}, expected the structure of {bias!r}."
+        ) from None
+    return jax.tree.map(lambda of, x: _like(engine, "bias", x[0], of), bias, places, is_leaf=lambda x: x is None)
 
 
 def _like(engine: Engine, name: str, gradient, operand):
@@ -109,7 +124,7 @@ def _like(engine: Engine, name: str, gradient, operand):
     if getattr(gradient, "shape", None) != operand.shape:
         got = getattr(gradient, "shape", gradient)
         raise ValueError(
-            f"engine={engine.name!r}: backward returned d{'bias' if name == 'b' else name} of shape {got}, expected "
+            f"engine={engine.name!r}: backward returned d{name} of shape {got}, expected "
             f"{operand.shape}. It must return (dq, dk, dv, dbias), each like its operand."
         )
     return gradient.astype(operand.dtype)

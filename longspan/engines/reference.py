@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
+from longspan.biases import apart, together, total
 from longspan.dropout import keep
 from longspan.engines._contract import Engine, Request
 from longspan.layout import BlockLayout
@@ -56,7 +57,7 @@ class Reference(Engine):
         dq = jnp.einsum("bnts,bsnh->btnh", dscores, pairs.k)
         dk = jnp.einsum("bnts,btnh->bsnh", dscores, pairs.q)
         dk, dv = (_sum_groups(x, request.dims["K"]).astype(request.k.dtype) for x in (dk, dv))
-        return dq.astype(request.q.dtype), dk, dv, None if request.bias is None else _sum_to(dbias, request.bias.shape)
+        return dq.astype(request.q.dtype), dk, dv, _bias_gradient(request, layout, dbias)
 
 
 ENGINE = Reference()
@@ -82,7 +83,7 @@ def _pairs(request: Request, layout: BlockLayout) -> _Pairs:
     allowed = jax.lax.optimization_barrier(layout.mask.allowed(q_slots, kv_slots))
     allowed = jnp.broadcast_to(allowed, (B, N, T, S))
     if request.bias is not None:
-        bias = jnp.broadcast_to(request.bias, (B, N, T, S)).astype(dtype)
+        bias = jnp.broadcast_to(total(request.bias, q_slots, kv_slots, dtype), (B, N, T, S))
         allowed, bias = allowed & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
     times = allowed.astype(dtype) * _multiplicity(layout, (B, N, T, S), dtype)
     # Where nobody looks there may be anything, NaN included: zeroed here, so that 0 * NaN never happens.
@@ -155,5 +156,14 @@ def _sum_groups(x, kv_heads: int):
     return x.reshape(B, S, kv_heads, N // kv_heads, H).sum(3)
 
 
-def _sum_to(x, shape):
-    return x.sum(tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
+def _bias_gradient(request: Request, layout: BlockLayout, gradient):
+    """The gradient of the bias, in its structure, from that of its sum [B, N, T, S]."""
+    if request.bias is None:
+        return None
+    q, kv = (side.slots() for side in layout.sides(batch=request.dims["B"], heads=request.dims["N"]))
+    floats, integers = apart(request.bias)
+
+    def summed(floats):
+        return jnp.broadcast_to(total(together(floats, integers), q, kv, gradient.dtype), gradient.shape)
+
+    return jax.vjp(summed, floats)[1](gradient)[0]

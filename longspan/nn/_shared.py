@@ -10,6 +10,7 @@ from flax.linen.dtypes import promote_dtype
 
 from longspan._attention import attention
 from longspan._types import EngineName, no_type_check
+from longspan.biases import terms
 from longspan.engines import Engine
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Causal, Dense, Full, Mask
@@ -83,7 +84,7 @@ def attention_fn(
     Args:
         mask: a `Mask` or a `MaskInfo`; by default only Flax's masks hold.
         engine: as in `attention`.
-        options: further arguments of `attention`: `scale`, `soft_cap`, `sinks`.
+        options: further arguments of `attention`: `scale`, `soft_cap`, `sinks`, and a `bias` beside Flax's.
 
     Example:
         >>> import flax.linen as nn
@@ -97,7 +98,7 @@ def attention_fn(
             f"`mask` must be a Mask or a MaskInfo, got {type(mask).__name__}. Give an array to the Flax module's call "
             "instead."
         )
-    given = mask
+    given, own = mask, terms(options.pop("bias", None))
 
     def attend(
         query,
@@ -123,7 +124,7 @@ def attention_fn(
         drop = 0.0 if deterministic else float(dropout_rate)
         out: Any = attention(
             *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
-            bias=None if bias is None else _one_batch(bias, batch),
+            bias=own if bias is None else (*own, _one_batch(bias, batch)),
             dropout_rate=drop,
             dropout_key=dropout_rng if drop else None,
             engine=engine,

@@ -127,6 +127,19 @@ struct Case {
     const Array& a = call.rest[size_t(call.roles[r])];
     return int64_t(get(a, (a.dims[0] > 1 ? b * length : 0) + i));
   }
+  const Array* given(Role r) const { return call.roles[r] < 0 ? nullptr : &call.rest[size_t(call.roles[r])]; }
+  int64_t distance(int64_t b, int64_t t, int64_t s) const { return std::abs(kp(b, s) - qp(b, t)); }
+  int64_t table_at(int64_t b, int64_t n, int64_t t, int64_t s) const {
+    const int64_t width = given(kTable)->dims[1], reach = width / 2, ahead = kp(b, s) - qp(b, t);
+    return n * width + reach + std::max(-reach, std::min(reach, ahead));
+  }
+  double bias(int64_t b, int64_t n, int64_t t, int64_t s) const {
+    double x = 0;
+    if (const Array* a = given(kBias)) x += get(*a, broadcast_at(*a, b, n, t, s));
+    if (const Array* a = given(kTable)) x += get(*a, table_at(b, n, t, s));
+    if (const Array* a = given(kSlopes)) x -= get(*a, n) * double(distance(b, t, s));
+    return x;
+  }
   int add(const Array& a) { return call.rest.push_back(a), int(call.rest.size()) - 1; }
   void words(std::initializer_list<int64_t> w) {
     for (int64_t x : w) call.program.push_back(int32_t(x));
@@ -442,6 +455,16 @@ void Case::make_inputs() {
     for (int64_t i = 0; i < count_of(a); ++i) set(a, i, chance(0.1) ? -INFINITY : normal());
     call.roles[kBias] = add(a);
   }
+  if (chance(0.25)) {
+    const Array a = store.array(type == F64 ? F64 : F32, {N, 2 * pick(0, 30) + 1});
+    for (int64_t i = 0; i < count_of(a); ++i) set(a, i, chance(0.1) ? -INFINITY : normal());
+    call.roles[kTable] = add(a);
+  }
+  if (chance(0.25)) {
+    const Array a = store.array(type == F64 ? F64 : F32, {N});
+    for (int64_t i = 0; i < N; ++i) set(a, i, 0.05 * normal());
+    call.roles[kSlopes] = add(a);
+  }
   if (chance(0.3)) {
     const Array a = store.array(U32, {2});
     set(a, 0, rng());
@@ -455,16 +478,10 @@ void Case::make_inputs() {
 // NaN into keys that no query sees and queries that see no key.
 void Case::make_garbage() {
   const int64_t G = N / K;
-  const bool biased = call.roles[kBias] >= 0;
   for (int64_t i = 0; i < B * N * T * S; ++i) {
     const int64_t s = i % S, t = i / S % T, n = i / S / T % N, b = i / S / T / N;
     if (weight[size_t(i)] == 0) continue;
-    bool ok = rule(b, n, t, s);
-    if (ok && biased) {
-      const Array& a = call.rest[size_t(call.roles[kBias])];
-      ok = get(a, broadcast_at(a, b, n, t, s)) != -INFINITY;
-    }
-    if (!ok) weight[size_t(i)] = 0;
+    if (!rule(b, n, t, s) || bias(b, n, t, s) == -INFINITY) weight[size_t(i)] = 0;
   }
   std::vector<bool> key(size_t(B * K * S)), query(size_t(B * N * T));
   for (int64_t i = 0; i < B * N * T * S; ++i)

@@ -22,7 +22,8 @@ uint32_t mix(uint32_t x) {
 }
 
 struct Answer {
-  std::vector<double> out, lse, dq, dk, dv, dbias, delta;
+  std::vector<double> out, lse, dq, dk, dv, dbias, dtable, dslopes, delta;
+  double far = 0;  // what the sums in dslopes are made of, without signs
 };
 
 struct Outputs {
@@ -40,6 +41,8 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
   const bool biased = call.roles[kBias] >= 0, sunk = call.roles[kSinks] >= 0, drops = call.roles[kSeed] >= 0;
   const Array bias = biased ? call.rest[size_t(call.roles[kBias])] : Array();
   if (biased) a.dbias.assign(size_t(count_of(bias)), 0);
+  if (c.given(kTable)) a.dtable.assign(size_t(count_of(*c.given(kTable))), 0);
+  a.dslopes = a.lse;
   const std::vector<double> keys(size_t(S), 0.0);
   std::vector<double> score = keys, slope = keys, p = keys, keep = keys;
   for (int64_t b = 0; b < B; ++b)
@@ -62,7 +65,7 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
             x = call.soft_cap * u;
             slope[size_t(s)] = 1 - u * u;
           }
-          if (biased) x += get(bias, broadcast_at(bias, b, n, t, s));
+          x += c.bias(b, n, t, s);
           score[size_t(s)] = x + std::log(w);
           top = std::max(top, score[size_t(s)]);
           if (drops) {
@@ -90,6 +93,7 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
         for (int64_t h = 0; h < V; ++h)
           delta += a.out[size_t(o0 + h)] == 0 ? 0 : a.out[size_t(o0 + h)] * get(dout, o0 + h);
         a.delta[size_t(row)] = delta;
+        double far = 0;
         for (int64_t s = 0; s < S; ++s) {
           if (!(p[size_t(s)] > 0)) continue;
           double dp = 0;
@@ -100,21 +104,25 @@ Answer naive(const Case& c, const Array& dout, const Array& dlse) {
           }
           double ds = p[size_t(s)] * (dp * keep[size_t(s)] - delta);
           if (biased) a.dbias[size_t(broadcast_at(bias, b, n, t, s))] += ds;
+          if (c.given(kTable)) a.dtable[size_t(c.table_at(b, n, t, s))] += ds;
+          a.dslopes[size_t(row)] -= ds * double(c.distance(b, t, s));
+          far += std::fabs(ds) * double(c.distance(b, t, s));
           ds *= slope[size_t(s)] * call.scale;
           for (int64_t h = 0; h < H; ++h) {
             a.dq[size_t(q0 + h)] += ds * get(call.k, k0 + h);
             a.dk[size_t(k0 + h)] += ds * get(call.q, q0 + h);
           }
         }
+        a.far = std::max(a.far, far);
       }
   return a;
 }
 
 int failures = 0;
 
-void compare(const char* name, const Array& got, const std::vector<double>& want, double eps, int seed,
-             const char* isa) {
-  double size = 1e-3, worst = 0;
+void compare(const char* name, const Array& got, const std::vector<double>& want, double eps, int seed, const char* isa,
+             double least = 1e-3) {
+  double size = least, worst = 0;
   int64_t at = -1;
   for (double x : want)
     if (std::isfinite(x)) size = std::max(size, std::fabs(x));
@@ -181,32 +189,42 @@ void run_case(int seed) {
       std::string bad = check_backward(built.problem, given, dq, dk, dv, sk, sv, g);
       g.dq = const_cast<void*>(dq.data), g.dk = const_cast<void*>(dk.data), g.dv = const_cast<void*>(dv.data);
       g.scratch_dk = ak.get(), g.scratch_dv = av.get();
+      const Array ds = c.store.array(stats, {c.B, c.T, c.N});
+      g.dslopes = const_cast<void*>(ds.data);
       if (!bad.empty() || !kernel->backward(built.problem, g, runner)) {
         ++failures;
         std::printf("case %d: backward: %s\n", seed, bad.c_str());
         return;
       }
-      if (built.problem.has_bias) {
-        const Array& b = c.call.rest[size_t(c.call.roles[kBias])];
-        const Array db = c.store.array(stats, {b.dims[0], b.dims[1], b.dims[2], b.dims[3]});
-        const Array sc = c.store.array(stats, {3, b.dims[0], b.dims[1], b.dims[2], b.dims[3]});
+      std::vector<const std::vector<double>*> wants = {&want.out, &want.lse, &want.dq, &want.dk, &want.dv};
+      for (const Role role : {kBias, kTable}) {
+        if (!c.given(role)) continue;
+        const Array& b = *c.given(role);
+        const bool of_table = c.call.of_table = role == kTable;
+        const int64_t dims[4] = {of_table ? 1 : b.dims[0], b.dims[1 - of_table], of_table ? 1 : b.dims[2],
+                                 b.dims[of_table ? 1 : 3]};
+        const Array db = c.store.array(stats, {dims[0], dims[1], dims[2], dims[3]});
+        const Array sc = c.store.array(stats, {3, dims[0], dims[1], dims[2], dims[3]});
         BiasGradient bg;
         bad = check_bias_gradient(built.problem, c.call, given, db, sc, bg);
         bg.dbias = const_cast<void*>(db.data), bg.scratch = const_cast<void*>(sc.data);
         if (!bad.empty()) ++failures, std::printf("case %d: %s\n", seed, bad.c_str());
         kernel->bias_gradient(built.problem, bg, runner);
-        results.push_back({"dbias", db});
+        results.push_back({of_table ? "dtable" : "dbias", db});
+        wants.push_back(of_table ? &want.dtable : &want.dbias);
       }
+      if (c.given(kSlopes)) results.push_back({"dslopes", ds}), wants.push_back(&want.dslopes);
       std::string all;
       for (auto& r : results)
         all.append(static_cast<const char*>(r.second.data), size_t(count_of(r.second) * size_of(r.second.type)));
       bits.push_back(all);
       if (threads > 1) continue;
-      const std::vector<double>* wants[] = {&want.out, &want.lse, &want.dq, &want.dk, &want.dv, &want.dbias};
       for (size_t i = 0; i < results.size(); ++i) {
-        const bool is_lse = i == 1 && stats == F32, is_dbias = i == 5 && stats == F32;
+        const bool is_lse = i == 1 && stats == F32, is_dbias = i >= 5 && stats == F32;
         const double allowed = is_lse ? 1e-5 : is_dbias ? std::max(eps, 1e-4) : eps;
-        compare(results[i].first, results[i].second, *wants[i], allowed, seed, kernel->name);
+        const bool sums = wants[i] == &want.dslopes;
+        compare(results[i].first, results[i].second, *wants[i], allowed, seed, kernel->name,
+                sums ? std::max(want.far, 1e-3) : 1e-3);
       }
     }
     if (bits[0] != bits[1]) ++failures, std::printf("case %d %s: other bits with other threads\n", seed, kernel->name);

@@ -92,15 +92,22 @@ void run(Case& c, const Call& call, const Built& built, const Kernel* kernel) {
   if (!check_backward(built.problem, given, dq, dk, dv, scratch, v_scratch, g).empty()) std::abort();
   g.dq = data(dq), g.dk = data(dk), g.dv = data(dv);
   g.scratch_dk = scratch_dk.get(), g.scratch_dv = scratch_dv.get();
+  const Array dslopes = made(stats, {c.B, c.T, c.N});
+  g.dslopes = data(dslopes);
   kernel->backward(built.problem, g, runner);
-  if (!built.problem.has_bias) return;
-  const Array& bias = call.rest[size_t(call.roles[kBias])];
-  const Array dbias = made(stats, {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]});
-  const Array chunks = made(stats, {2, bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]});
-  BiasGradient b;
-  if (!check_bias_gradient(built.problem, call, given, dbias, chunks, b).empty()) std::abort();
-  b.dbias = data(dbias), b.scratch = data(chunks);
-  kernel->bias_gradient(built.problem, b, runner);
+  for (const Role role : {kBias, kTable}) {
+    if (call.roles[role] < 0) continue;
+    Array bias = call.rest[size_t(call.roles[role])];
+    Call of = call;
+    of.of_table = role == kTable;
+    if (of.of_table) bias.dims[3] = bias.dims[1], bias.dims[1] = bias.dims[0], bias.dims[0] = bias.dims[2] = 1;
+    const Array dbias = made(stats, {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]});
+    const Array chunks = made(stats, {2, bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]});
+    BiasGradient b;
+    if (!check_bias_gradient(built.problem, of, given, dbias, chunks, b).empty()) std::abort();
+    b.dbias = data(dbias), b.scratch = data(chunks);
+    kernel->bias_gradient(built.problem, b, runner);
+  }
 }
 
 // Whether a call was accepted; then it has been run.

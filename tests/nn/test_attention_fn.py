@@ -52,6 +52,17 @@ def test_a_longspan_mask_equals_flax_with_the_dense_mask(of):
     np.testing.assert_allclose(run(linen.attention_fn(MASK)), run(mask=DENSE), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("flax_bias", [None, jnp.linspace(-1, 1, T).reshape(1, 1, 1, T)], ids=["alone", "with flax's"])
+def test_a_bias_of_positions_is_added(flax_bias):
+    q, k, v = (times * X.reshape(B, T, N, 4) for times in (1.0, 2.0, 3.0))
+    slopes = jnp.array([0.5, 0.25, 0.1])
+    places = jnp.arange(T, dtype=jnp.float32)
+    dense = -slopes.reshape(1, N, 1, 1) * abs(places.reshape(1, 1, T, 1) - places.reshape(1, 1, 1, T))
+    got = linen.attention_fn(MASK, bias=ls.alibi(slopes))(q, k, v, bias=flax_bias)
+    wanted = nn.dot_product_attention(q, k, v, bias=dense if flax_bias is None else dense + flax_bias, mask=DENSE)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 @KINDS
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
 def test_flax_s_own_mask_holds_too(of, dtype):

@@ -1,7 +1,7 @@
 """The `cpu` engine: a native block-sparse kernel, forward and backward, called through the XLA FFI (see native/).
 
-`operands` turns a request into what the kernel reads, `program` the mask; `call` teaches JAX how such a call is batched
-and sharded; `library` finds the kernel.
+`operands` turns a request into what the kernel reads, `program` the mask, `biases` the bias; `call` teaches JAX how
+such a call is batched and sharded; `library` finds the kernel.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ import numpy as np
 
 from longspan.engines._contract import Engine, Request
 from longspan.engines.cpu import library
+from longspan.engines.cpu.biases import Biases, biases_of, differentiable_biases, unknown_bias
 from longspan.engines.cpu.call import call
 from longspan.engines.cpu.operands import bit_bytes, dense_bit_bytes, prepare
 from longspan.engines.cpu.program import unknown
@@ -33,7 +34,7 @@ class Cpu(Engine):
             return f"it computes {', '.join(DTYPES)}, not {np.dtype(request.q.dtype).name}"
         if (size := max(request.dims["H"], request.dims["Hv"])) > MOST_HEAD_SIZE:
             return f"its heads have at most {MOST_HEAD_SIZE} elements, not {size}"
-        return _too_many_bits(request) or library.missing()
+        return unknown_bias(request) or _too_many_bits(request) or library.missing()
 
     def tiles(self, request: Request) -> tuple[int, int]:
         """The kernel's own tiles, smaller for short sides."""
@@ -57,13 +58,18 @@ class Cpu(Engine):
         return _forward("wide_forward" if wide else "forward", request, layout, by_tiles=True)
 
     def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
-        plan, floats, operands = prepare(request, layout)
+        biases, to_gradient = differentiable_biases(request)
+        plan, floats, operands = prepare(request, layout, biases)
         qkv, own = (request.q, request.k, request.v), (lse, low, dout, delta)
-        dq, dk, dv = call("backward", plan, qkv, floats, operands, own)
-        dbias = None
-        if request.bias is not None:
-            (dbias,) = call("bias_gradient", plan, qkv, floats, operands, own)
-        return dq, dk, dv, dbias
+        dq, dk, dv, *by_query = call("backward", plan, qkv, floats, operands, own)
+        array, table = None, None
+        if biases.array is not None:
+            (array,) = call("bias_gradient", plan, qkv, floats, operands, own)
+        if biases.table is not None:
+            (table,) = call("table_gradient", plan, qkv, floats, operands, own)
+            table = table.reshape(biases.table.shape)
+        slopes = by_query[0].sum((0, 1)) if by_query else None
+        return dq, dk, dv, to_gradient(Biases(array, table, slopes))
 
 
 ENGINE = Cpu()
@@ -86,5 +92,5 @@ def _too_many_bits(request: Request) -> str | None:
 
 
 def _forward(kind: str, request: Request, layout: BlockLayout, *, by_tiles: bool = False):
-    plan, floats, operands = prepare(request, layout)
+    plan, floats, operands = prepare(request, layout, biases_of(request))
     return call(kind, replace(plan, by_tiles=by_tiles), (request.q, request.k, request.v), floats, operands)

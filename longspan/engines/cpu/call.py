@@ -19,6 +19,8 @@ from longspan.engines._varying import vary, varying_axes
 from longspan.engines.cpu import library
 from longspan.engines.cpu.operands import Plan
 
+# Passes of their own for the gradient of one operand, and which.
+GRADIENTS = {"bias_gradient": "bias", "table_gradient": "table"}
 PAD_BYTES = 64  # rows of the backward pass's scratch: kPadBytes in native/problem.h
 
 
@@ -41,7 +43,7 @@ BATCH = ("B", "b", "l")
 def _fold(call, kind: str, axes, size: int, batched, *operands):
     """vmap: the mapped axis becomes part of the batch. What has no batch axis, or is summed over it, runs in a loop."""
     foldable = all(names[0] in BATCH for names, is_batched in zip(axes, batched, strict=True) if is_batched)
-    if kind == "bias_gradient" or not foldable:
+    if kind in GRADIENTS or not foldable:
         moving = [x for x, b in zip(operands, batched, strict=True) if b]
 
         def one(moved):
@@ -100,11 +102,21 @@ def _local(kind: str, plan: Plan, *operands):
         rows = S + min(S, max(8192, S // 4))
         scratch = [result((B, K, rows, -(-x.shape[3] // unit) * unit), stats) for x in (k, v)]
         results = (*(result(x.shape, x.dtype) for x in (q, k, v)), *scratch)
-        return library.call(target, results, operands, **attributes)[:3]
-    bias = operands[9]
-    chunks = min(8, -(-T // plan.q_tile)) if bias.shape[2] == 1 and T > 1 else 0
-    results = (result(bias.shape, stats), result((chunks, *bias.shape), stats))
-    return library.call(target, results, operands, **attributes)[:1]
+        if plan.role("slopes") >= 0:
+            results = (*results, result((B, T, N), stats))
+        out = library.call(target, results, operands, **attributes)
+        return (*out[:3], *out[5:])
+    shape = _gradient_shape(kind, plan, operands)
+    chunks = min(8, -(-T // plan.q_tile)) if shape[2] == 1 and T > 1 else 0
+    results = (result(shape, stats), result((chunks, *shape), stats))
+    of_table = np.int64(kind == "table_gradient")
+    return library.call("longspan_bias_gradient", results, operands, **attributes, of_table=of_table)[:1]
+
+
+def _gradient_shape(kind: str, plan: Plan, operands) -> tuple[int, ...]:
+    """The shape of a bias's gradient, as the kernel writes it: a table [N, X] as [1, N, 1, X]."""
+    shape = operands[9 + plan.role(GRADIENTS[kind])].shape
+    return shape if kind == "bias_gradient" else (1, shape[0], 1, shape[1])
 
 
 def _result(like, shape, dtype) -> jax.ShapeDtypeStruct:
@@ -115,14 +127,15 @@ def _result(like, shape, dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=like.manual_axis_type)
 
 
-def _results(kind: str, operands) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
+def _results(kind: str, plan: Plan, operands) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
     """Shape and axes of each result."""
     q, k, v = (x.shape for x in operands[:3])
     if kind in ("forward", "wide_forward"):
         return ((*q[:3], v[3]), ("b", "", "n", "")), *[(q[:3], ("b", "", "n"))] * 2
     if kind == "backward":
-        return (q, ("b", "", "n", "")), (k, ("b", "", "k", "")), (v, ("b", "", "k", ""))
-    return ((operands[9].shape, ("b", "n", "", "")),)
+        slopes = [(q[:3], ("b", "", "n"))] * (plan.role("slopes") >= 0)
+        return (q, ("b", "", "n", "")), (k, ("b", "", "k", "")), (v, ("b", "", "k", "")), *slopes
+    return ((_gradient_shape(kind, plan, operands), ("b", "n", "", "")),)
 
 
 def _sharding_rule(kind: str, plan: Plan, axes, operands):
@@ -143,7 +156,7 @@ def _sharding_rule(kind: str, plan: Plan, axes, operands):
         return " ".join(found)
 
     left = ", ".join(factors(x.shape, names) for x, names in zip(operands, axes, strict=True))
-    right = ", ".join(factors(shape, names) for shape, names in _results(kind, operands))
+    right = ", ".join(factors(shape, names) for shape, names in _results(kind, plan, operands))
     sizes = dict(g=group) if group > 1 and kv_heads > 1 else {}
     return f"{left} -> {right}", tuple(fixed), sizes
 
@@ -152,13 +165,13 @@ def _partition(kind: str, plan: Plan, axes, mesh, arg_shapes, result_shapes):
     """Shardings for one device's part, from those of q."""
     where = _placement(arg_shapes, mesh)
     spec = partial(_spec, mesh, where)
-    results = _results(kind, arg_shapes)
+    results = _results(kind, plan, arg_shapes)
 
     def lower(*operands):
         out = _local(kind, plan, *operands)
         if kind == "backward" and where["group"]:
-            out = (out[0], *(jax.lax.psum(x, where["group"]) for x in out[1:]))
-        if kind == "bias_gradient":
+            out = (out[0], *(jax.lax.psum(x, where["group"]) for x in out[1:3]), *out[3:])
+        if kind in GRADIENTS:
             (shape, _), summed = results[0], ()
             summed += where["b"] if shape[0] == 1 else ()
             summed += where["n"] if shape[1] == 1 else ()
@@ -171,7 +184,7 @@ def _partition(kind: str, plan: Plan, axes, mesh, arg_shapes, result_shapes):
 
 def _infer(kind: str, plan: Plan, axes, mesh, arg_shapes, result_shapes):
     where = _placement(arg_shapes, mesh)
-    return tuple(_spec(mesh, where, shape, names) for shape, names in _results(kind, arg_shapes))
+    return tuple(_spec(mesh, where, shape, names) for shape, names in _results(kind, plan, arg_shapes))
 
 
 def _spec(mesh, where, shape, names) -> NamedSharding:

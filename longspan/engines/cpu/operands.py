@@ -10,6 +10,7 @@ import numpy as np
 
 from longspan._types import statistics_dtype
 from longspan.engines._contract import Request
+from longspan.engines.cpu.biases import Biases
 from longspan.engines.cpu.library import static_ints
 from longspan.engines.cpu.program import encode, knows, most_visits, unknown
 from longspan.layout import BlockLayout, plan
@@ -27,9 +28,13 @@ class Plan:
     q_tile: int
     kv_tile: int
     words: tuple[int, ...]
-    roles: tuple[int, ...]  # which of the further operands is the bias, ..., as `enum Role` in native/program.h
-    axes: tuple[tuple[str, ...], ...]  # of starts, stops, bias, sinks (if given) and all further operands
+    roles: tuple[int, ...]  # which of the further operands is the bias, ..., in the order of ROLES
+    axes: tuple[tuple[str, ...], ...]  # of starts, stops, biases, sinks (if given) and all further operands
     by_tiles: bool = False  # few queries do not stream either: the gradient needs scores of the same bits
+
+    def role(self, name: str) -> int:
+        """Which of the further operands has a role; -1: none."""
+        return self.roles[ROLES.index(name)]
 
     def attributes(self) -> dict[str, Any]:
         """What every call passes along."""
@@ -46,22 +51,26 @@ class Plan:
         )
 
 
-ROLES = ("bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids", "head_ids", "seed")
+# As `enum Role` in native/program.h.
+ROLES = (
+    "bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids", "head_ids", "seed", "slopes", "table"
+)  # fmt: skip
 
 
-def prepare(request: Request, layout: BlockLayout) -> tuple[Plan, tuple, tuple]:
-    """The plan of a call; the bias and sinks that are there; starts, stops, and what roles or words name."""
+def prepare(request: Request, layout: BlockLayout, biases: Biases) -> tuple[Plan, tuple, tuple]:
+    """The plan of a call; the biases and sinks that are there; starts, stops, and what roles or words name."""
     B, N = (request.dims[axis] for axis in "BN")
     layout, dropout = _broadcast_layout(layout, B, N), request.dropout
-    bias, sinks = request.bias, request.sinks
-    sinks = None if sinks is None else sinks.astype(statistics_dtype(request.q.dtype))
-    floats = tuple(a for a in (bias, sinks) if a is not None)
-    roles: dict[str, int] = dict.fromkeys(ROLES, -1)
-    if bias is not None:
-        roles["bias"] = 0
-    if sinks is not None:
-        roles["sinks"] = len(floats) - 1
-    program = encode(layout, B, N, len(floats))
+    sinks = None if request.sinks is None else request.sinks.astype(statistics_dtype(request.q.dtype))
+    given: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("bias", biases.array, ("b", "n", "", "")),
+        ("table", biases.table, ("n", "")),
+        ("slopes", biases.slopes, ("n",)),
+        ("sinks", sinks, ("n",)),
+    ]
+    given = [each for each in given if each[1] is not None]
+    roles: dict[str, int] = dict.fromkeys(ROLES, -1) | {name: i for i, (name, _, _) in enumerate(given)}
+    program = encode(layout, B, N, len(given))
     extras: list[tuple[str, Any, tuple[str, ...]]] = [
         ("q_pos", layout.q_positions, ("b", "")),
         ("kv_pos", layout.kv_positions, ("b", "")),
@@ -77,7 +86,6 @@ def prepare(request: Request, layout: BlockLayout) -> tuple[Plan, tuple, tuple]:
             wanted = np.uint32 if name == "seed" else np.int32
             roles[name] = program.add(jnp.asarray(array).astype(wanted), *axes)
     tables = [jnp.asarray(a).astype(np.int32) for a in (layout.starts, layout.stops)]
-    float_axes = [("b", "n", "", "")] * (bias is not None) + [("n",)] * (sinks is not None)
     plan = Plan(
         scale=request.scale,
         soft_cap=request.soft_cap or 0.0,
@@ -87,9 +95,9 @@ def prepare(request: Request, layout: BlockLayout) -> tuple[Plan, tuple, tuple]:
         kv_tile=layout.kv_tile,
         words=tuple(program.words),
         roles=tuple(roles.values()),
-        axes=(*[("l", "n", "", "")] * 2, *float_axes, *program.axes),
+        axes=(*[("l", "n", "", "")] * 2, *(axes for _, _, axes in given), *program.axes),
     )
-    return plan, floats, (*tables, *program.operands)
+    return plan, tuple(array for _, array, _ in given), (*tables, *program.operands)
 
 
 def dense_bit_bytes(request: Request) -> int:

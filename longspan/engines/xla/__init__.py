@@ -9,6 +9,7 @@ and the program does not grow with T.
 
 from dataclasses import replace
 
+from longspan.biases import terms
 from longspan.engines._contract import Engine, Request
 from longspan.engines.xla.backward import backward
 from longspan.engines.xla.forward import forward
@@ -43,12 +44,16 @@ class Xla(Engine):
         return out, lse
 
     def forward(self, request: Request, layout: BlockLayout):
-        floats = (request.q, request.k, request.v, request.bias, request.sinks)
+        floats = (request.q, request.k, request.v, terms(request.bias), request.sinks)
         return forward(_plan(request, layout))(floats, (layout, request.dropout))
 
     def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
-        floats = (request.q, request.k, request.v, request.bias)
-        return backward(_plan(request, layout))(floats, (layout, request.dropout), lse, low, delta, dout)
+        floats = (request.q, request.k, request.v, terms(request.bias))
+        run = backward(_plan(request, layout))
+        dq, dk, dv, dbias = run(floats, (layout, request.dropout), lse, low, delta, dout)
+        if not isinstance(request.bias, tuple):
+            dbias = dbias[0] if dbias else None
+        return dq, dk, dv, dbias
 
 
 ENGINE = Xla()

@@ -10,6 +10,7 @@ from jax.custom_batching import sequential_vmap
 
 from longspan._types import statistics_dtype
 from longspan.engines._varying import vary, varying_axes
+from longspan.engines.xla.biases import add_bias_gradients, bias_gradients, no_gradients, unpad_biases
 from longspan.engines.xla.parts import (
     ZERO,
     Plan,
@@ -17,7 +18,6 @@ from longspan.engines.xla.parts import (
     Tensors,
     add_at,
     apart,
-    bias_window,
     each_head,
     indices,
     key_place,
@@ -28,7 +28,6 @@ from longspan.engines.xla.parts import (
     read_tile,
     rows_of,
     scaled_queries,
-    sum_to_bias,
     write_tile,
 )
 from longspan.engines.xla.visit import LOW, drop, powers_of, scores_of, visit_all
@@ -39,12 +38,12 @@ def backward(plan: Plan):
 
     @sequential_vmap
     def run(floats, rest, lse, low, delta, dout):
-        q, k, _, bias = floats
+        q, k, _, biases = floats
         dtype = statistics_dtype(q.dtype)
         x = padded(plan, *floats, *rest)
         # Rows without keys have lse = -inf; any finite level will do, since all their weights are masked.
         level = jnp.where(jnp.isfinite(lse), lse, 0)
-        if bias is None:  # or that of a sink so low that masked scores would not vanish beside it
+        if not biases:  # or that of a sink so low that masked scores would not vanish beside it
             level = jnp.maximum(level, LOW)
         by_query = [pad_queries(plan, x.layout, a) for a in (dout, *(a[..., None] for a in (delta, level, low)))]
         axes, copied = varying_axes(x, by_query), plan.copies(x.layout)
@@ -65,13 +64,11 @@ def backward(plan: Plan):
                 keys = [add_at(big, part, begin) for big, part in zip(keys, parts, strict=True)]
             return (dq, keys, dbias), None
 
-        dbias = None if x.bias is None else jnp.zeros(x.bias.shape, dtype)
-        zeros = (jnp.zeros_like(x.q), [jnp.zeros(a.shape, dtype) for a in (x.k, x.v)], dbias)
+        zeros = [jnp.zeros(a.shape, dtype) for a in (x.k, x.v)]
+        zeros = (jnp.zeros_like(x.q), zeros, no_gradients(x.biases, dtype))
         (dq, keys, dbias), _ = jax.lax.scan(heads, vary(zeros, axes), places(plan))
         dk, dv = (a[:, : plan.S].astype(k.dtype) for a in keys)
-        if bias is not None:
-            dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]]
-        return dq[:, : plan.T], dk, dv, dbias
+        return dq[:, : plan.T], dk, dv, unpad_biases(dbias, biases)
 
     return run
 
@@ -97,7 +94,7 @@ class Gradients(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
-    dbias: Any
+    dbias: tuple[Any, ...]
 
 
 def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, low, at: Run, allowed, _) -> Gradients:
@@ -109,7 +106,7 @@ def _gradients(plan: Plan, x: Tensors, q_tile, dout, delta, level, low, at: Run,
     powers = powers_of(x, scores - level, low, allowed)
     dv = drop(plan, x, at, powers).T @ dout
     dscores = powers * (drop(plan, x, at, dout @ v.T) - delta)
-    dbias = None if x.bias is None else sum_to_bias(plan, x, at, dscores)
+    dbias = bias_gradients(plan, x, at, dscores)
     if slope is not None:
         dscores = dscores * slope
     # q_tile carries the scale already, so dk needs none; dq gets it at the end of its row.
@@ -120,8 +117,7 @@ def _add_gradients(plan: Plan, x: Tensors, at: Run, new: list[Gradients], carry)
     dq, keys, dbias = carry
     dq = [a + part.dq for a, part in zip(dq, new, strict=True)]
     for one, part in zip(apart(plan, at), new, strict=True):
-        if dbias is not None:
-            dbias = add_at(dbias, part.dbias, bias_window(plan, x, one)[0])
+        dbias = add_bias_gradients(plan, x, one, dbias, part.dbias)
     place = key_place(plan, x.k, at.b, at.h, at.start)
     keys = [
         [add_at(big, a[None, :, None], place) for big, a in zip(own, (part.dk, part.dv), strict=True)]

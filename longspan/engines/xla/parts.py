@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
+from longspan.biases import Bias
 from longspan.dropout import Dropout
 from longspan.layout import BlockLayout
 
@@ -52,7 +53,7 @@ class Tensors(NamedTuple):
     q: Any  # [B, T', N, H]
     k: Any  # [B, S', K, H]
     v: Any  # [B, S', K, Hv]
-    bias: Any  # None, or [B or 1, N or 1, T' or 1, S' or 1]
+    biases: tuple[Any, ...]  # what is summed: arrays [B or 1, N or 1, T' or 1, S' or 1], and `Bias`es
     layout: BlockLayout
     dropout: Dropout | None
 
@@ -80,14 +81,18 @@ def apart(plan: Plan, at: Run) -> list[Run]:
     return [at._replace(h=at.h + n) for n in range(plan.together)]
 
 
-def padded(plan: Plan, q, k, v, bias, layout: BlockLayout, dropout: Dropout | None) -> Tensors:
+def padded(plan: Plan, q, k, v, biases, layout: BlockLayout, dropout: Dropout | None) -> Tensors:
     """Pads queries to whole tiles, and keys to at least one visit."""
     more_k = max(plan.width, layout.kv_tile) - plan.S
     k, v = (_pad(a, more_k) for a in (k, v))
-    if bias is not None:
-        more_q = layout.q_tiles * layout.q_tile - plan.T if bias.shape[2] > 1 else 0
-        bias = _pad(_pad(bias, more_q, axis=2), more_k if bias.shape[3] > 1 else 0, axis=3)
-    return Tensors(pad_queries(plan, layout, q), k, v, bias, layout, dropout)
+    more_q = layout.q_tiles * layout.q_tile - plan.T
+    biases = tuple(
+        term
+        if isinstance(term, Bias)
+        else _pad(_pad(term, more_q * (term.shape[2] > 1), axis=2), more_k * (term.shape[3] > 1), axis=3)
+        for term in biases
+    )
+    return Tensors(pad_queries(plan, layout, q), k, v, biases, layout, dropout)
 
 
 def pad_queries(plan: Plan, layout: BlockLayout, a):
@@ -184,25 +189,6 @@ def table_of(table, b, h):
     """One batch row's and head's part of a layout's table."""
     table = jnp.asarray(table)
     return table[b if table.shape[0] > 1 else 0, h if table.shape[1] > 1 else 0]
-
-
-def bias_window(plan: Plan, x: Tensors, at: Run):
-    """Where a visit's part of the bias starts, and its size."""
-    full = ((at.b, 1), (at.h * plan.group, plan.group), (at.i * x.layout.q_tile, x.layout.q_tile), (at.start, at.width))
-    window = [(ZERO, 1) if n == 1 else place for n, place in zip(x.bias.shape, full, strict=True)]
-    return tuple(start for start, _ in window), tuple(size for _, size in window)
-
-
-def bias_tile(plan: Plan, x: Tensors, at: Run):
-    """A visit's part of the bias."""
-    return jax.lax.dynamic_slice(x.bias, *bias_window(plan, x, at))
-
-
-def sum_to_bias(plan: Plan, x: Tensors, at: Run, dscores):
-    """A visit's gradient of the bias, summed over the axes along which the bias is broadcast."""
-    _, sizes = bias_window(plan, x, at)
-    full = dscores.reshape(1, plan.group, x.layout.q_tile, at.width)
-    return full.sum(tuple(axis for axis, n in enumerate(sizes) if n == 1), keepdims=True)
 
 
 def add_at(big, part, place):

@@ -3,14 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from longspan._types import statistics_dtype
 from longspan.dropout import keep
 from longspan.engines._varying import vary, varying_axes
+from longspan.engines.xla.biases import bias_tile
 from longspan.engines.xla.parts import (
     Plan,
     Run,
     Tensors,
     apart,
-    bias_tile,
     query_heads,
     run_of,
     sides,
@@ -60,7 +61,7 @@ def _visit(plan: Plan, x: Tensors, at: Run, visits, carry, combine):
     end = jnp.minimum(at.stop, plan.S)
     some, every = layout.mask.classify(q_side.run(at.i * size, size), kv_side.run(at.start, at.width))
     full = jnp.all(every) & (at.start == at.first) & (at.start + at.width <= end)
-    if x.bias is not None:  # a bias of -inf masks its key, which shows only when it is read
+    if x.biases:  # a bias of -inf masks its key, which shows only when it is read
         full = full & False
     kind = jnp.where(jnp.any(some) & (at.first < at.stop), jnp.where(full, 2, 1), 0)
 
@@ -94,9 +95,9 @@ def _allowed_apart(plan: Plan, x: Tensors, at: Run, allowed):
     shape = (1, plan.group, x.layout.q_tile, at.width)
     same = allowed.shape[1] == 1
     parts = [allowed] * plan.together if same else jnp.split(allowed, plan.together, axis=1)
-    if x.bias is not None:
-        runs = apart(plan, at)
-        parts = [part & (bias_tile(plan, x, one) != -jnp.inf) for part, one in zip(parts, runs, strict=True)]
+    if x.biases:
+        runs, dtype = apart(plan, at), statistics_dtype(x.q.dtype)
+        parts = [part & (bias_tile(plan, x, one, dtype) != -jnp.inf) for part, one in zip(parts, runs, strict=True)]
     return [jnp.broadcast_to(part, shape).reshape(-1, at.width) for part in parts]
 
 
@@ -106,10 +107,10 @@ def scores_of(plan: Plan, x: Tensors, q_tile, k, at: Run, allowed):
     if plan.soft_cap is not None:
         bent = jnp.tanh(scores / plan.soft_cap)
         scores, slope = plan.soft_cap * bent, 1 - bent * bent
-    if x.bias is not None:
-        bias = jnp.broadcast_to(bias_tile(plan, x, at), (1, plan.group, x.layout.q_tile, at.width))
-        scores = scores + jnp.where(bias == -jnp.inf, 0, bias).reshape(scores.shape).astype(scores.dtype)
-    return where_allowed(allowed, scores, NEVER if x.bias is None else lowest(x, scores.dtype)), slope
+    if x.biases:
+        bias = jnp.broadcast_to(bias_tile(plan, x, at, scores.dtype), (1, plan.group, x.layout.q_tile, at.width))
+        scores = scores + jnp.where(bias == -jnp.inf, 0, bias).reshape(scores.shape)
+    return where_allowed(allowed, scores, lowest(x, scores.dtype) if x.biases else NEVER), slope
 
 
 def along_keys(reduce, a):
@@ -120,13 +121,13 @@ def along_keys(reduce, a):
 
 def lowest(x: Tensors, dtype) -> float:
     """Where the running maximum starts. A bias may be as low as floats go (people mask with it), scores may not."""
-    return LOW if x.bias is None else float(jnp.finfo(dtype).min)
+    return float(jnp.finfo(dtype).min) if x.biases else LOW
 
 
 def powers_of(x: Tensors, scores, level, allowed):
     """exp(scores - level), 0 where not allowed; without a bias masked scores are low enough to vanish by themselves."""
     powers = jnp.exp(scores - level)
-    return powers if x.bias is None else where_allowed(allowed, powers, 0)
+    return where_allowed(allowed, powers, 0) if x.biases else powers
 
 
 def drop(plan: Plan, x: Tensors, at: Run, weights):

@@ -1,0 +1,333 @@
+"""Biases computed from positions, where and when a tile needs them: nothing of the size of the square ever exists.
+
+A `Bias` says what it adds to the scores of some slots (`at`), and, if it depends on the head and the distance alone,
+says that too (`by_distance`), which is what a kernel needs to compute it by itself.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from longspan._checks import FLOATS, check_broadcast, check_static_size, is_array, is_known
+from longspan._types import Array, no_type_check
+from longspan.masks.pytree import Value, rule, short
+from longspan.masks.sides import Slots, two_sides
+
+
+@no_type_check
+def alibi(slopes: Float[Array, "N"]) -> "Bias":
+    """The bias −slope·|q − k| of ALiBi (arXiv:2108.12409), with one slope per query head; q and k are positions.
+
+    Gradients reach the slopes.
+
+    Args:
+        slopes: finite floats [N]. The paper's, for N a power of two, are 2^(−8·n/N) for n = 1 … N.
+
+    Example:
+        >>> q = k = v = jnp.ones((1, 8, 2, 4))
+        >>> ls.attention(q, k, v, mask=ls.Causal(), bias=ls.alibi(2.0 ** jnp.array([-4.0, -8.0]))).shape
+        (1, 8, 2, 4)
+
+    Differs from the paper: it is written for causal masks, where |q − k| = q − k; here keys after the query are as far
+    as those before it.
+    """
+    _check_floats("slopes", slopes, 1, "[N], one per query head")
+    if is_known(slopes) and not np.isfinite(np.asarray(slopes, np.float64)).all():
+        raise ValueError(f"`slopes` must be finite, got {np.asarray(slopes, np.float64)}. Mask keys with `mask`.")
+    return Alibi(slopes)
+
+
+@no_type_check
+def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = True, max_distance: int = 128) -> "Bias":
+    """The bias table[bucket(k − q), head] of T5 (arXiv:1910.10683); q and k are positions.
+
+    Half of a direction's buckets hold one distance each, the others logarithmically more, up to `max_distance`; all
+    that lies further is in the last one. Gradients reach the table.
+
+    Args:
+        table: floats [buckets, N]; −inf is a masked key.
+        bidirectional: keys before and after the query have buckets of their own; else all after it share the first.
+        max_distance: where the last bucket begins, at the latest.
+
+    Example:
+        >>> q = k = v = jnp.ones((1, 8, 2, 4))
+        >>> ls.attention(q, k, v, bias=ls.relative_bias(jnp.zeros((32, 2)))).shape
+        (1, 8, 2, 4)
+    """
+    _check_floats("table", table, 2, "[buckets, N], one column per query head")
+    if is_known(table) and np.isnan(np.asarray(table, np.float64)).any():
+        raise ValueError("`table` holds NaN: every score of its bucket would be NaN.")
+    if not isinstance(bidirectional, bool):
+        raise TypeError(f"`bidirectional` must be a Python bool, got {bidirectional!r}.")
+    exact = table.shape[0] // (4 if bidirectional else 2)
+    if exact < 1:
+        ways = "two directions" if bidirectional else "one direction"
+        least = 4 if bidirectional else 2
+        raise ValueError(f"`table` must have at least {least} buckets for {ways}, got shape {tuple(table.shape)}.")
+    max_distance = check_static_size("max_distance", max_distance, 1)
+    if max_distance <= exact:
+        raise ValueError(
+            f"`max_distance` must be greater than {exact}, up to which each of the {table.shape[0]} buckets holds one "
+            f"distance, got {max_distance}."
+        )
+    return Relative(table, bidirectional, max_distance)
+
+
+class Distances(NamedTuple):
+    """−slopes[n]·|k − q| + table[n, clip(k − q, −reach, reach) + reach], of which one part may be missing."""
+
+    slopes: Any = None  # [N]
+    table: Any = None  # [N, 2·reach + 1]
+
+    def at(self, q: Slots, kv: Slots, dtype):
+        ahead, parts = kv.position - q.position, []
+        if self.slopes is not None:
+            slopes = q.table(self.slopes).astype(dtype)
+            parts.append(-slopes[q.side.heads_of(len(slopes))] * abs(ahead).astype(dtype))
+        if self.table is not None:
+            table, reach = q.table(self.table).astype(dtype), self.table.shape[1] // 2
+            parts.append(table[q.side.heads_of(len(table)), jnp.clip(ahead, -reach, reach) + reach])
+        return sum(parts[1:], start=parts[0])
+
+    def fits(self, heads: int) -> bool:
+        """Whether there is something for each of so many heads."""
+        slopes = self.slopes is None or self.slopes.shape == (heads,)
+        table = self.table is None or (self.table.ndim == 2 and self.table.shape[1] % 2 == 1)
+        given = [x.shape[0] for x in self if x is not None]
+        return slopes and table and given != [] and set(given) == {heads}
+
+
+class Bias(Value):
+    """A term that is added to the scores, after the soft cap, and computed from positions in each tile that is visited.
+
+    `attention(..., bias=)` takes one, an array, or a tuple of them, which are summed. A bias is a pytree: its arrays
+    are leaves, which may be traced and have gradients, and new ones never retrace.
+
+    Subclass with `longspan.masks.rule` and define `at`, or `by_distance` if it depends on the head and k − q alone:
+    then `engine="cpu"` computes it too.
+
+    Example:
+        >>> isinstance(ls.alibi(jnp.ones(2)), ls.Bias)
+        True
+    """
+
+    def at(self, q: Slots, kv: Slots, dtype: Any) -> Any:
+        """What it adds for each pair of slots, rank 4, in `dtype`."""
+        distances = self.by_distance()
+        if distances is None:
+            raise NotImplementedError(f"{type(self).__name__} must define `at(q, kv, dtype)` or `by_distance()`.")
+        return distances.at(q, kv, dtype)
+
+    def by_distance(self) -> Distances | None:
+        """The same, told by distance, if it depends on the head and k − q alone."""
+        return None
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        """Raises if it is none for a call of [B, N, T, S]."""
+        B, N, T, S = shape
+        distances = jax.eval_shape(lambda bias: bias.by_distance(), self)
+        if distances is not None and not distances.fits(N):
+            got = ", ".join(f"{name} {x.shape}" for name, x in distances._asdict().items() if x is not None)
+            raise ValueError(
+                f"{self!r}.by_distance() gives {got or 'nothing'}, expected slopes [N], a table [N, 2·reach + 1] or "
+                f"both, and the call has N = {N} query heads."
+            )
+
+        def values(bias):
+            return bias.at(*(side.slots() for side in two_sides(T, S, batch=B, heads=N)), np.float32)
+
+        got = jax.eval_shape(values, self)
+        if got.ndim != 4 or any(n not in (1, m) for n, m in zip(got.shape, shape, strict=True)):
+            raise ValueError(
+                f"{self!r} gives values of shape {got.shape}, which must broadcast to [B, N, T, S] = {list(shape)}. "
+                "Its heads, rows and positions are arrays of rank 4 that broadcast against each other."
+            )
+
+
+@rule
+class Alibi(Bias):
+    """`alibi(slopes)`."""
+
+    slopes: Any
+
+    def by_distance(self) -> Distances:
+        return Distances(slopes=self.slopes)
+
+    def check(self, shape):
+        _check_heads("alibi", "slopes", self.slopes.shape[0], shape[1])
+
+
+@rule
+class Relative(Bias):
+    """`relative_bias(table, ...)`."""
+
+    table: Any
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def by_distance(self) -> Distances:
+        buckets = _buckets(self.table.shape[0], self.bidirectional, self.max_distance)
+        return Distances(table=jnp.asarray(self.table)[buckets].T)
+
+    def check(self, shape):
+        _check_heads("relative_bias", "columns in its table", self.table.shape[1], shape[1])
+
+
+@rule
+class ScoreBias(Bias):
+    """Adds `fn(q, k, *arrays)` or `fn(b, h, q, k, *arrays)`: batch row, query head and the two positions.
+
+    They are int arrays of rank 4 that broadcast against each other, and those of the whole call, on any sharding; under
+    `vmap` those of each mapped call. −inf is a masked key. Gradients reach the arrays that hold floats. It runs on
+    `engine="xla"` and `"reference"`: `"cpu"` has no way to call a function of Python.
+
+    Args:
+        fn: any traceable function; which of the two it is, its number of required positional parameters tells.
+        arrays: data of the function, which gets floats as float32 (float64 for float64 queries); new values do not
+            retrace. Traced values belong here: a function that closes over one cannot be differentiated or mapped by
+            `engine="xla"`.
+
+    Example:
+        >>> q = k = v = jnp.ones((1, 8, 2, 4))
+        >>> nearer = ls.ScoreBias(lambda b, h, q, k, slopes: -slopes[h] * jnp.log1p(abs(q - k)), jnp.ones(2))
+        >>> ls.attention(q, k, v, bias=(nearer, jnp.zeros((8, 8)))).shape
+        (1, 8, 2, 4)
+    """
+
+    fn: Callable
+    arrays: tuple = ()
+    by_row: bool = False  # whether `fn` is told the batch row and the head
+
+    @no_type_check
+    def __init__(self, fn: Callable, *arrays):
+        for place, array in enumerate(arrays):
+            if not is_array(array):
+                raise TypeError(
+                    f"ScoreBias: array {place} must be an array, got {type(array).__name__}. Convert it with "
+                    "`jnp.asarray`, or let `fn` close over what is static."
+                )
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "arrays", arrays)
+        object.__setattr__(self, "by_row", _places(fn, len(arrays)) == 4)
+
+    def at(self, q, kv, dtype):
+        places = (q.side.batch, q.side.head) if self.by_row else ()
+        arrays = [q.table(a) for a in self.arrays]
+        # In one dtype always: gradients are added up in it, and what a function makes of narrower floats may differ.
+        arrays = [a.astype(dtype) if _is_float(a) else a for a in arrays]
+        values = jnp.asarray(self.fn(*places, q.position, kv.position, *arrays))
+        if values.dtype == bool:
+            raise TypeError(f"{self!r} gives bools, and a bias is added. A rule of who may attend is a `Custom` mask.")
+        if not jnp.issubdtype(values.dtype, np.floating) and not jnp.issubdtype(values.dtype, np.integer):
+            raise TypeError(f"{self!r} must give real numbers, got {values.dtype}.")
+        return (values.reshape(1, 1, 1, 1) if values.ndim == 0 else values).astype(dtype)
+
+    def _arguments(self):
+        return [getattr(self.fn, "__name__", repr(self.fn)), *map(short, self.arrays)]
+
+
+Term: TypeAlias = Float[Array, "..."] | Bias
+AnyBias: TypeAlias = Term | tuple[Term, ...]  # what `attention(..., bias=)` takes
+
+
+def bound(bias: Any, shape: tuple[int, int, int, int]) -> Any:
+    """A bias checked for a call of [B, N, T, S]: arrays have rank 4 afterwards, and no terms are None."""
+    if isinstance(bias, tuple):
+        names = [f"bias[{i}]" for i in range(len(bias))]
+        return tuple(_bound(name, term, shape) for name, term in zip(names, bias, strict=True)) or None
+    return None if bias is None else _bound("bias", bias, shape)
+
+
+def terms(bias: Any) -> tuple[Any, ...]:
+    """The arrays and `Bias`es that are summed."""
+    return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+
+
+def total(bias: Any, q: Slots, kv: Slots, dtype: Any) -> Any:
+    """The sum of all terms for these slots, rank 4."""
+    parts = [t.at(q, kv, dtype) if isinstance(t, Bias) else q.pairs(t, kv).astype(dtype) for t in terms(bias)]
+    return sum(parts[1:], start=parts[0])
+
+
+def apart(tree: Any) -> tuple[Any, Any]:
+    """Its arrays of floats, which have gradients, and all others: two such trees with None in each other's places."""
+    floats = jax.tree.map(lambda x: x if _is_float(x) else None, tree)
+    return floats, jax.tree.map(lambda x: None if _is_float(x) else x, tree)
+
+
+def together(floats: Any, others: Any) -> Any:
+    """The tree that was taken `apart`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, np.floating)
+
+
+def _bound(name: str, term: Any, shape: tuple[int, int, int, int]) -> Any:
+    if isinstance(term, Bias):
+        term.check(shape)
+        return term
+    if name != "bias" and not is_array(term):
+        raise TypeError(f"`{name}` must be an array or a Bias, got {type(term).__name__}.")
+    full = check_broadcast(name, term, shape, kind="float")
+    if isinstance(term, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(full, term.dtype)
+    return jnp.asarray(term).reshape(full)
+
+
+def _check_floats(name: str, array: Any, rank: int, wanted: str) -> None:
+    if not is_array(array):
+        raise TypeError(f"`{name}` must be a float array {wanted}, got {type(array).__name__}.")
+    if np.dtype(array.dtype).name not in FLOATS:
+        raise TypeError(f"`{name}` must hold floats, got {array.dtype}. Cast it with `.astype('float32')`.")
+    if array.ndim != rank:
+        raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(array.shape)}.")
+
+
+def _check_heads(name: str, what: str, got: int, heads: int) -> None:
+    if got != heads:
+        raise ValueError(f"`{name}` has {got} {what}, but the call has {heads} query heads. Give {heads}.")
+
+
+def _places(fn: Any, arrays: int) -> int:
+    """Whether a function takes (q, k) or (b, h, q, k) before its arrays: 2 or 4."""
+    if not callable(fn):
+        raise TypeError(f"ScoreBias needs a function of (q, k) or (b, h, q, k), got {type(fn).__name__}.")
+    expected = f"fn(q, k, *arrays) or fn(b, h, q, k, *arrays) with {arrays} arrays"
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:
+        raise TypeError(f"ScoreBias cannot see the parameters of {fn!r}, expected {expected}. Wrap it.") from None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+    if required - arrays not in (2, 4):
+        raise TypeError(
+            f"ScoreBias needs {expected}, so {arrays + 2} or {arrays + 4} required positional parameters, got "
+            f"{required}. Parameters with a default, `*args` and keywords do not count."
+        )
+    return required - arrays
+
+
+@cache
+def _buckets(count: int, bidirectional: bool, max_distance: int) -> np.ndarray:
+    """T5's bucket of every k − q from −max_distance to max_distance; beyond, the ends' are the right ones too."""
+    ahead = np.arange(-max_distance, max_distance + 1)
+    if bidirectional:
+        count //= 2
+        first, distance = np.where(ahead > 0, count, 0), np.abs(ahead)
+    else:
+        first, distance = np.zeros_like(ahead), np.maximum(-ahead, 0)
+    exact = count // 2
+    # In float32, as everybody's checkpoints were trained, with the logarithm rounded once.
+    ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(exact)
+    logarithm = np.log(ratio.astype(np.float64)).astype(np.float32)
+    share = logarithm / np.float32(np.log(max_distance / exact)) * np.float32(count - exact)
+    far = np.minimum(exact + share.astype(np.int64), count - 1)
+    return (first + np.where(distance < exact, distance, far)).astype(np.int32)
