@@ -49,7 +49,7 @@ enum Code : int32_t {
   kKvFlags,  // operand bool [B|1,S]
   kQSet,     // operand: ascending positions int32 [M]
   kKvSet,    // the same, of keys
-  kBlocks,   // operand table int32 [B|1,N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kBlocks,   // operand table int32 [B|1,N|1,nq,r] or [N|1,nq,r], block size: kv blocks listed for a q block, by slot
   kDense,    // operand bool [B|1,N|1,T|1,S|1]
   kDenseAt,  // sides (1 = q, 2 = kv) that have an offset, operand bool [B|1,N|1,t,s], number q, number kv: what lies
              // outside of the array is not allowed; a side without an offset is as in Dense

@@ -128,8 +128,13 @@ class Decoder {
   }
 
   void blocks(Op& op) {
-    const Array a = operand("block table");
+    Array a = operand("block table");
     op.block = word();
+    if (a.rank == 3) {  // as programs were exported before tables had batch rows
+      for (int i = 3; i > 0; --i) a.dims[i] = a.dims[i - 1];
+      a.dims[0] = 1;
+      a.rank = 4;
+    }
     if (error_.empty() && (a.type != I32 || a.rank != 4 || !one_or(a.dims[0], p_.B) || !one_or(a.dims[1], p_.N)))
       fail(bad("block table", "int32 [B or 1, N or 1, nq, r]", a));
     if (op.block < 1) fail("block size must be at least 1");

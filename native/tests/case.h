@@ -269,11 +269,12 @@ Rule Case::leaf() {
     }
     case 10: {
       const int64_t block = pick(1, 40), rows = (T + block - 1) / block, r = pick(0, 3);
-      const Array table = store.array(I32, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, rows, r});
+      const int64_t heads = chance(0.5) ? N : 1, by_row = chance(0.5), batch = by_row && chance(0.7) ? B : 1;
+      const Array table = by_row ? store.array(I32, {batch, heads, rows, r}) : store.array(I32, {heads, rows, r});
       for (int64_t i = 0; i < count_of(table); ++i) set(table, i, double(pick(-1, S / block)));
       words({kBlocks, add(table), block});
       return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        const int64_t head = (table.dims[0] > 1 ? b : 0) * table.dims[1] + (table.dims[1] > 1 ? n : 0);
+        const int64_t head = (batch > 1 ? b : 0) * heads + (heads > 1 ? n : 0);
         for (int64_t j = 0; j < r; ++j)
           if (int64_t(get(table, (head * rows + t / block) * r + j)) == s / block) return true;
         return false;
