@@ -171,7 +171,7 @@ def attention(
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
     with forward_mode_refused(chosen):
         out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
-    if q.ndim == 3:
+    if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 

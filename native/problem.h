@@ -32,32 +32,34 @@ struct Number {
   int64_t at(int64_t b) const { return data ? data[b * stride] : value; }
 };
 
-// The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts.
+// The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts. Programs that
+// were exported hold these numbers, so new words come last.
 enum Code : int32_t {
-  kFull,         // -
-  kEmpty,        // -
-  kBand,         // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
-  kStride,       // number d:  (k_pos - q_pos) divisible by d
-  kChunk,        // number size:  floor(q_pos / size) == floor(k_pos / size)
+  kFull,      // -
+  kEmpty,     // -
+  kBand,      // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
+  kStride,    // number d:  (k_pos - q_pos) divisible by d
+  kChunk,     // number size:  floor(q_pos / size) == floor(k_pos / size)
+  kPrefix,    // number n:  k_pos < n
+  kKvLength,  // number n:  kv slot < n
+  kIds,       // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
+  kQFlags,    // operand bool [B|1,T]
+  kKvFlags,   // operand bool [B|1,S]
+  kQSet,      // operand: ascending positions int32 [M]
+  kKvSet,     // the same, of keys
+  kBlocks,    // operand table int32 [B|1,N|1,nq,r] or [N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kDense,     // operand bool [B|1,N|1,T|1,S|1]
+  kBits,      // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
+  kPerHead,   // count, length of each part in words, the parts
+  kAnd,       // -
+  kOr,        // -
+  kNot,       // -
   kBlockCausal,  // number size:  floor(k_pos / size) <= floor(q_pos / size)
-  kPrefix,       // number n:  k_pos < n
   kQLength,      // number n:  q slot < n
-  kKvLength,     // number n:  kv slot < n
   kBetween,      // operands starts, stops int32 [B|1,N|1,T], of one shape:  starts <= kv slot < stops
-  kIds,      // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
-  kQFlags,   // operand bool [B|1,T]
-  kKvFlags,  // operand bool [B|1,S]
-  kQSet,     // operand: ascending positions int32 [M]
-  kKvSet,    // the same, of keys
-  kBlocks,   // operand table int32 [B|1,N|1,nq,r] or [N|1,nq,r], block size: kv blocks listed for a q block, by slot
-  kDense,    // operand bool [B|1,N|1,T|1,S|1]
   kDenseAt,  // sides (1 = q, 2 = kv) that have an offset, operand bool [B|1,N|1,t,s], number q, number kv: what lies
              // outside of the array is not allowed; a side without an offset is as in Dense
-  kBits,     // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
-  kPerHead,  // count, length of each part in words, the parts
-  kAnd,      // -
-  kOr,       // -
-  kNot,      // -
+  kCodes,
 };
 
 struct Op {

@@ -120,3 +120,5 @@ def test_offsets_beyond_32_bits_saturate():
     for far in (2**40, -(2**40), np.array(2**40), np.array([-(2**62), 2**62])):
         assert not ls.Dense(ARRAY, far, 0).dense(T, S).any()
         assert ls.Dense(ARRAY, 0, far).layout(T, S, q_tile=4, kv_tile=4).visits() == 0
+        for kept in (np.arange(3), np.array([[3, 4], [0, 1]]), np.array([4, 2, 9]), jnp.arange(3)):
+            assert not ls.Dense(ARRAY, far, far).cut(kept, kept).dense(kept.shape[-1], kept.shape[-1]).any()

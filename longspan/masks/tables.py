@@ -207,6 +207,7 @@ class Dense(BySlot):
         array, offsets = _rank4(self.array), {}
         for name, kept, axis in (("q_offset", q, QUERIES), ("kv_offset", kv, KEYS)):
             offset, size = getattr(self, name), array.shape[axis]
+            offset = max(-FAR, min(FAR, offset)) if isinstance(offset, int) else offset
             if kept is None or (offset is None and size == 1):
                 continue
             if offset is None:

@@ -23,7 +23,7 @@ int32_t extreme() {
 
 int32_t any_word(const Call& call) {
   if (chance(0.2)) return extreme();
-  if (chance(0.4)) return int32_t(pick(kFull, kNot));
+  if (chance(0.4)) return int32_t(pick(kFull, kCodes));
   return int32_t(pick(-1, int64_t(call.rest.size())));
 }
 

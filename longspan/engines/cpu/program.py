@@ -40,9 +40,11 @@ from longspan.masks.by_position import no_less, reach
 from longspan.masks.by_slot import KvFlags
 from longspan.masks.sides import Side, Slots
 
-FULL, EMPTY, BAND, STRIDE, CHUNK, BLOCK_CAUSAL, PREFIX, Q_LENGTH, KV_LENGTH, BETWEEN = range(10)
-IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, DENSE_AT, BITS = range(10, 19)
-PER_HEAD, AND, OR, NOT = range(19, 23)
+(FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
+    range(15)
+)
+PER_HEAD, AND, OR, NOT = range(15, 19)
+BLOCK_CAUSAL, Q_LENGTH, BETWEEN, DENSE_AT = range(19, 23)
 LITERAL, OPERAND = 0, 1
 
 
