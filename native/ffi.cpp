@@ -185,6 +185,7 @@ struct Common {
     const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
     const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
     call.roles.assign(roles.begin(), roles.end());
+    if (call.roles.size() < kRoles) call.roles.resize(kRoles, -1);  // programs of before do not know the last ones
     call.program.assign(program.begin(), program.end());
     return error.empty();
   }
