@@ -7,6 +7,7 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
+from longspan import rope as rope
 from longspan import testing as testing
 from longspan._attention import attention as attention
 from longspan._explain import Explanation as Explanation
@@ -91,6 +92,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "qkv_cu_seqlens_to_attention_mask",
     "qkv_cu_seqlens_to_qkv_masks",
     "qkv_masks_to_cu_seqlens",
+    "rope",
     "segment_ids_to_mask",
     "segment_ids_to_qkv_masks",
     "Segments",
