@@ -373,7 +373,9 @@ def _check_inv_freq(inv_freq: Any, x: Any) -> None:
 
 
 def _check_attention_factor(factor: Any) -> None:
-    is_number = isinstance(factor, int | float | np.number) and not isinstance(factor, bool)
-    if not is_number and not (is_array(factor) and factor.shape == () and factor.dtype.name in FLOATS):
-        got = f"shape {tuple(factor.shape)}, {factor.dtype}" if is_array(factor) else repr(factor)
+    if is_array(factor):
+        is_number, got = factor.shape == () and factor.dtype.name in FLOATS, f"shape {factor.shape}, {factor.dtype}"
+    else:
+        is_number, got = isinstance(factor, int | float) and not isinstance(factor, bool), repr(factor)
+    if not is_number:
         raise TypeError(f"`attention_factor` must be one number, got {got}.")
