@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from benchmarks import cpu, measure, planning, xla
+from benchmarks import cpu, decoding, measure, planning, xla
 
 GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "planning": planning.main,
@@ -12,8 +12,11 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "growth": xla.growth,
     "documents": xla.documents,
     "cpu": cpu.speed,
+    "between": cpu.said_by_arrays,
     "crossover": cpu.crossover,
     "long": cpu.long,
+    "decode": decoding.small,
+    "cache": decoding.cached,
 }
 
 

@@ -34,9 +34,17 @@ def window() -> ls.Mask:
     return ls.Window(256, 256)
 
 
+def between(length: int) -> ls.Mask:
+    """The same pairs as `window`, as an interval per query."""
+    slots = np.arange(length)
+    return ls.Between(slots - 256, slots + 257)
+
+
 WINDOW_8K = Case("window ±256, 8k", square(8192), window)
 WINDOW_16K = Case("window ±256, 16k", square(16384), window)
 WINDOW_16K_BOTH = Case("window ±256, 16k, both passes", square(16384), window, backward=True)
+BETWEEN_16K = Case("between ±256, 16k", square(16384), lambda: between(16384))
+BETWEEN_16K_BOTH = Case("between ±256, 16k, both passes", square(16384), lambda: between(16384), backward=True)
 CAUSAL_2K = Case("causal, 2k", square(2048), ls.Causal)
 CAUSAL_4K = Case("causal, 4k", square(4096), ls.Causal)
 PACKED_32K = Case(

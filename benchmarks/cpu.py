@@ -15,6 +15,8 @@ from longspan.testing import Shape, make_qkv
 
 BIG_BIRD = Shape(1, 4096, 4096, 8, 8, 64)
 DECODE = Shape(1, 1, 32768, 32, 8, 128)
+BIASED = Shape(1, 2048, 2048, 8, 8, 64)
+LATENT = Shape(1, 2048, 2048, 8, 8, 192, 128)
 
 
 def speed() -> list[list[str]]:
@@ -46,7 +48,7 @@ def speed() -> list[list[str]]:
                 _against(times),
             ]
         )
-    return [*rows, _big_bird(hf), _decode()]
+    return [*rows, _biased(torch), _latent(torch), _big_bird(hf), _decode()]
 
 
 def _against(times: dict[str, list[float]]) -> str:
@@ -60,6 +62,27 @@ def _faster(times: dict[str, list[float]], name: str) -> str:
         return f"{whole} {name}"
     alone = [a - b for a, b in zip(times[name], times["projections"], strict=True)]
     return f"{ratio(times | {name: alone}, name, 'ours'):.2f}x {name} ({whole} with its projections)"
+
+
+def _biased(torch: bool) -> list[str]:
+    """A bias for every pair and head, added to the scores."""
+    q, k, v = make_qkv(BIASED, jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(0).normal(size=(1, BIASED.N, BIASED.T, BIASED.S)), jnp.float32)
+    run = jax.jit(lambda q, k, v, bias: ls.attention(q, k, v, bias=bias, engine="cpu"))
+    peer = {"torch SDPA": peers.torch_sdpa(BIASED, bias)} if torch else {}
+    times = alternate({"gemm": gemm(), "ours": lambda: run(q, k, v, bias)} | peer)
+    share = of_peak(times, "ours", 4 * BIASED.H * BIASED.N * BIASED.T * BIASED.S)
+    return ["a bias [1,8,2048,2048], 2k", f"{1e3 * np.median(times['ours']):.1f}", f"{share:.3f}", _against(times)]
+
+
+def _latent(torch: bool) -> list[str]:
+    """Keys of 192 and values of 128 elements, as in multi-head latent attention."""
+    q, k, v = make_qkv(LATENT, jnp.float32)
+    run = jax.jit(lambda q, k, v: ls.attention(q, k, v, mask=ls.Causal(), engine="cpu"))
+    peer = {"torch SDPA": peers.torch_sdpa(LATENT)} if torch else {}
+    times = alternate({"gemm": gemm(), "ours": lambda: run(q, k, v)} | peer)
+    share = of_peak(times, "ours", 2 * (192 + 128) * LATENT.N * LATENT.T * (LATENT.T + 1) / 2)
+    return ["causal, H = 192, Hv = 128, 2k", f"{1e3 * np.median(times['ours']):.1f}", f"{share:.3f}", _against(times)]
 
 
 def _big_bird(hf: bool) -> list[str]:
@@ -92,6 +115,20 @@ def _decode() -> list[str]:
         "",
         f"{share:.2f} of memory bandwidth",
     ]
+
+
+def said_by_arrays() -> list[list[str]]:
+    """`Between` beside the equal `Window`: what it costs to say a window by an interval per query."""
+    rows = [["case", "engine", "ms", "the window's ms", "times the window's"]]
+    for case, window in (
+        (cases.BETWEEN_16K, cases.WINDOW_16K),
+        (cases.BETWEEN_16K_BOTH, cases.WINDOW_16K_BOTH),
+    ):
+        for engine in ("cpu", "xla"):
+            times = alternate({"between": ours(case, engine)[0], "window": ours(window, engine)[0]})
+            each = [f"{1e3 * np.median(times[name]):.1f}" for name in ("between", "window")]
+            rows.append([case.name, engine, *each, f"{ratio(times, 'between', 'window'):.2f}"])
+    return rows
 
 
 LAP = 0.02  # seconds that a call too short to be timed is repeated for

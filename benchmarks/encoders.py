@@ -3,6 +3,7 @@
     python -m benchmarks.encoders                   # every case; torch and transformers here or in .venv-parity
     python -m benchmarks.encoders longformer-base   # some of them
     python -m benchmarks.encoders train             # both passes at 16384 tokens, with remat
+    python -m benchmarks.encoders minilm            # short texts through `models.compiled`
 
 Every contestant lives in a process of its own, so that peak memory is its own, and waits while another one runs.
 """
@@ -26,18 +27,26 @@ CASES = {
     "longformer-base, 1 global": ("longformer", 1, 2.2),
     "bigbird-base": ("big_bird", 0, 2.5),
 }
+MINILM = dict(
+    vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
+    max_position_embeddings=512,
+)  # fmt: skip
+# Batch and length -> the ratio that we want to keep.
+SHORT = {(1, 16): 1.5, (1, 128): 1.2, (32, 128): 1.0, (8, 512): 1.1}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=[*CASES, "train"])
+    parser.add_argument("cases", nargs="*", default=[*CASES, "minilm", "train"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--train-length", type=int, default=LONG)
     parser.add_argument("--peer-python", default=peer_python(), help="an interpreter with torch and transformers")
     options = parser.parse_args()
     for name in options.cases:
-        if name != "train":
+        if name == "minilm":
+            print(short_texts(options.rounds, options.peer_python), flush=True)
+        elif name != "train":
             print(compare(name, options.length, options.rounds, options.peer_python), flush=True)
         else:
             for family in SIZES:
@@ -63,6 +72,30 @@ def compare(name: str, length: int, rounds: int, python: str | None) -> str:
         lines.append(f"  {np.median(ratios):.2f}x faster (rounds {min(ratios):.2f} to {max(ratios):.2f}; goal {goal}x)")
     else:
         lines.append("  no torch and transformers to compare with: `make parity` installs them, or name --peer-python")
+    return "\n".join(lines)
+
+
+def short_texts(rounds: int, python: str | None) -> str:
+    """A small BERT on a few shapes: the time of a call, and of the first one, which compiles."""
+    lines = ["MiniLM (6 layers of 384), forward, ms"]
+    for (batch, length), goal in SHORT.items():
+        workers = {"ours": Worker(sys.executable, "ours", "minilm", length, batch)}
+        if python is not None:
+            workers["theirs"] = Worker(python, "theirs", "minilm", length, batch)
+        first = {who: worker.run() for who, worker in workers.items()}["ours"]
+        times: dict[str, list[float]] = {who: [] for who in workers}
+        for _ in range(4 * rounds):
+            for who, worker in workers.items():
+                worker.run()
+                times[who].append(worker.run())
+        ms = {who: f"{1e3 * np.median(seconds):.2f}" for who, seconds in times.items()}
+        line = f"  {batch}x{length}: {ms['ours']} (first call {first:.1f} s)"
+        if python is not None:
+            ratios = [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)]
+            line += f", Hugging Face {ms['theirs']}: {np.median(ratios):.2f}x (goal {goal}x)"
+        lines.append(line)
+        for worker in workers.values():
+            worker.finish()
     return "\n".join(lines)
 
 
@@ -122,6 +155,10 @@ def inputs(length: int, count: int):
     return ids, (np.arange(length) < count)[None].astype(np.int64)
 
 
+def short_ids(length: int, batch: int):
+    return np.random.default_rng(0).integers(5, 30000, (batch, length))
+
+
 def ours(family: str, length: int, count: int):
     import jax
     import jax.numpy as jnp
@@ -129,6 +166,10 @@ def ours(family: str, length: int, count: int):
 
     from longspan import models
 
+    if family == "minilm":
+        call = models.compiled(models.Encoder(models.BertConfig(**MINILM), rngs=nnx.Rngs(0)))
+        texts = jnp.asarray(short_ids(length, count))
+        return lambda: jax.block_until_ready(call(texts).last_hidden_state)
     graph, parameters = nnx.split(models.Encoder(our_config(family, length), rngs=nnx.Rngs(0)))
     ids, flags = inputs(length, count)
     extra = dict(global_attention_mask=jnp.asarray(flags)) if count else {}
@@ -141,6 +182,14 @@ def theirs(family: str, length: int, count: int):
     import torch
     import transformers
 
+    if family == "minilm":
+        bert, texts = transformers.BertModel(transformers.BertConfig(**MINILM)).eval(), short_ids(length, count)
+
+        def call():
+            with torch.no_grad():
+                bert(torch.from_numpy(texts)).last_hidden_state.sum().item()
+
+        return call
     if family == "longformer":
         config = transformers.LongformerConfig(
             **SIZES[family], max_position_embeddings=length + 2, attention_window=512, pad_token_id=1

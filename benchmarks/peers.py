@@ -28,15 +28,16 @@ def torch_qkv(shape: Shape, *, grad: bool = False):
     return [x.requires_grad_(grad) for x in arrays]
 
 
-def torch_sdpa(shape: Shape):
-    """PyTorch's scaled_dot_product_attention, causal."""
+def torch_sdpa(shape: Shape, bias=None):
+    """PyTorch's scaled_dot_product_attention, causal, or with a bias."""
     import torch
 
     q, k, v = torch_qkv(shape)
+    added = dict(is_causal=True) if bias is None else dict(attn_mask=torch.from_numpy(np.array(bias)))
 
     def run():
         with torch.no_grad():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().item()
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **added).sum().item()
 
     return run
 

@@ -7,6 +7,7 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
+from longspan import cache as cache
 from longspan import rope as rope
 from longspan import testing as testing
 from longspan._attention import attention as attention
@@ -29,6 +30,8 @@ from longspan.maskinfo import segment_ids_to_mask as segment_ids_to_mask
 from longspan.maskinfo import segment_ids_to_qkv_masks as segment_ids_to_qkv_masks
 from longspan.maskinfo import set_debug_mode as set_debug_mode
 from longspan.masks import Band as Band
+from longspan.masks import Between as Between
+from longspan.masks import BlockCausal as BlockCausal
 from longspan.masks import Blocks as Blocks
 from longspan.masks import Causal as Causal
 from longspan.masks import Chunk as Chunk
@@ -42,6 +45,7 @@ from longspan.masks import KvLengths as KvLengths
 from longspan.masks import Mask as Mask
 from longspan.masks import PerHead as PerHead
 from longspan.masks import Prefix as Prefix
+from longspan.masks import QLengths as QLengths
 from longspan.masks import Segments as Segments
 from longspan.masks import TokenTypes as TokenTypes
 from longspan.masks import Window as Window
@@ -61,11 +65,14 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "attention",
     "attention_mask_to_qkv_cu_seqlens",
     "Band",
+    "Between",
     "bigbird",
     "bigbird_attention",
     "bigbird_random_blocks",
+    "BlockCausal",
     "BlockLayout",
     "Blocks",
+    "cache",
     "Causal",
     "Chunk",
     "cu_seqlens_to_mask",
@@ -89,6 +96,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "PerHead",
     "positions_from_segments",
     "Prefix",
+    "QLengths",
     "qkv_cu_seqlens_to_attention_mask",
     "qkv_cu_seqlens_to_qkv_masks",
     "qkv_masks_to_cu_seqlens",

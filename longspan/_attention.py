@@ -17,9 +17,11 @@ from longspan._checks import (
     check_bound_lengths,
     check_broadcast,
     check_extents,
+    check_keywords,
     check_positions,
     check_qkv,
     is_abstract,
+    with_batch,
 )
 from longspan._types import (
     Array,
@@ -119,6 +121,7 @@ def attention(
     kv_positions: Positions | None = None,
     engine: EngineName | Engine = "auto",
     return_lse: bool = False,
+    **unknown: Any,  # for the sake of a message; no overload has it, so checkers know better
 ) -> Output | tuple[Output, LogSumExp]:
     """Attention over the pairs that a mask allows: softmax(soft_cap(q·k·scale) + bias) · v.
 
@@ -129,7 +132,7 @@ def attention(
     `jit` is JAX's own and speaks of `custom_vjp`.
 
     Args:
-        q: queries [B, T, N, H].
+        q: queries [B, T, N, H]; or [T, N, H] with keys and values likewise, which is B = 1 for all other arguments.
         k: keys [B, S, K, H], where N is a multiple of K (grouped queries share a key/value head).
         v: values [B, S, K, Hv]; Hv may differ from H.
         mask: a `Mask`, a `MaskInfo`, a `BlockLayout` planned earlier, or bools [T, S] or broadcastable to
@@ -146,16 +149,18 @@ def attention(
         engine: "auto" (the first that can run), or the name of one, which raises if it cannot; or a
             `longspan.engines.Engine` of your own.
         return_lse: also return the log-sum-exp of the scores.
+        unknown: nothing: arguments of `jax.nn.dot_product_attention` are told how to say them with a mask.
 
     Returns:
         The output [B, T, N, Hv]; with `return_lse` also lse [B, T, N], float32 (float64 for float64), natural log, the
-        sink included.
+        sink included. Without B if `q` has none.
 
     Example:
         >>> q = k = v = jnp.ones((1, 8, 2, 4))
         >>> ls.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0)).shape
         (1, 8, 2, 4)
     """
+    check_keywords("attention", list(unknown))
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     chosen, _ = choose(engine, request)
     if _is_array(scale):
@@ -164,11 +169,14 @@ def attention(
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
     with forward_mode_refused(chosen):
         out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
+    if q.ndim == 3:
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
 def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions) -> Request:
     """Checks a call, resolves its mask to a rule, positions and perhaps a layout, and makes a request of it all."""
+    q, k, v = with_batch(q, k, v)
     check_qkv(q, k, v)
     (B, T, N, H), S = q.shape, k.shape[1]
     if bias is not None:

@@ -69,6 +69,12 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
     if not is_array(positions) or not is_int(positions):
         got = f"dtype {positions.dtype}" if is_array(positions) else type(positions).__name__
         raise TypeError(f"{name} must be an int array, got {got}. Cast it with `.astype('int32')`.")
+    if positions.ndim == 3:
+        raise ValueError(
+            f"{name} has rank 3, shape {tuple(positions.shape)}, but all heads of a row share its positions: "
+            f"[{length}] or [B, {length}]. What differs between heads belongs into the mask: `PerHead` of shifted "
+            "rules, for example `PerHead((Causal(), Causal(3)))`."
+        )
     if positions.ndim not in (1, 2) or positions.shape[-1] != length:
         raise ValueError(
             f"{name} must have shape [{length}] or [B, {length}] (one position per slot), got {tuple(positions.shape)}."
@@ -145,6 +151,42 @@ def is_int(value: Any) -> bool:
 
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+# Arguments of `jax.nn.dot_product_attention` that are masks here.
+TRANSLATED = {
+    "is_causal": "mask=ls.Causal()",
+    "local_window_size": "mask=ls.Window(left, right)",
+    "key_value_seq_lengths": "mask=ls.KvLengths(lengths)",
+    "query_seq_lengths": "mask=ls.QLengths(lengths)",
+}
+
+
+def check_keywords(function: str, unknown: Sequence[str]) -> None:
+    """No further arguments; of those that another library has, what they are called here."""
+    for name in unknown:
+        if name not in TRANSLATED:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        said = [TRANSLATED[other].removeprefix("mask=") for other in unknown if other in TRANSLATED]
+        more = f"; all of them together are `mask={' & '.join(said)}`" if len(said) > 1 else ""
+        raise TypeError(f"{function}() has no argument {name!r}: give it as `{TRANSLATED[name]}`{more}.")
+
+
+def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and values with a batch axis, be it one of size 1 that was left out of all three."""
+    ranks = [len(x.shape) for x in (q, k, v) if hasattr(x, "shape")]
+    if len(ranks) == 3 and 3 in ranks and len(set(ranks)) > 1:
+        raise ValueError(
+            f"`q`, `k` and `v` must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none, got shapes "
+            f"{', '.join(str(tuple(x.shape)) for x in (q, k, v))}. Add the axis with `x[None]`."
+        )
+    return (_one_row(q), _one_row(k), _one_row(v)) if ranks == [3, 3, 3] else (q, k, v)
+
+
+def _one_row(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    return x[None]
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:

@@ -64,7 +64,7 @@ def explain(
         mask=repr(request.mask),
         q_tile=q_tile,
         kv_tile=kv_tile,
-        notes=(*_notes(request), *chosen.notes(request), *_advice(request, work)),
+        notes=(*_notes(request), *chosen.notes(request), *_estimate(counts), *_advice(request, work)),
         temporary_bytes=temporary_bytes(chosen, request),
         **_sizes(request),
         **work,
@@ -120,6 +120,7 @@ class Explanation:
     temporary_bytes: int | None  # what the engine takes for itself, at least; None: little, or not known beforehand
     dense_mask_bytes: int  # what bools [B, N, T, S] would have taken, over the rows and heads told apart
     notes: tuple[str, ...]
+    useful_is_estimate: bool = False  # too many pairs would have to be read; tiles are counted all the same
 
     def __str__(self) -> str:
         rows = [
@@ -130,7 +131,7 @@ class Explanation:
             ("  empty", _share(self.tiles_empty, self.tiles_total)),
             ("  partial", _share(self.tiles_partial, self.tiles_total)),
             ("  full", _share(self.tiles_full, self.tiles_total)),
-            ("useful FLOPs", _short(self.useful_flops, "FLOP", 1000)),
+            ("useful FLOPs", "about " * self.useful_is_estimate + _short(self.useful_flops, "FLOP", 1000)),
             ("executed FLOPs", _short(self.executed_flops, "FLOP", 1000)),
             ("reads and writes", _short(self.array_bytes, "B", 1024)),
             *self._temporary(),
@@ -152,6 +153,15 @@ def _notes(request: Request) -> tuple[str, ...]:
     if request.has_positions:
         notes.append("with given positions, tiles are found by bisection only where positions grow with the slots")
     return tuple(notes)
+
+
+def _estimate(counts: Counts | None) -> tuple[str, ...]:
+    if counts is None or counts.read is None:
+        return ()
+    return (
+        f"useful FLOPs are an estimate: pairs were read in {counts.read:,} of {counts.partial:,} partial tiles. They "
+        "are counted where rules are intervals of keys, ids or flags, and where fewer tiles are partial",
+    )
 
 
 def _advice(request: Request, work: dict[str, Any]) -> tuple[str, ...]:
@@ -217,6 +227,7 @@ def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockL
         tiles_full=counts.full,
         useful_flops=flops * counts.pairs * copies,
         executed_flops=flops * q_tile * kv_tile * computed * copies,
+        useful_is_estimate=counts.read is not None,
     )
 
 

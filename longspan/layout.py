@@ -6,6 +6,7 @@ the table of all tile pairs never exists. Whether a visited tile is EMPTY, PARTI
 is visited.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,15 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_tiles
+from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
+from longspan._kinds import Counts as Counts
 from longspan._pairs import count_by_query
 from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
 from longspan.masks.pytree import short
-from longspan.masks.sides import Side, Slots, Tiles, two_sides
-from longspan.masks.spans import Spans
+from longspan.masks.sides import Side, two_sides
+from longspan.masks.spans import Spans, running_max
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-CHUNK = 1 << 22  # how many pairs or tiles are looked at together when counting
+CHUNK = 1 << 20  # visits that are listed together
+RECTANGLE = 1 << 18  # tiles that are looked at together where more are visited: what is said of them fits in a cache
+SPARSE = 8  # how many times as many tiles a rectangle may have as are visited
 
 
 def _static(**kwargs):
@@ -112,33 +117,42 @@ class BlockLayout:
 
     def entries(self, batch: int, head: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All visits of a plane as pairs (rows, tiles), a bounded number at a time (host only)."""
-        starts, stops = (_plane(a, batch, head) for a in (self.starts, self.stops))
-        widths = np.maximum(stops - starts, 0).sum(1)
-        if self.common is not None:
-            listed = _plane(self.common, batch, head)[: int(_plane(self.common_count, batch, head))]
-            widths = widths + len(listed)
+        plane = _Plane.of(self, batch, head)
+        widths = plane.widths()
         last = 0
         while last < len(widths):
             first, reach = last, np.cumsum(widths[last : last + CHUNK])
             last = first + max(1, int(np.searchsorted(reach, CHUNK, side="right")))
-            rows, tiles = _interval_pairs(starts[first:last], stops[first:last])
-            if self.common is not None:
-                more = _common_pairs(starts[first:last], stops[first:last], listed)
-                rows, tiles = np.concatenate([rows, more[0]]), np.concatenate([tiles, more[1]])
+            rows, tiles = plane.rows(first, last).pairs()
             rows = rows + first
             if self.forward is not None:
                 times = self.forward._times(batch, head, tiles, rows)
                 rows, tiles = rows.repeat(times), tiles.repeat(times)
             yield rows, tiles
 
+    def looks(self, batch: int, head: int) -> Iterator[Visits]:
+        """All visits of a plane as they are looked at fastest: as lists, or as rectangles if there are many."""
+        assert self.forward is None, "a transposed layout has query tiles for columns"
+        plane = _Plane.of(self, batch, head)
+        widths = plane.widths()
+        if self.repeats or widths.sum() <= CHUNK:
+            yield from (Visits.listed(*pairs) for pairs in self.entries(batch, head))
+            return
+        step = max(1, RECTANGLE // self.kv_tiles)
+        for first in range(0, self.q_tiles, step):
+            some = plane.rows(first, first + step)
+            rectangles = some.rectangles(first, self.kv_tiles)
+            if sum(math.prod(r.shape) for r in rectangles) <= SPARSE * widths[first : first + step].sum():
+                yield from rectangles
+            else:
+                rows, tiles = some.pairs()
+                yield Visits.listed(rows + first, tiles)
+
     def _times(self, batch: int, head: int, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
         """How often each pair (row, tile) is visited."""
-        starts, stops = (_plane(a, batch, head)[rows] for a in (self.starts, self.stops))
-        times = ((starts <= tiles[:, None]) & (tiles[:, None] < stops)).sum(1)
-        if self.common is None:
-            return times
-        listed = _plane(self.common, batch, head)[: int(_plane(self.common_count, batch, head))]
-        return np.where(times == 0, np.isin(tiles, listed), times)
+        starts, stops, common = _Plane.of(self, batch, head)
+        times = ((starts[rows] <= tiles[:, None]) & (tiles[:, None] < stops[rows])).sum(1)
+        return np.where(times == 0, np.isin(tiles, common), times)
 
     def __repr__(self) -> str:
         kind = "transposed " if self.is_transposed else ""
@@ -155,15 +169,6 @@ class Rows(NamedTuple):
     stops: Any
     common: Any
     common_count: Any
-
-
-class Counts(NamedTuple):
-    """What a concrete layout visits, over all batch rows and heads told apart."""
-
-    empty: int  # visited, but nothing in it is allowed
-    partial: int
-    full: int
-    pairs: int  # allowed pairs of tokens, each as often as it counts
 
 
 @no_type_check
@@ -200,51 +205,73 @@ def plan(
 
 def count(layout: BlockLayout) -> Counts:
     """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
-    q, kv = layout.sides(xp=np)
-    planes = list(layout.planes())
-    totals = np.zeros(4, np.int64)
-    for batch, head in np.ndindex(
-        *(max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(planes[-1], 1), strict=True))
-    ):
+    q, kv = (side.remembering() for side in layout.sides(xp=np))
+    planes = [max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(list(layout.planes())[-1], 1), strict=True)]
+    total = NONE
+    for batch, head in np.ndindex(*planes):
         one = [np.full((1, 1, 1, 1), i, np.int32) for i in (batch, head)]
         q_here, kv_here = (s.at(batch=one[0], head=one[1]) for s in (q, kv))
         pairs = None if layout.repeats else count_by_query(layout.mask, q_here, kv_here)
-        for rows, tiles in layout.entries(batch, head):
-            visits = rows.astype(np.int32), tiles.astype(np.int32)
-            totals += _count_kinds(layout, q_here, kv_here, *visits, read=pairs is None)
-        totals[3] += pairs or 0
-    return Counts(*map(int, totals))
-
-
-def _count_kinds(
-    layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray, *, read: bool
-) -> np.ndarray:
-    """Visits by kind, and allowed pairs if those are to be read."""
-    i, j = rows.reshape(1, 1, -1, 1), tiles.reshape(1, 1, -1, 1)
-    q_tiles, kv_tiles = Tiles(q, layout.q_tile, i), Tiles(kv, layout.kv_tile, j)
-    some, every = (np.broadcast_to(k, i.shape).reshape(-1) for k in layout.mask.classify(q_tiles, kv_tiles))
-    partial, pairs = np.flatnonzero(some & ~every), 0
-    if read:
-        area = ((q_tiles.stop - q_tiles.start) * (kv_tiles.stop - kv_tiles.start)).reshape(-1).astype(np.int64)
-        pairs = int(area[every].sum()) + _count_allowed(layout, q, kv, rows[partial], tiles[partial])
-    return np.array([(~some).sum(), len(partial), every.sum(), pairs])
-
-
-def _count_allowed(layout: BlockLayout, q: Side, kv: Side, rows: np.ndarray, tiles: np.ndarray) -> int:
-    """Allowed pairs in some tiles; the head axis runs over the tiles."""
-    total, step = 0, max(1, CHUNK // (layout.q_tile * layout.kv_tile))
-    for at in range(0, len(rows), step):
-        i, j = (a[at : at + step].reshape(1, -1, 1, 1) for a in (rows, tiles))
-        q_slots = Slots(q, q.along(np.arange(layout.q_tile, dtype=np.int32)) + i * layout.q_tile)
-        kv_slots = Slots(kv, kv.along(np.arange(layout.kv_tile, dtype=np.int32)) + j * layout.kv_tile)
-        real = (q_slots.index < layout.q_len) & (kv_slots.index < layout.kv_len)
-        total += int(np.count_nonzero(layout.mask.allowed(q_slots, kv_slots) & real))
+        tiles = q_here.tiles(layout.q_tile), kv_here.tiles(layout.kv_tile)
+        if pairs is not None:
+            kinds = count_kinds(layout.mask, *tiles, layout.looks(batch, head))._replace(pairs=pairs)
+        else:
+            visits = int(_Plane.of(layout, batch, head).widths().sum())
+            shares = dict(visits=visits * math.prod(planes), most=MOST_READ // math.prod(planes))
+            kinds = count_and_read(layout.mask, *tiles, layout.looks(batch, head), **shares)
+        total = total.plus(kinds)
     return total
 
 
-def _plane(table, batch: int, head: int) -> np.ndarray:
-    """One batch row's and head's part of a table [B or 1, N or 1, ...]."""
-    return np.asarray(table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
+class _Plane(NamedTuple):
+    """One batch row's and head's part of a layout, or some rows of it."""
+
+    starts: np.ndarray  # [rows, P]
+    stops: np.ndarray
+    common: np.ndarray  # the tiles that every row visits besides
+
+    @classmethod
+    def of(cls, layout: BlockLayout, batch: int, head: int) -> "_Plane":
+        def part(table) -> np.ndarray:
+            return np.asarray(table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
+
+        common = np.zeros(0, np.int32) if layout.common is None else part(layout.common)
+        return cls(
+            part(layout.starts),
+            part(layout.stops),
+            common if layout.common is None else common[: int(part(layout.common_count))],
+        )
+
+    def rows(self, first: int, last: int) -> "_Plane":
+        return self._replace(starts=self.starts[first:last], stops=self.stops[first:last])
+
+    def widths(self) -> np.ndarray:
+        """How many tiles each row visits, at most."""
+        return np.maximum(self.stops - self.starts, 0).sum(1) + len(self.common)
+
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """All visits as pairs (row, tile)."""
+        rows, tiles = _interval_pairs(self.starts, self.stops)
+        if not len(self.common):
+            return rows, tiles
+        more = _common_pairs(self.starts, self.stops, self.common)
+        return np.concatenate([rows, more[0]]), np.concatenate([tiles, more[1]])
+
+    def rectangles(self, first: int, tiles: int) -> list[Visits]:
+        """All visits as rectangles: columns that all rows visit, and those that some do. Rows count from `first`."""
+        starts, stops = self.starts, np.maximum(self.starts, self.stops)
+        changes = [np.bincount(ends.reshape(-1), minlength=tiles + 1)[:tiles] for ends in (starts, stops)]
+        visitors = np.cumsum(changes[0] - changes[1])
+        visitors[self.common] = len(starts)
+        rows = np.arange(first, first + len(starts), dtype=np.int32).reshape(-1, 1)
+        solid, edge = (
+            np.flatnonzero(which).astype(np.int32) for which in (visitors == len(starts), visitors % len(starts) > 0)
+        )
+        seen = np.zeros((len(rows), len(edge)), bool)
+        for low, high in zip(starts.T, stops.T, strict=True):
+            seen |= (low[:, None] <= edge) & (edge < high[:, None])
+        both = Visits(rows, solid.reshape(1, -1)), Visits(rows, edge.reshape(1, -1), seen)
+        return [visits for visits in both if visits.kv.size]
 
 
 def _interval_pairs(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -278,7 +305,7 @@ def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows
         order = xp.argsort(starts, axis=3, stable=True)
         starts, stops = (xp.take_along_axis(a, order, axis=3) for a in (starts, stops))
         # What an earlier interval covers is cut off the later ones, so that no tile is visited twice.
-        reached = _running_max(xp, stops)
+        reached = running_max(xp, stops)
         starts = xp.concatenate([starts[..., :1], xp.maximum(starts[..., 1:], reached[..., :-1])], axis=3)
         stops = xp.maximum(starts, stops)
     if common is None:
@@ -286,10 +313,6 @@ def _rows(xp: Namespace, spans: Spans, rows: int, tile: int, tiles: int) -> Rows
     common = xp.broadcast_to(common, (*common.shape[:3], tiles))[:, :, 0]
     listed = xp.argsort(~common, axis=2, stable=True).astype(np.int32)
     return Rows(starts, stops, listed, xp.sum(common, axis=2, dtype=np.int32))
-
-
-def _running_max(xp: Namespace, array):
-    return np.maximum.accumulate(array, axis=3) if xp is np else jax.lax.cummax(array, axis=3)
 
 
 def _namespace(tree: Any) -> Namespace:

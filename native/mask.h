@@ -123,6 +123,50 @@ static Truth range_of_ids(const Op& op, const TileAt& at) {
   return {any, any && q_lo == q_hi && k_lo == k_hi && q_lo == k_lo && valid_id(op, q_lo)};
 }
 
+// Each query's interval of keys, within the tile.
+struct Interval {
+  int64_t lo, hi;
+};
+
+struct Intervals {
+  const int32_t *starts, *stops;
+  int64_t first, count;
+
+  Intervals(const Op& op, const TileAt& at) {
+    const int64_t row = at.b * op.q_stride + at.n * op.head_stride + at.q->first;
+    starts = op.q_ids + row;
+    stops = op.kv_ids + row;
+    first = at.kv->first;
+    count = at.kv->count;
+  }
+  Interval of(int i) const {
+    const int64_t lo = greater<int64_t>(0, lesser<int64_t>(starts[i] - first, count));
+    return {lo, greater<int64_t>(lo, lesser<int64_t>(stops[i] - first, count))};
+  }
+};
+
+static Truth range_of_between(const Op& op, const TileAt& at) {
+  const Intervals in(op, at);
+  bool any = false, all = true;
+  for (int i = 0; i < at.q->count; ++i) {
+    const Interval x = in.of(i);
+    any |= x.lo < x.hi;
+    all &= x.hi - x.lo == in.count;
+  }
+  return {any, all};
+}
+
+// Whether slots [first, first + count) reach into an array of `size` entries that begins at `offset`.
+static inline bool overlap(int64_t first, int64_t count, int64_t offset, int64_t size) {
+  return first < offset + size && offset < first + count;
+}
+
+static Truth range_of_dense_at(const Op& op, const TileAt& at) {
+  const bool q = !(op.sides & 1) || overlap(at.q->first, at.q->count, op.lo.at(at.b), op.rows);
+  const bool kv = !(op.sides & 2) || overlap(at.kv->first, at.kv->count, op.hi.at(at.b), op.width);
+  return {q && kv, false};
+}
+
 static Truth range_of_blocks(const Op& op, const TileAt& at) {
   const int64_t q_first = at.q->first / op.block, q_last = (at.q->first + at.q->count - 1) / op.block;
   const int64_t k_first = at.kv->first / op.block, k_last = (at.kv->first + at.kv->count - 1) / op.block;
@@ -130,7 +174,7 @@ static Truth range_of_blocks(const Op& op, const TileAt& at) {
   for (int64_t qb = q_first; qb <= q_last; ++qb) {
     bool hit = false;
     if (qb < op.rows) {
-      const int32_t* row = op.q_ids + at.n * op.head_stride + qb * op.width;
+      const int32_t* row = op.q_ids + at.b * op.q_stride + at.n * op.head_stride + qb * op.width;
       for (int64_t j = 0; j < op.width; ++j) hit |= row[j] >= k_first && row[j] <= k_last;
     }
     r.any |= hit;
@@ -190,14 +234,22 @@ static Truth range_of(const Op& op, const TileAt& at) {
       const int64_t c = floor_div(kv.lo, size), d = floor_div(kv.hi, size);
       return {a <= d && c <= b, a == b && c == d && a == c};
     }
+    case kBlockCausal: {
+      const int64_t size = op.lo.at(at.b);
+      if (size < 1) return {false, false};
+      return {floor_div(kv.lo, size) <= floor_div(q.hi, size), floor_div(kv.hi, size) <= floor_div(q.lo, size)};
+    }
     case kPrefix: return {kv.lo < op.lo.at(at.b), kv.hi < op.lo.at(at.b)};
+    case kQLength: return {q.first < op.lo.at(at.b), q.first + q.count <= op.lo.at(at.b)};
     case kKvLength: return {kv.first < op.lo.at(at.b), kv.first + kv.count <= op.lo.at(at.b)};
+    case kBetween: return range_of_between(op, at);
     case kIds: return range_of_ids(op, at);
     case kQFlags: return range_of_flags(op.flags + at.b * op.q_stride + q.first, q.count);
     case kKvFlags: return range_of_flags(op.flags + at.b * op.kv_stride + kv.first, kv.count);
     case kQSet: return range_of_set(op, q);
     case kKvSet: return range_of_set(op, kv);
     case kBlocks: return range_of_blocks(op, at);
+    case kDenseAt: return range_of_dense_at(op, at);
     case kBits: return range_of_bits(op, at);
     default: return {true, false};
   }
@@ -269,13 +321,39 @@ static void write_chunk(int64_t size, const TileAt& at, Row* out) {
   }
 }
 
+static void write_block_causal(int64_t size, const TileAt& at, Row* out) {
+  const Side &q = *at.q, &kv = *at.kv;
+  for (int s = 0; s < kv.count; ++s) {
+    const int64_t from = floor_div(kv.pos[s], size) * size;  // q >= from
+    if (q.steps) {
+      fill_lanes(out[s], from - q.pos[0], kLanes);
+    } else {
+      const int32_t lo = clamp32(from);
+      for (int i = 0; i < kLanes; ++i) out[s][i] = q.pos[i] >= lo ? 0xFF : 0;
+    }
+  }
+}
+
+static void write_between(const Op& op, const TileAt& at, Row* out) {
+  // Bytes: a tile has fewer keys than a byte counts, and comparing bytes takes a quarter of the time.
+  uint8_t lo[kLanes] = {0}, width[kLanes] = {0};
+  const Intervals in(op, at);
+  for (int i = 0; i < at.q->count; ++i) {
+    const Interval x = in.of(i);
+    lo[i] = uint8_t(x.lo);
+    width[i] = uint8_t(x.hi - x.lo);
+  }
+  for (int s = 0; s < at.kv->count; ++s)
+    for (int i = 0; i < kLanes; ++i) out[s][i] = uint8_t(uint8_t(s) - lo[i]) < width[i] ? 0xFF : 0;
+}
+
 static void write_blocks(const Op& op, const TileAt& at, Row* out) {
   const Side &q = *at.q, &kv = *at.kv;
   for (int s = 0; s < kv.count; ++s) fill_row(out[s], 0);
   for (int64_t qb = q.first / op.block; qb * op.block < q.first + q.count && qb < op.rows; ++qb) {
     const int64_t a = greater<int64_t>(0, qb * op.block - q.first);
     const int64_t b = lesser<int64_t>(q.count, (qb + 1) * op.block - q.first);
-    const int32_t* row = op.q_ids + at.n * op.head_stride + qb * op.width;
+    const int32_t* row = op.q_ids + at.b * op.q_stride + at.n * op.head_stride + qb * op.width;
     for (int64_t j = 0; j < op.width; ++j) {
       if (row[j] < 0) continue;
       const int64_t lo = greater<int64_t>(0, row[j] * op.block - kv.first);
@@ -292,11 +370,33 @@ static void write_dense(const Op& op, const TileAt& at, Row* out) {
     for (int s = 0; s < at.kv->count; ++s) out[s][i] = base[i * op.view.t + s * op.view.s] ? 0xFF : 0;
 }
 
+static void write_dense_at(const Op& op, const TileAt& at, Row* out) {
+  const Side &q = *at.q, &kv = *at.kv;
+  for (int s = 0; s < kv.count; ++s) fill_row(out[s], 0);
+  // Where the tile's slots lie in the array, and which of them do; a side without an offset is all there.
+  const int64_t t0 = op.sides & 1 ? q.first - op.lo.at(at.b) : q.first;
+  const int64_t s0 = op.sides & 2 ? kv.first - op.hi.at(at.b) : kv.first;
+  const int64_t q_from = op.sides & 1 ? greater<int64_t>(0, -t0) : 0;
+  const int64_t kv_from = op.sides & 2 ? greater<int64_t>(0, -s0) : 0;
+  const int64_t q_to = op.sides & 1 ? lesser<int64_t>(q.count, op.rows - t0) : q.count;
+  const int64_t kv_to = op.sides & 2 ? lesser<int64_t>(kv.count, op.width - s0) : kv.count;
+  const uint8_t* base = static_cast<const uint8_t*>(op.view.data) + at.b * op.view.b + at.n * op.view.n;
+  for (int64_t i = q_from; i < q_to; ++i)
+    for (int64_t s = kv_from; s < kv_to; ++s) out[s][i] = base[(t0 + i) * op.view.t + (s0 + s) * op.view.s] ? 0xFF : 0;
+}
+
 static void write_bits(const Op& op, const TileAt& at, Row* out) {
   const BitTile bits(op, at);
-  for (int i = 0; i < at.q->count; ++i)
-    for (int s = 0; s < at.kv->count; ++s)
-      out[s][i] = bits.stored && (bits.row(i)[(bits.s0 + s) / 8] >> ((bits.s0 + s) % 8) & 1) ? 0xFF : 0;
+  uint8_t column[kLanes] = {0};  // of every query the byte that holds the key's bit: read once for eight keys
+  for (int64_t s = 0, loaded = -1; s < at.kv->count; ++s) {
+    const int64_t byte = (bits.s0 + s) / 8;
+    if (bits.stored && byte != loaded)
+      for (int i = 0; i < at.q->count; ++i) column[i] = bits.row(i)[byte];
+    loaded = byte;
+    const uint8_t bit = uint8_t(1 << (bits.s0 + s) % 8);
+    uint8_t* __restrict row = out[s];
+    for (int i = 0; i < kLanes; ++i) row[i] = column[i] & bit ? 0xFF : 0;
+  }
 }
 
 static void write_leaf(const Op& op, const TileAt& at, Row* out) {
@@ -307,6 +407,9 @@ static void write_leaf(const Op& op, const TileAt& at, Row* out) {
     case kChunk: return write_chunk(op.lo.at(at.b), at, out);
     case kBlocks: return write_blocks(op, at, out);
     case kDense: return write_dense(op, at, out);
+    case kDenseAt: return write_dense_at(op, at, out);
+    case kBetween: return write_between(op, at, out);
+    case kBlockCausal: return write_block_causal(op.lo.at(at.b), at, out);
     case kBits: return write_bits(op, at, out);
     case kStride: {
       const int64_t d = op.lo.at(at.b);
@@ -323,6 +426,11 @@ static void write_leaf(const Op& op, const TileAt& at, Row* out) {
     case kKvLength:
       for (int s = 0; s < kv.count; ++s) fill_row(out[s], kv.first + s < op.lo.at(at.b) ? 0xFF : 0);
       return;
+    case kQLength: {
+      const int64_t length = op.lo.at(at.b);
+      for (int s = 0; s < kv.count; ++s) fill_lanes(out[s], 0, length - q.first);
+      return;
+    }
     case kIds: {
       const int32_t* k = op.kv_ids + at.b * op.kv_stride + kv.first;
       __builtin_memcpy(lanes, op.q_ids + at.b * op.q_stride + q.first, sizeof(int32_t) * size_t(q.count));

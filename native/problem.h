@@ -34,36 +34,42 @@ struct Number {
 
 // The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts.
 enum Code : int32_t {
-  kFull,      // -
-  kEmpty,     // -
-  kBand,      // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
-  kStride,    // number d:  (k_pos - q_pos) divisible by d
-  kChunk,     // number size:  floor(q_pos / size) == floor(k_pos / size)
-  kPrefix,    // number n:  k_pos < n
-  kKvLength,  // number n:  kv slot < n
-  kIds,       // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
-  kQFlags,    // operand bool [B|1,T]
-  kKvFlags,   // operand bool [B|1,S]
-  kQSet,      // operand: ascending positions int32 [M]
-  kKvSet,     // the same, of keys
-  kBlocks,    // operand table int32 [N|1,nq,r], block size: kv blocks listed for a q block, by slot
-  kDense,     // operand bool [B|1,N|1,T|1,S|1]
-  kBits,      // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
-  kPerHead,   // count, length of each part in words, the parts
-  kAnd,       // -
-  kOr,        // -
-  kNot,       // -
+  kFull,         // -
+  kEmpty,        // -
+  kBand,         // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
+  kStride,       // number d:  (k_pos - q_pos) divisible by d
+  kChunk,        // number size:  floor(q_pos / size) == floor(k_pos / size)
+  kBlockCausal,  // number size:  floor(k_pos / size) <= floor(q_pos / size)
+  kPrefix,       // number n:  k_pos < n
+  kQLength,      // number n:  q slot < n
+  kKvLength,     // number n:  kv slot < n
+  kBetween,      // operands starts, stops int32 [B|1,N|1,T], of one shape:  starts <= kv slot < stops
+  kIds,      // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
+  kQFlags,   // operand bool [B|1,T]
+  kKvFlags,  // operand bool [B|1,S]
+  kQSet,     // operand: ascending positions int32 [M]
+  kKvSet,    // the same, of keys
+  kBlocks,   // operand table int32 [B|1,N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kDense,    // operand bool [B|1,N|1,T|1,S|1]
+  kDenseAt,  // sides (1 = q, 2 = kv) that have an offset, operand bool [B|1,N|1,t,s], number q, number kv: what lies
+             // outside of the array is not allowed; a side without an offset is as in Dense
+  kBits,     // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
+  kPerHead,  // count, length of each part in words, the parts
+  kAnd,      // -
+  kOr,       // -
+  kNot,      // -
 };
 
 struct Op {
   Code code = kFull;
-  int sides = 0;  // Band: which ends there are. Ids: which ids are valid
-  Number lo, hi;
+  int sides = 0;  // Band: which ends there are. Ids: which ids are valid. DenseAt: which sides have an offset
+  Number lo, hi;  // DenseAt: the offsets of q and kv
   const int32_t* q_ids = nullptr;
   const int32_t* kv_ids = nullptr;
   const uint8_t* flags = nullptr;
   int64_t q_stride = 0, kv_stride = 0;           // of a batch row of the operands above
-  int64_t head_stride = 0, rows = 0, width = 0;  // tables: of a head; q blocks; entries in a row. Sets: width positions
+  int64_t head_stride = 0, rows = 0, width = 0;  // tables: of a head; q blocks; entries in a row. Sets: width
+                                                 // positions. DenseAt: the array is rows x width
   int64_t block = 0;
   View4 view;
   int64_t first = 0, count = 0, next = 0;  // PerHead: parts in Problem::parts, the op after the last part

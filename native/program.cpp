@@ -95,12 +95,14 @@ class Decoder {
         break;
       case kStride:
       case kChunk:
-      case kPrefix:
-      case kKvLength:
+      case kBlockCausal:
         op.lo = number();
-        if (!op.lo.data && op.lo.value < 1 && (op.code == kStride || op.code == kChunk))
-          fail("size must be at least 1");
+        if (!op.lo.data && op.lo.value < 1) fail("size must be at least 1");
         break;
+      case kPrefix:
+      case kQLength:
+      case kKvLength: op.lo = number(); break;
+      case kBetween: between(op); break;
       case kIds:
         op.sides = word();
         if (op.sides < 0 || op.sides > 2) fail("ids are valid by rule 0, 1 or 2");
@@ -119,6 +121,7 @@ class Decoder {
       }
       case kBlocks: blocks(op); break;
       case kDense: dense(op); break;
+      case kDenseAt: dense_at(op); break;
       case kBits: bits(op); break;
       default: fail("unknown op " + std::to_string(op.code));
     }
@@ -127,28 +130,52 @@ class Decoder {
   void blocks(Op& op) {
     const Array a = operand("block table");
     op.block = word();
-    if (error_.empty() && (a.type != I32 || a.rank != 3 || !one_or(a.dims[0], p_.N)))
-      fail(bad("block table", "int32 [N or 1, nq, r]", a));
+    if (error_.empty() && (a.type != I32 || a.rank != 4 || !one_or(a.dims[0], p_.B) || !one_or(a.dims[1], p_.N)))
+      fail(bad("block table", "int32 [B or 1, N or 1, nq, r]", a));
     if (op.block < 1) fail("block size must be at least 1");
     op.q_ids = static_cast<const int32_t*>(a.data);
-    op.rows = a.dims[1];
-    op.width = a.dims[2];
-    op.head_stride = a.dims[0] > 1 ? a.dims[1] * a.dims[2] : 0;
-    p_.by_head |= a.dims[0] > 1;
+    op.rows = a.dims[2];
+    op.width = a.dims[3];
+    op.head_stride = a.dims[1] > 1 ? a.dims[2] * a.dims[3] : 0;
+    op.q_stride = a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0;
+    p_.by_head |= a.dims[1] > 1;
+  }
+
+  void between(Op& op) {
+    const Array starts = operand("starts"), stops = operand("stops");
+    for (const Array* a : {&starts, &stops})
+      if (error_.empty() && (a->type != I32 || !is_shape(*a, {starts.dims[0], starts.dims[1], p_.T}) ||
+                             !one_or(a->dims[0], p_.B) || !one_or(a->dims[1], p_.N)))
+        fail(bad("starts and stops", "int32 [B or 1, N or 1, " + std::to_string(p_.T) + "], both alike", *a));
+    op.q_ids = static_cast<const int32_t*>(starts.data);
+    op.kv_ids = static_cast<const int32_t*>(stops.data);
+    op.head_stride = starts.dims[1] > 1 ? p_.T : 0;
+    op.q_stride = starts.dims[0] > 1 ? starts.dims[1] * p_.T : 0;
+    p_.by_head |= starts.dims[1] > 1;
   }
 
   void dense(Op& op) {
     const Array a = operand("dense mask");
     const int64_t full[4] = {p_.B, p_.N, p_.T, p_.S};
     bool ok = a.type == U8 && a.rank == 4;
-    for (int i = 0; ok && i < 4; ++i) ok = one_or(a.dims[i], full[i]);
+    for (int i = 0; ok && i < 4; ++i) ok = one_or(a.dims[i], full[i]) || (i >= 2 && op.sides & (i - 1));
     if (error_.empty() && !ok) fail(bad("dense mask", "bool broadcastable to [B,N,T,S]", a));
     op.view.data = a.data;
     op.view.s = a.dims[3] > 1;
     op.view.t = a.dims[2] > 1 ? a.dims[3] : 0;
     op.view.n = a.dims[1] > 1 ? a.dims[2] * a.dims[3] : 0;
     op.view.b = a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0;
+    op.rows = a.dims[2];
+    op.width = a.dims[3];
     p_.by_head |= a.dims[1] > 1;
+  }
+
+  void dense_at(Op& op) {
+    op.sides = word();
+    if (op.sides < 0 || op.sides > 3) fail("sides with an offset are 0 to 3");
+    dense(op);
+    op.lo = number();
+    op.hi = number();
   }
 
   void bits(Op& op) {

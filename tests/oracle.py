@@ -1,5 +1,7 @@
 """The masks once more, in plain Python, one pair at a time: what `dense` and the engines are compared with."""
 
+import inspect
+
 import numpy as np
 
 from longspan import masks as m
@@ -38,10 +40,16 @@ def allowed(mask, b, n, i, j, q, k):
             return (k - q) % d == 0 and -number(mask.left, b) * d <= k - q <= number(mask.right, b) * d
         case m.Chunk():
             return q // number(mask.size, b) == k // number(mask.size, b)
+        case m.BlockCausal():
+            return k // number(mask.size, b) <= q // number(mask.size, b)
         case m.Prefix():
             return k < number(mask.length, b)
         case m.KvLengths():
             return j < number(mask.lengths, b)
+        case m.QLengths():
+            return i < number(mask.lengths, b)
+        case m.Between():
+            return row(row(mask.starts, b), n)[i] <= j < row(row(mask.stops, b), n)[i]
         case m.Segments():
             mine, theirs = row(mask.q_ids, b)[i], row(mask.q_ids if mask.kv_ids is None else mask.kv_ids, b)[j]
             return mine == theirs and mine >= 0
@@ -56,13 +64,21 @@ def allowed(mask, b, n, i, j, q, k):
             return (mask.rows and q_global) or (mask.columns and k_global)
         case m.Blocks():
             table = np.asarray(mask.table)
+            table = row(table, b) if table.ndim == 4 else table
             return j // mask.block_size in row(table, n)[i // mask.block_size].tolist()
         case m.Dense():
             array = np.asarray(mask.array)
             array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-            return bool(array[tuple(min(x, size - 1) for x, size in zip((b, n, i, j), array.shape, strict=True))])
+            place = [min(b, array.shape[0] - 1), min(n, array.shape[1] - 1)]
+            for slot, offset, size in ((i, mask.q_offset, array.shape[2]), (j, mask.kv_offset, array.shape[3])):
+                place.append(min(slot, size - 1) if offset is None else slot - number(offset, b))
+                if not 0 <= place[-1] < size:
+                    return False
+            return bool(array[tuple(place)])
         case m.Custom():
-            return bool(mask.fn(np.array(q), np.array(k), *mask.arrays))
+            row_and_head = (b if mask.batch > 1 else 0, n if mask.heads > 1 else 0)
+            four = len(inspect.signature(mask.fn).parameters) == 4 + len(mask.arrays)
+            return bool(mask.fn(*row_and_head[: 2 * four], np.array(q), np.array(k), *mask.arrays))
     raise TypeError(type(mask))
 
 

@@ -162,3 +162,46 @@ def test_a_layout_planned_once_gives_what_the_mask_gives(engine):
     wanted = supported(engine, q=Q, k=K, v=V, mask=mask)
     for layout in (mask.layout(5, 7, q_tile=2, kv_tile=3), jax.jit(lambda: mask.layout(5, 7, q_tile=3, kv_tile=1))()):
         np.testing.assert_allclose(ls.attention(Q, K, V, mask=layout, engine=engine), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_queries_keys_and_values_without_a_batch_axis_are_one_row(engine):
+    """All else broadcasts as for B = 1, and gradients have the arguments' own shapes."""
+    q, k, v = (x[0] for x in (Q, K, V))
+    arguments = dict(
+        mask=ls.Causal(1) & ls.Segments(np.zeros((1, 5), int), np.array([[0, 0, 0, 0, 0, 0, -1]])),
+        bias=jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 5, 7)), jnp.float32),
+        q_positions=np.array([0, 2, 1, 4, 3]),
+        kv_positions=np.arange(7)[None],
+    )
+    (out, lse), (wanted, wanted_lse) = (
+        supported(engine, q=a, k=b, v=c, return_lse=True, **arguments)
+        for a, b, c in ((q, k, v), (q[None], k[None], v[None]))
+    )
+    assert out.shape == (5, 6, 4) and lse.shape == (5, 6)
+    np.testing.assert_array_equal(out, wanted[0])
+    np.testing.assert_array_equal(lse, wanted_lse[0])
+    for got, x, many in zip(
+        grads(engine, q, k, v, **arguments),
+        (q, k, v),
+        grads(engine, q[None], k[None], v[None], **arguments),
+        strict=True,
+    ):
+        assert got.shape == x.shape
+        np.testing.assert_allclose(got, many[0], rtol=1e-6, atol=1e-6)
+    dense = np.ones((5, 7), bool)
+    jitted = jax.jit(lambda q: ls.attention(q, k, v, mask=dense, scale=jnp.float32(0.3), engine=engine))
+    wanted = ls.attention(Q, K, V, mask=dense, scale=0.3, engine=engine)[0]
+    np.testing.assert_allclose(jitted(q), wanted, rtol=1e-5, atol=1e-6)
+    assert ls.attention(np.asarray(q), np.asarray(k), np.asarray(v), engine=engine).shape == q.shape
+
+
+def test_rows_without_a_batch_axis_can_be_mapped(engine):
+    one = jax.vmap(lambda q, k, v, n: ls.attention(q, k, v, mask=ls.KvLengths(n), engine=engine))
+    wanted = ls.attention(Q, K, V, mask=ls.KvLengths(np.array([3, 6])), engine=engine)
+    np.testing.assert_allclose(one(Q, K, V, np.array([3, 6])), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_without_a_batch_axis_is_explained(engine):
+    shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (Q, K, V)]
+    report = ls.explain(*shapes, mask=ls.Causal(), engine=engine)
+    assert report == ls.explain(Q[:1], K[:1], V[:1], mask=ls.Causal(), engine=engine)

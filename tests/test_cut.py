@@ -141,6 +141,9 @@ CUT = {
     "louder": Louder(np.sort(RNG.integers(0, 40, (1, 389))), np.sort(RNG.integers(0, 40, (2, 389)))),
     "last keys": LastKeys(17),
     "lengths": ls.KvLengths(np.array([300, 111])) & ls.Causal(),
+    "between": ls.Between(np.arange(389) - 30, np.arange(389) + RNG.integers(0, 30, (2, 4, 389))),
+    "query lengths": ls.QLengths(np.array([300, 111])) & ls.BlockCausal(32),
+    "dense at": ls.Dense(RNG.random((2, 1, 100, 150)) < 0.6, 90, np.array([50, 200])) | ls.Prefix(20),
     "blocks": ls.Blocks(TABLE, 16),
     "traced blocks": ls.Blocks(jnp.asarray(TABLE), 16) | ls.Global(kv_flags=np.arange(389)[None] % 100 == 0),
     "per head": ls.PerHead((Near(9), ls.TokenTypes(IDS), ~ls.Chunk(50), ls.Dense(RNG.random((389, 389)) < 0.1))),
@@ -256,6 +259,13 @@ def test_arrays_are_cut_and_stay_small():
     assert ls.KvLengths(np.array([2, 3])).cut(q, kv) == KvFlags(np.array([[True, False, False], [False, False, True]]))
     assert ls.KvLengths(2).cut(q) == ls.KvLengths(2)
     assert ls.KvLengths(2).cut(None, jnp.array([3, 1])).flags.tolist() == [[False, True]]
+    flags = np.array([[False, True], [False, True]])
+    assert ls.QLengths(np.array([2, 3])).cut(q, kv) == ls.Global(q_flags=flags, columns=False)
+    assert ls.QLengths(2).cut(None, kv) == ls.QLengths(2)
+    between = ls.Between(np.arange(5), np.arange(5) + 2)
+    assert between.cut(q) == ls.Between([4, 0], [6, 2])
+    assert between.cut(q, [0, 1, 1, 4]) == ls.Between([3, 0], [4, 3])
+    assert isinstance(between.cut(q, kv), View) and between.cut(None, kv[1:]).mask == between
     flags = np.array([[True, False, False, True, False]])
     assert ls.Global((7,), kv_flags=flags).cut(None, [3, 4]) == ls.Global((7,), kv_flags=np.array([[True, False]]))
     dense = RNG.random((1, 3, 5, 1)) < 0.5

@@ -64,7 +64,8 @@ class Door:
 
     def row(self, array):
         array = self.operands[array.operand]
-        return array[ROW if array.shape[0] > 1 else 0, self.at]
+        head = () if array.ndim == 2 else (HEAD if array.shape[1] > 1 else 0,)
+        return array[ROW if array.shape[0] > 1 else 0, *head, self.at]
 
 
 class Slots(Door):
@@ -93,11 +94,17 @@ class Slots(Door):
         rows = table[HEAD if table.shape[0] > 1 else 0, np.arange(self.at.start, self.at.stop) // unit]
         return [self.along(column) for column in rows.T]
 
-    def pairs(self, array, others):
+    def pairs(self, array, others, offsets=(None, None)):
         array = self.operands[array.operand]
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-        tile = np.broadcast_to(array, (B, N, T, S))[ROW, HEAD]
-        return jnp.asarray(tile[self.at, others.at])
+        known = [n is not None for n in offsets]
+        full = (array.shape[2] if known[0] else T, array.shape[3] if known[1] else S)
+        tile = np.broadcast_to(array, (B, N, *full))[ROW, HEAD]
+        places = [
+            np.clip(np.arange(slots.at.start, slots.at.stop) - int(0 if n is None else self.number(n)), 0, size - 1)
+            for slots, n, size in zip((self, others), offsets, full, strict=True)
+        ]
+        return jnp.asarray(tile[np.ix_(*places)])
 
 
 class Tile(Door, Tiles):
@@ -159,8 +166,11 @@ MASKS = [
     ls.Window(NUMBERS, jnp.array(1)),
     ls.Window(NUMBERS, 2, dilation=NUMBERS - 1),
     ls.Chunk(NUMBERS),
+    ls.BlockCausal(NUMBERS),
     ls.Prefix(NUMBERS + 5),
     ls.KvLengths(NUMBERS + 6),
+    ls.QLengths(NUMBERS + 1),
+    ls.Between(RNG.integers(0, 9, (B, N, T)), RNG.integers(5, 15, (B, 1, T))),
     KvFlags(RNG.random((B, S)) < 0.5),
     ls.Segments(ids(T), ids(S, rows=1)),
     ls.FirstOfSegment(ids(T), NUMBERS, kv_ids=ids(S, rows=1)),
@@ -172,6 +182,8 @@ MASKS = [
     ls.Blocks(jnp.asarray(TABLE), 3),
     ls.Dense(RNG.random((T, S)) < 0.5),
     ls.Dense(RNG.random((B, 1, T, 1)) < 0.5),
+    ls.Dense(RNG.random((6, 9)) < 0.7, 4, NUMBERS + 3),
+    ls.Dense(RNG.random((B, N, T, 5)) < 0.7, kv_offset=jnp.array(9)),
     ls.Custom(lambda q, k, far: q - k < far[0], NUMBERS),
     ls.PerHead((ls.Causal(), ls.Full(), ls.Window(NUMBERS, 0), ls.Segments(ids(T), ids(S)))),
     ls.Window(NUMBERS, 3) & ls.Causal(np.array(1)) & ~(ls.Chunk(2) | ls.KvLengths(NUMBERS)),

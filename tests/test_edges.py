@@ -71,6 +71,7 @@ SAME = {
     "small unsigned windows": (ls.Window(np.array([2, 3], np.uint8), 0), ls.Window(np.array([2, 3]), 0)),
     "merged with a band": (ls.Causal() & ls.Window(np.array([2, 3], np.uint8), 0), ls.Window(np.array([2, 3]), 0)),
     "lengths beyond 32 bits": (ls.KvLengths(np.array([MANY, 4])), ls.KvLengths(np.array([9, 4]))),
+    "query lengths beyond 32 bits": (ls.QLengths(np.array([MANY, 4])), ls.QLengths(np.array([9, 4]))),
     "unsigned lengths": (ls.KvLengths(np.array([2**32 - 1, 4], np.uint32)), ls.KvLengths(np.array([9, 4]))),
     "far and dilated": (ls.Window(10**9, 0, dilation=np.array(4)), ls.Window(10**9, 0, dilation=4)),
     "ids of 8 bits": (ls.Segments(IDS.astype(np.int8)), ls.Segments(IDS)),
@@ -100,6 +101,10 @@ EMPTY = {
     "flags": lambda B, T: ls.Global(q_flags=np.zeros((B, T), bool)),
     "types": lambda B, T: ls.TokenTypes(np.zeros((B, T), np.int32)),
     "lengths": lambda B, T: ls.KvLengths(np.zeros(B, np.int32)),
+    "query lengths": lambda B, T: ls.QLengths(np.ones(B, np.int32)),
+    "between": lambda B, T: ls.Between(np.zeros((B, T), int), np.ones(T, int)),
+    "block causal": lambda B, T: ls.BlockCausal(3),
+    "dense at": lambda B, T: ls.Dense(np.ones((3, 3), bool), 1, np.ones(B, int)),
     "blocks": lambda B, T: ls.Blocks(np.zeros((1, -(-T // 4), 1), np.int32), 4),
     "causal": lambda B, T: ls.Causal(),
 }

@@ -28,6 +28,11 @@ MASKS = [
     (ValueError, "use `Band(low, high)`", lambda: ls.Window(0, -2)),
     (ValueError, "Window.dilation must be >= 1, got 0", lambda: ls.Window(1, 0, dilation=0)),
     (ValueError, "Chunk.size must be >= 1, got 0", lambda: ls.Chunk(0)),
+    (ValueError, "BlockCausal.size must be >= 1, got 0", lambda: ls.BlockCausal(0)),
+    (ValueError, "BlockCausal.size must be >= 1, got -2", lambda: ls.BlockCausal(np.array([4, -2]))),
+    (TypeError, "BlockCausal.size must be an int, or an int array of shape () or [B]", lambda: ls.BlockCausal(2.0)),
+    (TypeError, "QLengths.lengths must hold integers, got dtype float32", lambda: ls.QLengths(jnp.ones(2))),
+    (ValueError, "QLengths.lengths must be an int, or", lambda: ls.QLengths(np.ones((2, 2), int))),
     (ValueError, "Prefix.length must be >= 0, got -3", lambda: ls.Prefix(-3)),
     (ValueError, "Window.left must be >= 0, got -1", lambda: ls.Window(jnp.array([3, -1]), 0)),
     (ValueError, "use `Band(low, high)`", lambda: ls.Window(0, np.array(-2))),
@@ -47,6 +52,28 @@ MASKS = [
         "Segments.q_ids must have shape [B or 1, T], got rank 1 (shape (3,))",
         lambda: ls.Segments(np.zeros(3, int)),
     ),
+    (
+        TypeError,
+        "Between.starts must hold integers, got dtype float64",
+        lambda: ls.Between(np.ones(3), np.ones(3, int)),
+    ),
+    (TypeError, "Between.stops must be an array [T] or [B or 1, T] or", lambda: ls.Between(np.ones(3, int), 4)),
+    (
+        ValueError,
+        "Between.starts and Between.stops must have one shape, got (3,) and (2, 4)",
+        lambda: ls.Between(np.zeros(3, int), np.ones((2, 4), int)),
+    ),
+    (
+        ValueError,
+        "must have one shape, got (3, 1, 4) and (2, 1, 4). Both have an entry per query; only along batch rows",
+        lambda: ls.Between(np.zeros((3, 1, 4), int), np.ones((2, 1, 4), int)),
+    ),
+    (ValueError, "got rank 4 (shape (1, 1, 1, 3))", lambda: ls.Between(np.zeros((1, 1, 1, 3), int), np.ones(3, int))),
+    (
+        ValueError,
+        "Between.starts covers 3 queries, but the call has 4",
+        lambda: ls.Between(np.zeros(3, int), np.ones(3, int)).dense(4, 9),
+    ),
     (TypeError, "FirstOfSegment.kv_ids must hold integers", lambda: ls.FirstOfSegment(IDS, 1, kv_ids=IDS > 0)),
     (ValueError, "FirstOfSegment.n must be >= 0, got -1", lambda: ls.FirstOfSegment(IDS, np.array([2, -1]))),
     (TypeError, "`segment_ids` must be an int array [L] or [B, L]", lambda: ls.positions_from_segments([0, 1])),
@@ -57,7 +84,32 @@ MASKS = [
         "Dense.array must have shape [B or 1, N or 1, T, S] or [T, S], got rank 3",
         lambda: ls.Dense(np.ones((1, 2, 2), bool)),
     ),
-    (ValueError, "Blocks.table must have shape [N or 1, q blocks, r]", lambda: ls.Blocks(np.zeros((2, 2), int), 4)),
+    (
+        TypeError,
+        "Dense.q_offset must be an int, or an int array of shape () or [B], got 1.0",
+        lambda: ls.Dense(np.ones((2, 2), bool), 1.0),
+    ),
+    (TypeError, "Dense.kv_offset must hold integers", lambda: ls.Dense(np.ones((2, 2), bool), kv_offset=jnp.ones(()))),
+    (
+        ValueError,
+        "Dense.array covers 2 queries, but the call has 5",
+        lambda: ls.Dense(np.ones((2, 2), bool), kv_offset=0).dense(5, 5),
+    ),
+    (
+        ValueError,
+        "Dense.kv_offset has 3 batch rows, but Dense.q_offset has 2",
+        lambda: ls.Dense(np.ones((2, 2), bool), np.zeros(2, int), np.zeros(3, int)).dense(5, 5),
+    ),
+    (
+        ValueError,
+        "Blocks.table must have shape [N or 1, q blocks, r] or [B or 1, N or 1, q blocks, r], got rank 2",
+        lambda: ls.Blocks(np.zeros((2, 2), int), 4),
+    ),
+    (
+        ValueError,
+        "Blocks.table has 3 batch rows, but Segments.q_ids has 2",
+        lambda: (ls.Segments(IDS) & ls.Blocks(np.zeros((3, 1, 2, 1), int), 3)).dense(5, 5),
+    ),
     (TypeError, "Blocks.block_size fixes shapes", lambda: ls.Blocks(np.zeros((1, 2, 2), int), jnp.ones((), int))),
     (TypeError, "Global.indices must be a tuple of Python ints, got a JAX array", lambda: ls.Global(jnp.arange(2))),
     (TypeError, "Global.indices must be a tuple of ints, got ('a',)", lambda: ls.Global(("a",))),
@@ -105,7 +157,12 @@ MASKS = [
 ]
 
 CALLS = [
-    (ValueError, "`q` must have shape [B, T, N, H], got rank 3", dict(q=Q[0])),
+    (ValueError, "`q` must have shape [B, T, N, H], got rank 2", dict(q=Q[0, 0])),
+    (ValueError, "must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none", dict(q=Q[0])),
+    (ValueError, "got shapes (5, 6, 4), (7, 3, 4), (2, 7, 3, 4). Add the axis", dict(q=Q[0], k=K[0])),
+    (ValueError, "`q` has 5 heads and `k` has 3", dict(q=Q[0, :, :5], k=K[0], v=V[0])),
+    (ValueError, "q_positions has 2 batch rows, but the call has 1", dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS)),
+    (ValueError, "`PerHead` of shifted rules, for example `PerHead((Causal", dict(q_positions=np.ones((2, 6, 5), int))),
     (TypeError, "`k` must be an array [B, S, K, H], got list", dict(k=[1])),
     (TypeError, "`q` must be one of float16, bfloat16, float32, float64, got int32", dict(q=Q.astype(int))),
     (TypeError, "must share a dtype, got float32, bfloat16 and float32", dict(k=K.astype(jnp.bfloat16))),
@@ -152,6 +209,7 @@ CALLS = [
     ),
     (ValueError, "Segments.kv_ids covers 5 keys, but the call has 7", dict(mask=ls.Segments(IDS))),
     (ValueError, "KvLengths.lengths has 3 batch rows, but the call has 2", dict(mask=ls.KvLengths(np.ones(3, int)))),
+    (ValueError, "QLengths.lengths has 3 batch rows, but the call has 2", dict(mask=ls.QLengths(np.ones(3, int)))),
     (ValueError, "PerHead.masks has 2 query heads, but the call has 6", dict(mask=ls.PerHead((ls.Full(), ls.Full())))),
     (
         ValueError,
@@ -187,6 +245,33 @@ def test_bad_masks(error, words, call):
 def test_bad_calls(function, error, words, change):
     arguments = dict(q=Q, k=K, v=V) | change
     raises(error, words, lambda: function(**arguments))
+
+
+ELSEWHERE = {
+    "is_causal": "give it as `mask=ls.Causal()`.",
+    "local_window_size": "give it as `mask=ls.Window(left, right)`.",
+    "key_value_seq_lengths": "give it as `mask=ls.KvLengths(lengths)`.",
+    "query_seq_lengths": "give it as `mask=ls.QLengths(lengths)`.",
+}
+
+
+@pytest.mark.parametrize("name, words", ELSEWHERE.items(), ids=ELSEWHERE)
+def test_arguments_of_jax_nn_are_translated(name, words):
+    arguments: dict = {name: True}
+    raises(TypeError, f"attention() has no argument '{name}': {words}", lambda: ls.attention(Q, K, V, **arguments))
+    raises(TypeError, words, lambda: jax.jit(lambda q: ls.attention(q, K, V, **arguments))(Q))
+
+
+def test_several_arguments_of_jax_nn_are_one_mask():
+    both: dict = dict(is_causal=True, key_value_seq_lengths=3)
+    raises(TypeError, "together are `mask=ls.Causal() & ls.KvLengths(lengths)`.", lambda: ls.attention(Q, K, V, **both))
+
+
+def test_other_unknown_arguments_are_pythons_own_error():
+    wrong: dict = dict(is_cusal=True)
+    raises(
+        TypeError, "attention() got an unexpected keyword argument 'is_cusal'", lambda: ls.attention(Q, K, V, **wrong)
+    )
 
 
 def test_errors_come_before_tracing_goes_deep():

@@ -1,13 +1,18 @@
 """`explain` against counts from the dense mask."""
 
+import math
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import longspan as ls
+from longspan import _kinds
 from longspan._pairs import count_by_query
 from longspan.engines import ENGINES, Request
+from longspan.masks.sides import Tiles
 
 pytestmark = pytest.mark.quick
 
@@ -168,6 +173,13 @@ BY_QUERY = [
     ls.Chunk(50) & ls.KvLengths(np.array([200, 389, 0])) & ls.Segments(SHUFFLED),
     ls.Prefix(np.array([3, 0, 1000])) & ls.Causal(np.array([0, 5, -7])),
     ls.PerHead((ls.Empty(), ls.Band(-9, -2) & ls.Segments(SHUFFLED))),
+    ls.Window(3, 70) | ls.Global((0, 388, 9), q_flags=SHUFFLED == 0, kv_flags=SHUFFLED[:1] == 1),
+    ls.Global(kv_flags=SHUFFLED == 0, rows=False) & ls.Segments(SHUFFLED % 3),
+    ls.Window(9, 5, dilation=np.array([3, 1, 50])) | ls.Prefix(3) | ls.Window(2, 2, dilation=2),
+    ~(ls.Causal() & ~ls.Segments(SHUFFLED)) & ls.KvLengths(np.array([200, 389, 0])),
+    (ls.Causal() | ls.FirstOfSegment(SHUFFLED, 2)) & ls.Segments(SHUFFLED) & ~ls.Window(9, 0),
+    ls.Blocks(np.random.default_rng(1).integers(-1, 40, (2, 39, 4)), 10) | (ls.Causal() & ls.Chunk(100)),
+    ls.KvLengths(np.array([200, 389, 0])).cut(None, np.arange(389)[::-1].copy()) | ls.TokenTypes(SHUFFLED),
 ]
 
 
@@ -182,12 +194,34 @@ def test_pairs_counted_by_query_are_those_of_the_dense_mask(mask):
     assert ls.explain(*call(), mask=mask).useful_flops == 4 * 16 * dense.sum() * copies
 
 
+@pytest.mark.parametrize("mask", [m for m in BY_QUERY if not any(isinstance(r, ls.Blocks) for r in m.walk())], ids=repr)
+def test_pairs_are_counted_by_query_whatever_the_order_of_positions(mask):
+    places = dict(q_positions=SHUFFLED * 20, kv_positions=np.random.default_rng(2).permutation(389) - 50)
+    q, kv = mask.layout(389, 389, **places).sides(xp=np)
+    dense = np.asarray(mask.dense(389, 389, **places))
+    for b, n in np.ndindex(*dense.shape[:2]):
+        at = dict(batch=np.full((1, 1, 1, 1), b, np.int32), head=np.full((1, 1, 1, 1), n, np.int32))
+        assert count_by_query(mask, q.at(**at), kv.at(**at)) == dense[b, n].sum()
+
+
+LONG = [ls.Band(-9 * i, -9 * i + i) for i in range(9)]
+
+
 @pytest.mark.parametrize(
-    "mask", [ls.Causal() | ls.Prefix(3), ls.Window(3, 3, dilation=2), ls.Global((0,)), ~ls.Causal()]
+    "mask",
+    [
+        ls.Custom(lambda q, k: q >= k) & ls.Causal(),
+        ls.Custom(lambda q, k: q >= k, bounds=lambda q, kv: (q.last >= kv.first, q.first >= kv.last)),
+        ls.Dense(np.ones((389, 389), bool)) | ls.Causal(),
+        Mine(),
+        LONG[0] | LONG[1] | LONG[2] | LONG[3] | LONG[4] | LONG[5] | LONG[6] | LONG[7] | LONG[8],
+    ],
+    ids=["custom", "bounds", "dense", "mine", "long"],
 )
-def test_what_is_no_interval_is_not_counted_by_query(mask):
+def test_what_rules_do_not_tell_is_not_counted_by_query(mask):
     q, kv = mask.layout(389, 389).sides(xp=np)
     assert count_by_query(mask, q, kv) is None
+    assert ls.explain(*call(), mask=mask).useful_flops == 6 * 4 * 16 * np.asarray(mask.dense(389, 389)).sum()
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
@@ -195,11 +229,59 @@ def test_documents_of_a_million_tokens_are_counted_without_reading_pairs(array, 
     def read(*_):
         raise AssertionError("pairs are read")
 
-    monkeypatch.setattr("longspan.layout._count_allowed", read)
+    monkeypatch.setattr("longspan._kinds._allowed", read)
     ids = np.arange(2**20)[None] // 1000
     report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Segments(array(ids)))
     sizes = np.bincount(ids[0])
     assert report.useful_flops == 2 * 4 * 16 * (sizes * (sizes + 1) // 2).sum()
+
+
+LONG_IDS = np.random.default_rng(0).permutation(np.arange(2**20) // 1777)[None]
+FLAGS = np.arange(2**20)[None] % 30_011 == 0
+AT_A_MILLION = {
+    "shuffled": ls.Segments(LONG_IDS),
+    "recurring": ls.Causal() & ls.Segments(np.arange(2**20)[None] // 100 % 1000),
+    "global": ls.Window(256, 256) | ls.Global(q_flags=FLAGS, kv_flags=FLAGS),
+    "dilated": ~ls.Window(256, 256, dilation=3),
+    "first": (ls.Causal() | ls.FirstOfSegment(LONG_IDS, 9)) & ls.Segments(LONG_IDS),
+}
+
+
+@pytest.mark.parametrize("mask", AT_A_MILLION.values(), ids=AT_A_MILLION.keys())
+def test_a_million_tokens_take_little_work_and_memory(mask, monkeypatch):
+    summaries, looked, read = [], [], []
+    noting(monkeypatch, Tiles, "_summary", lambda tiles, *_: summaries.append(tiles.side.length))
+    noting(monkeypatch, _kinds, "_classified", lambda mask, q, kv, visits: looked.append(math.prod(visits.shape)))
+    noting(monkeypatch, _kinds, "_allowed", lambda *_: read.append(1))
+    tracemalloc.start()
+    report = ls.explain(*call(T=2**20, B=1), mask=mask, engine="xla")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not read and not report.useful_is_estimate
+    assert sum(looked) <= 8 * 2**26 and max(looked) <= 2**20 and len(looked) <= 2**10
+    assert len(summaries) <= 40, "what a tile holds is found once for all looks"
+    assert peak < 250 * 2**20
+
+
+def noting(monkeypatch, owner, name, note):
+    """Lets a function note what it is called with."""
+    inner = getattr(owner, name)
+
+    def outer(*arguments, **more):
+        note(*arguments)
+        return inner(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, outer)
+
+
+def test_too_many_pairs_to_read_are_estimated_and_said_to_be():
+    mask = ls.Window(511, 0) & ls.Custom(lambda q, k: (q + k) % 3 == 0)
+    report = ls.explain(*call(T=2**20, B=1), mask=mask, engine="xla")
+    assert report.useful_is_estimate and type(report.useful_flops) is int
+    assert report.useful_flops == pytest.approx(2 * 4 * 16 * 2**20 * 512 / 3, rel=0.03)
+    assert report.tiles_partial == sum(min(i, 4) + 1 for i in range(8192))
+    assert "about 22." in str(report) and any(note.startswith("useful FLOPs are an estimate") for note in report.notes)
+    assert not ls.explain(*call(), mask=mask).useful_is_estimate
 
 
 def test_a_million_tokens_are_explained_without_a_dense_mask():

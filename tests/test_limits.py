@@ -25,6 +25,8 @@ def seen(mask, engine, **positions):
 
 CLAMPED = {
     "chunk": (lambda n: ls.Chunk(n - 1), ls.Chunk(1)),
+    "block causal": (lambda n: ls.BlockCausal(n - 1), ls.Causal()),
+    "query lengths": (lambda n: ls.QLengths(n - 4), ls.Empty()),
     "window": (lambda n: ls.Window(n - 3, n - 2) & ls.Causal(), ls.Window(0, 0)),
     "window, last int": (lambda n: ls.Window(n * np.int32(-(2**31)), 2), ls.Window(0, 2)),
     "dilation": (lambda n: ls.Window(2, 1, dilation=n - 1), ls.Window(2, 1)),
@@ -84,6 +86,15 @@ def test_the_furthest_legal_positions_are_told_apart_and_padding_comes_after_the
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_blocks_before_position_0_and_at_the_ends_are_counted_downwards(engine):
+    near = np.arange(7) - 3
+    for positions, size in ((near, 2), (near, 5), (np.arange(7) - FAR, 3), (np.arange(7) + FAR - 6, 2**40)):
+        block = positions // min(size, FAR)
+        got = seen(ls.BlockCausal(size), engine, q_positions=positions, kv_positions=positions)
+        np.testing.assert_array_equal(got[0, :, 0], block <= block[:, None])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
 def test_traced_positions_saturate_and_never_wrap(engine, dtype):
     with jax.enable_x64(True):
@@ -122,5 +133,6 @@ def test_offsets_and_numbers_of_a_maskinfo_saturate_instead_of_wrapping():
 def test_the_shape_of_ids_stands_for_the_int32_that_they_become():
     mask = ls.Segments(jax.ShapeDtypeStruct((2, 7), np.int64))
     assert mask.q_ids.dtype == np.int32
+    assert ls.KvLengths(jax.ShapeDtypeStruct((2,), np.int64)).lengths.dtype == np.int32
     compiled = jax.jit(lambda m: m.dense(7, 7)).lower(mask).compile()
     np.testing.assert_array_equal(compiled(ls.Segments(np.ones((2, 7), np.int64))), True)

@@ -62,6 +62,25 @@ def test_blocks_list_pairs_and_repeats_count_once():
     assert picture(ls.Blocks(table, 2), 4, 4, head=1) == ["##..", "##..", "####", "####"]
 
 
+def test_blocks_see_themselves_and_all_before_them():
+    assert picture(ls.BlockCausal(3), 5, 7) == ["###....", "###....", "###....", "######.", "######."]
+    causal_or_chunk = ls.Causal() | ls.Chunk(3)
+    np.testing.assert_array_equal(ls.BlockCausal(3).dense(11, 13), causal_or_chunk.dense(11, 13))
+    sizes = ls.BlockCausal(np.array([1, 4])).dense(5, 5)
+    np.testing.assert_array_equal(sizes, np.concatenate([ls.Causal().dense(5, 5), ls.BlockCausal(4).dense(5, 5)]))
+    assert ls.BlockCausal(256).layout(4096, 4096).visits() == ls.Causal().layout(4096, 4096, q_tile=256).visits() * 2
+
+
+def test_queries_past_their_length_see_nothing():
+    assert picture(ls.QLengths(np.array([1])), 3, 2) == ["##", "..", ".."]
+    mask = ls.QLengths(np.array([3, 0]))
+    assert mask.dense(4, 2).sum((1, 2, 3)).tolist() == [6, 0] and ls.QLengths(9).dense(4, 2).all()
+    layout = mask.layout(1024, 1024)
+    assert layout.visits() == layout.transpose().visits() == 8
+    rolling = np.array([4, 5, 2, 3])
+    np.testing.assert_array_equal(mask.dense(4, 2, q_positions=rolling), mask.dense(4, 2))
+
+
 def test_negation_opens_padding_so_padding_is_added_last():
     padded = ls.Causal() & ls.KvLengths(np.array([2]))
     assert picture(~padded, 3, 3) == [".##", "..#", "..#"]

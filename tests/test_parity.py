@@ -36,8 +36,11 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
     "dilated": lambda s: ls.Window(3, 2, dilation=3),
     "causal window": lambda s: ls.Causal(s.S - s.T) & ls.Window(s.S, 0),
     "chunk, traced": lambda s: ls.Chunk(jnp.asarray(4)),
+    "block causal": lambda s: ls.BlockCausal(np.arange(s.B) + 3),
     "prefix": lambda s: ls.Causal() | ls.Prefix(2),
     "lengths": lambda s: ls.Causal(5) & ls.KvLengths(np.arange(s.B) * 4 % (s.S + 1)),
+    "query lengths": lambda s: ls.Causal(5) & ls.QLengths(jnp.arange(s.B) * 3 % (s.T + 1)),
+    "between": lambda s: between(s.B, s.N, s.T, s.S),
     "segments": lambda s: ls.Segments(ids(s.B, s.T), ids(s.B, s.S)),
     "packed": lambda s: ls.Causal(s.S - s.T) & ls.Segments(np.sort(ids(1, s.T)), np.sort(ids(1, s.S))),
     "packed, pinned": lambda s: (
@@ -47,9 +50,17 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
     "global": lambda s: ls.Window(2, 1) | ls.Global((0, s.S // 2)),
     "flags": lambda s: ls.Window(1, 1) | ls.Global(q_flags=flags(s.B, s.T), kv_flags=flags(s.B, s.S)),
     "blocks": lambda s: ls.Blocks(rng.integers(-1, -(-s.S // 4), (s.N, -(-s.T // 4), 2)), 4),
+    "blocks, rows": lambda s: (
+        ls.Blocks(jnp.asarray(rng.integers(-1, -(-s.S // 4), (s.B, s.N, -(-s.T // 4), 3))), 4) & ls.Causal(3)
+    ),
     "dense": lambda s: ls.Dense(rng.random((s.B, 1, s.T, s.S)) < 0.4),
+    "dense behind a prefix": lambda s: (
+        ls.Prefix(s.S // 2)
+        | ls.Dense(rng.random((1, s.N, s.T // 2 + 1, s.S // 3)) < 0.6, s.T // 3, jnp.arange(s.B) + s.S // 2)
+    ),
     "per head": lambda s: ls.PerHead(tuple(ls.Window(n, 1) if n % 2 else ls.Causal(n) for n in range(s.N))),
     "custom": lambda s: ls.Custom(lambda q, k: (q + k) % 3 == 0) & ls.Causal(8),
+    "custom, rows": lambda s: ls.Custom(by_row_and_head, batch=s.B, heads=s.N, bounds=bounds_by_row_and_head),
     "negated": lambda s: ~(ls.Chunk(3) | ls.Causal(-2)),
 }
 FEATURES: dict[str, Callable[[Shape, object], dict]] = {
@@ -84,12 +95,26 @@ def ids(batch, length):
     return rng.integers(-1, 3, (batch, length))
 
 
+def between(batch, heads, length, keys):
+    starts = rng.integers(-1, keys, (batch, heads, length))
+    return ls.Between(jnp.asarray(starts), starts[:, :1] + rng.integers(0, 6, length))
+
+
 def flags(batch, length):
     return rng.random((batch, length)) < 0.2
 
 
 def holes(values, dtype):
     return jnp.asarray(np.where(rng.random(values.shape) < 0.1, -np.inf, values), dtype)
+
+
+def by_row_and_head(b, h, q, k):
+    return (k <= q + b) & (q - k <= 3 * h + 1)
+
+
+def bounds_by_row_and_head(b, h, q, kv):
+    low, high = q.first - kv.last, q.last - kv.first
+    return (high >= -b) & (low <= 3 * h + 1), (low >= -b) & (high <= 3 * h + 1)
 
 
 def pairwise(*axes):

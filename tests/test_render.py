@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import longspan as ls
 from longspan.layout import plan
 from longspan.masks import rule
+from longspan.masks.sides import Tiles
 from longspan.render import grid, grid_of
 from longspan.testing import masks
 
@@ -188,3 +189,17 @@ def test_few_tiles_and_pairs_of_a_million_tokens_are_asked_about(mask):
     assert counted.show(MILLION, MILLION) == mask.show(MILLION, MILLION)
     assert sum(counted.tiles) < 1_000_000
     assert sum(counted.pairs) < 10_000_000  # of 10^12
+
+
+def test_what_the_ids_of_a_tile_are_is_found_once_for_all_looks(monkeypatch):
+    inner, found = Tiles._summary, []
+
+    def summary(tiles, *arguments):
+        found.append(tiles.size)
+        return inner(tiles, *arguments)
+
+    monkeypatch.setattr(Tiles, "_summary", summary)
+    ids = np.arange(MILLION)[None] // 100 % 1000
+    assert {*"".join(ls.Segments(ids).show(MILLION, MILLION).split())} == {*".+"}
+    sizes = set(found)
+    assert len(found) <= 14 * len(sizes), "two for spans, four kinds of bounds on both sides, for each size of tile"

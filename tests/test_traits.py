@@ -17,15 +17,19 @@ READS = [
     (ls.Band(-1, None), POSITION),
     (ls.Window(1, 1, dilation=2), POSITION),
     (ls.Chunk(2), POSITION),
+    (ls.BlockCausal(2), POSITION),
     (ls.Prefix(2), POSITION),
     (ls.Custom(lambda q, k: q == k), POSITION),
     (ls.KvLengths(3), SLOT),
+    (ls.QLengths(3), SLOT),
     (KvFlags(FLAGS), SLOT),
+    (ls.Between(np.arange(5), np.arange(5) + 2), SLOT),
     (ls.Segments(IDS), SLOT),
     (ls.FirstOfSegment(IDS, 1), SLOT),
     (ls.TokenTypes(IDS), SLOT),
     (ls.Blocks(np.zeros((1, 1, 1), int), 5), SLOT),
     (ls.Dense(np.ones((5, 5), bool)), SLOT),
+    (ls.Dense(np.ones((2, 3), bool), 1, 1), SLOT),
     (ls.Global(), frozenset()),
     (ls.Global((0,)), POSITION),
     (ls.Global(kv_flags=FLAGS), SLOT),
@@ -68,6 +72,8 @@ def test_only_rules_that_look_at_the_query_read_its_position():
         assert not mask.reads_q_place
     for mask in (ls.Causal(), ls.Global((0,)), ls.Global((0,), columns=False), Near(3), ls.Prefix(3) | ls.Chunk(2)):
         assert mask.reads_q_place
+    assert ls.QLengths(3).reads_q_place and ls.BlockCausal(3).reads_q_place
+    assert [ls.Dense(np.ones((5, 5), bool), at).reads_q_place for at in (None, 0)] == [False, True]
 
 
 def test_compositions_are_taken_apart_and_put_together():
@@ -89,7 +95,9 @@ def test_rules_that_bound_nothing_are_named():
     mask = (ls.Causal() & custom) | ~ls.PerHead((last, bounded, Near(3), Louder(IDS, IDS)))
     assert mask.unbounded() == (custom, last)
     assert last.cut([1, 2]).unbounded() == (last,) and Near(3).cut([1]).unbounded() == ()
-    assert Wrapped(ls.Causal()).unbounded() == () and all(not m.unbounded() for m, _ in READS if m != READS[7][0])
+    assert Wrapped(ls.Causal()).unbounded() == () and all(
+        not m.unbounded() for m, _ in READS if not isinstance(m, ls.Custom)
+    )
 
 
 def test_the_kernel_names_the_rules_that_travel_as_bits():

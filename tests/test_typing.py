@@ -71,6 +71,7 @@ ls.attention(q, k, v, engine=4)
 ls.attention(q, k, v, engine="fastest")
 ls.attention(q, k, v, q, engine="xla")
 ls.attention(q, k, v, is_cusal=True)
+ls.attention(q, k, v, is_causal=True)
 ls.attention(q, k, v, soft_cap="high")
 ls.attention(q, k, v, dropout_rate="0.1")
 ls.attention(q, k, v, return_lse=True).shape

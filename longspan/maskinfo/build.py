@@ -14,7 +14,7 @@ from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUE
 from longspan.maskinfo.checks import check_ids, check_rank, check_size
 from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks
 from longspan.maskinfo.ids import PADDING, check_offsets, check_total, from_offsets
-from longspan.masks import And, Dense, Full, KvLengths, Mask, Segments
+from longspan.masks import And, Dense, Full, KvLengths, Mask, QLengths, Segments
 
 
 class Constructors(Bound):
@@ -193,7 +193,7 @@ class Constructors(Bound):
         kvheads_axis_name: AxisName = KVHEADS_AXIS,
         sequence_axis_name: AxisName = SEQUENCE_AXIS,
     ) -> Self:
-        """Any `Mask`, bound to a batch. `Segments` and `KvLengths` that it asks for with `&` become the ids.
+        """Any `Mask`, bound to a batch. `Segments`, `KvLengths` and `QLengths` that it asks for with `&` become ids.
 
         Example:
             >>> info = ls.MaskInfo.from_mask(ls.Causal() & ls.Window(511, 0), batch=2, q_len=1_000_000)
@@ -208,7 +208,7 @@ class Constructors(Bound):
         check_lengths(q_len, kv_len)
         batch = check_size("batch", batch)
         check_extents(mask, q_len=q_len, kv_len=kv_len, batch=batch)
-        rule, q_ids, kv_ids = _lift_documents(mask, kv_len)
+        rule, q_ids, kv_ids = _lift_documents(mask, q_len, kv_len)
         static = _axes(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name)
         static["_has_documents"] = rule is not mask
         static["_applied"] = _kinds(mask)
@@ -302,21 +302,28 @@ def _kinds(mask: Mask) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.applied for part in _demands(mask) if part.applied))
 
 
-def _lift_documents(mask: Mask, kv_len: int) -> tuple[Mask, Any, Any]:
+def _lift_documents(mask: Mask, q_len: int, kv_len: int) -> tuple[Mask, Any, Any]:
     """The rule without the documents and lengths that it asks for, and these as ids; the mask itself if it has none."""
     parts = _demands(mask)
     documents = next((p for p in parts if isinstance(p, Segments)), None)
-    lengths = [p for p in parts if isinstance(p, KvLengths)]
-    rest = [p for p in parts if p is not documents and not isinstance(p, KvLengths)]
+    rest = [p for p in parts if p is not documents and not isinstance(p, KvLengths | QLengths)]
     if len(rest) == len(parts):
         return mask, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32)
     q_ids, kv_ids = (np.zeros((1, 1), np.int32),) * 2 if documents is None else documents._ids()
-    slots = jnp.arange(kv_len, dtype=np.int32).reshape(1, -1)
-    for part in lengths:
-        inside = slots < jnp.asarray(part.lengths).astype(np.int32).reshape(-1, 1)
-        kv_ids = jnp.where(inside, jnp.asarray(kv_ids).astype(np.int32), PADDING)
+    for part in parts:
+        if isinstance(part, QLengths):
+            q_ids = _padded_ids(q_ids, part.lengths, q_len)
+        elif isinstance(part, KvLengths):
+            kv_ids = _padded_ids(kv_ids, part.lengths, kv_len)
     rule = Full() if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
     return rule, q_ids, kv_ids
+
+
+def _padded_ids(ids, lengths, length: int):
+    """Ids with all slots from each row's length on as padding."""
+    lengths = min(lengths, length) if isinstance(lengths, int) else lengths
+    inside = jnp.arange(length, dtype=np.int32).reshape(1, -1) < jnp.asarray(lengths).astype(np.int32).reshape(-1, 1)
+    return jnp.where(inside, jnp.asarray(ids).astype(np.int32), PADDING)
 
 
 def _demands(mask: Mask) -> tuple[Mask, ...]:

@@ -1,8 +1,8 @@
 """The mask algebra: rules for who may attend to whom, composed with `&`, `|` and `~`.
 
 `sides` says how a rule sees tokens and tiles, `base` what every `Mask` answers, `pytree` what makes it a value, `spans`
-how intervals combine. Rules stand in `by_position`, `by_slot`, `packed`, `tables` and `custom`; `algebra` makes masks
-of masks, `cut` cuts them to some slots.
+how intervals combine. Rules stand in `by_position`, `by_slot`, `between`, `packed`, `tables` and `custom`; `algebra`
+makes masks of masks, `cut` cuts them to some slots.
 """
 
 from longspan.masks.algebra import And as And
@@ -12,7 +12,9 @@ from longspan.masks.algebra import PerHead as PerHead
 from longspan.masks.base import Extent as Extent
 from longspan.masks.base import Mask as Mask
 from longspan.masks.base import rule as rule
+from longspan.masks.between import Between as Between
 from longspan.masks.by_position import Band as Band
+from longspan.masks.by_position import BlockCausal as BlockCausal
 from longspan.masks.by_position import Causal as Causal
 from longspan.masks.by_position import Chunk as Chunk
 from longspan.masks.by_position import Empty as Empty
@@ -21,6 +23,7 @@ from longspan.masks.by_position import Prefix as Prefix
 from longspan.masks.by_position import Window as Window
 from longspan.masks.by_slot import Global as Global
 from longspan.masks.by_slot import KvLengths as KvLengths
+from longspan.masks.by_slot import QLengths as QLengths
 from longspan.masks.by_slot import Segments as Segments
 from longspan.masks.by_slot import TokenTypes as TokenTypes
 from longspan.masks.custom import Custom as Custom

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR
-from longspan.masks.base import Extent, Mask, rule
+from longspan.masks.base import NOBODY, Extent, Mask, rule
 from longspan.masks.by_position import MergedBand
 from longspan.masks.checks import check_masks
 from longspan.masks.sides import KEYS, QUERIES
@@ -73,6 +73,16 @@ class And(_Composition):
         empty, full = zip(*(m.tells() for m in self.masks), strict=True)
         return any(empty), all(full)
 
+    def nearest_query(self, key, at, step):
+        """From one part's nearest to the next part's, until all agree."""
+        found, moving = np.array(np.broadcast_to(at, key.shape)), np.arange(key.size)
+        while moving.size:
+            before = found[moving]
+            after = reduce(lambda x, m: m.nearest_query(key[moving], x, step), self.masks, before)
+            found[moving] = after
+            moving = moving[(after != before) & (np.abs(after) < NOBODY)]
+        return found
+
     def band(self):
         bands = [m.band() for m in self.masks]
         return _meet(bands) if all(b is not None for b in bands) else None
@@ -126,6 +136,10 @@ class Or(_Composition):
         empty, full = zip(*(m.tells() for m in self.masks), strict=True)
         return all(empty), any(full)
 
+    def nearest_query(self, key, at, step):
+        found = [m.nearest_query(key, at, step) for m in self.masks]
+        return reduce(np.maximum if step < 0 else np.minimum, found)
+
     def __repr__(self):
         return " | ".join(repr(m) for m in self.masks)
 
@@ -163,6 +177,17 @@ class Not(_Composition):
             return False, False
         empty, full = self.mask.tells()
         return full, empty
+
+    def nearest_query(self, key, at, step):
+        ends = self.mask.query_range(key)
+        if ends is None:
+            return at
+        first, last = ends
+        beyond = first - 1 if step < 0 else last + 1
+        return np.where((at >= first) & (at <= last), np.clip(beyond, -NOBODY, NOBODY), at)
+
+    def loose(self):
+        return (self,) if self.mask.query_range(np.zeros(1, np.int64)) is None else ()
 
     def __repr__(self):
         return f"~{_wrapped(self.mask, And, Or)}"
@@ -203,6 +228,13 @@ class PerHead(_Composition):
 
     def q_spans(self, kv, q):
         return self._spans(q.side, QUERIES, lambda mask: mask.q_spans(kv, q))
+
+    def nearest_query(self, key, at, step):
+        """That of any head."""
+        return Or(self.masks).nearest_query(key, at, step)
+
+    def of_head(self, head):
+        return self.masks[0 if len(self.masks) == 1 else head].of_head(head)
 
     def extents(self):
         yield Extent("PerHead.masks", "N", len(self.masks))

@@ -18,9 +18,10 @@ from jaxtyping import Bool, Int
 from longspan._checks import check_extents, check_lengths, check_positions
 from longspan._types import Array, Namespace, Positions, no_type_check
 from longspan.masks.checks import check_slots
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import Value
 from longspan.masks.pytree import rule as rule
-from longspan.masks.sides import Slots, Tiles, two_sides
+from longspan.masks.sides import Side, Slots, Tiles, two_sides
 from longspan.masks.spans import Spans, everything
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
 POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
 BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
+NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 
 
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
-    "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut"
+    "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
+    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "of_head",
 )  # fmt: skip
 
 
@@ -67,6 +70,8 @@ class Mask(Value):
 
     # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
+    # By slot, yet without arrays along the keys: what a query sees is one interval of slots, which `kv_spans` gives.
+    one_interval: ClassVar[bool] = False
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -138,6 +143,36 @@ class Mask(Value):
         """Whether tiles of it can be known to be EMPTY, and whether they can be known to be FULL."""
         own = not self.unbounded()
         return own, own and type(self).classify is not Mask.classify
+
+    def query_range(self, key: np.ndarray) -> tuple[Any, Any] | None:
+        """(first, last) query that may see a key at each place, if these are all in between; None: not known.
+
+        A place is a position, and the index of a slot: here they are one. First > last is nobody.
+        """
+        return None
+
+    def nearest_query(self, key: np.ndarray, at: np.ndarray, step: int) -> np.ndarray:
+        """The last query up to `at` (step = -1), or the first from it on (step = 1), that may see each key.
+
+        `NOBODY · step` if there is none. By this caches know how long to keep a key. What says nothing may be seen by
+        everybody.
+        """
+        ends = self.query_range(key)
+        if ends is None:
+            return at
+        first, last = ends
+        found = np.minimum(at, last) if step < 0 else np.maximum(at, first)
+        return np.where((found >= first) & (found <= last), found, NOBODY * step)
+
+    def loose(self) -> tuple["Mask", ...]:
+        """The rules in it of which `nearest_query` knows only a bound: those that hold data, and users' own."""
+        if self.parts():
+            return tuple(leaf for part in self.parts() for leaf in part.loose())
+        return (self,) if self.query_range(np.zeros(1, np.int64)) is None else ()
+
+    def of_head(self, head: int) -> "Mask":
+        """The rule as one head has it."""
+        return self.with_parts([part.of_head(head) for part in self.parts()])
 
     @no_type_check
     def cut(
@@ -308,6 +343,12 @@ class Mask(Value):
             f"{self!r} is a rule, neither true nor false: `and`, `or` and `not` would drop one mask in silence. "
             "Compose masks with `&`, `|` and `~`, and ask for none with `mask is None`."
         )
+
+    def _pieces(self, q: Side, kv: Side) -> list[Piece] | None:
+        """Disjoint pieces that are just what is allowed in one batch row and head (NumPy only); None: not known."""
+        if SLOT in self.reads and not (self.one_interval and q.positions is None and kv.positions is None):
+            return None
+        return [Piece(within=self)]
 
     def _band_at(self, side) -> tuple[Any, Any] | None:
         """`band` with its ends ready to broadcast."""

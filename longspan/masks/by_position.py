@@ -1,4 +1,4 @@
-"""Rules by position: everything, bands (causal, windows), chunks and prefixes. They hold for any slots as they are.
+"""Rules by position: everything, bands (causal, windows), chunks, prefixes. They hold for any slots as they are.
 
 A number is checked when its mask is made. One that is traced has no value then: if it turns out less than is legal, it
 stands for the least legal one (`Window(-1, 0)` for `Window(0, 0)`, `Chunk(0)` for `Chunk(1)`), in every engine.
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Number
-from longspan.masks.base import BY_POSITION, Mask, rule
+from longspan.masks.base import BY_POSITION, NOBODY, Mask, rule
 from longspan.masks.checks import check_at_least, check_number
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
 from longspan.masks.spans import Spans, nothing, whole_or_nothing
 
@@ -35,6 +36,9 @@ class Full(Mask):
     def tells(self):
         return False, True
 
+    def query_range(self, key):
+        return key * 0 - NOBODY, key * 0 + NOBODY
+
     def classify(self, q, kv):
         yes = q.side.xp.full((1, 1, 1, 1), True)
         return yes, yes
@@ -56,6 +60,9 @@ class Empty(Mask):
 
     def tells(self):
         return True, False
+
+    def query_range(self, key):
+        return key * 0 + 1, key * 0
 
     def classify(self, q, kv):
         no = q.side.xp.full((1, 1, 1, 1), False)
@@ -85,14 +92,14 @@ class _Banded(Mask):
 
     def classify(self, q, kv):
         low, high = self._ends(q)
-        may_any, must_all = Full().classify(q, kv)
+        kinds = []
         if low is not None:
-            may_any = may_any & (kv.last >= q.first + low)
-            must_all = must_all & (kv.first >= q.last + low)
+            kinds.append((kv.last >= q.first + low, kv.first >= q.last + low))
         if high is not None:
-            may_any = may_any & (kv.first <= q.last + high)
-            must_all = must_all & (kv.last <= q.first + high)
-        return may_any, must_all
+            kinds.append((kv.first <= q.last + high, kv.last <= q.first + high))
+        if len(kinds) < 2:
+            return kinds[0] if kinds else Full().classify(q, kv)
+        return kinds[0][0] & kinds[1][0], kinds[0][1] & kinds[1][1]
 
     def kv_spans(self, q, kv):
         low, high = self._ends(q)
@@ -108,6 +115,13 @@ class _Banded(Mask):
 
     def band(self):
         return self._limits()
+
+    def query_range(self, key):
+        low, high = self._limits()
+        if not all(end is None or isinstance(end, int) for end in (low, high)):
+            return None
+        first = key * 0 - NOBODY if high is None else key - high
+        return first, key * 0 + NOBODY if low is None else key - low
 
     def _limits(self) -> tuple[Any, Any]:
         """(low, high) as they were given; None is unbounded."""
@@ -238,8 +252,32 @@ class Window(_Banded):
         must_all = (one_distance | (dilation == 1)) & (least >= low) & (most <= high)
         return may_any, must_all
 
+    def _pieces(self, q, kv):
+        if self._dense():
+            return super()._pieces(q, kv)
+        dilation = no_less(q.number(self.dilation), 1)
+        q_ids, kv_ids = ((side.slots().position % dilation).reshape(-1) for side in (q, kv))
+        return [Piece(q_ids=q_ids, kv_ids=kv_ids, within=MergedBand(*self._ends(q)))]
+
     def band(self):
         return (-no_less(self.left, 0), no_less(self.right, 0)) if self._dense() else None
+
+    def query_range(self, key):
+        return super().query_range(key) if self._dense() else None
+
+    def nearest_query(self, key, at, step):
+        if self._dense() or self.loose():
+            return super().nearest_query(key, at, step)
+        low, high = self._limits()
+        found = Band(low, high).nearest_query(key, at, step)
+        found = found + step * (step * (key - found) % self.dilation)  # on to the next that is a multiple away
+        return np.where((found >= key - high) & (found <= key - low), found, NOBODY * step)
+
+    def loose(self):
+        return () if all(isinstance(n, int) for n in (self.left, self.right, self.dilation)) else (self,)
+
+    def _limits(self):
+        return -reach(self.left, self.dilation), reach(self.right, self.dilation)
 
     def _band_at(self, side):
         return self._ends(side) if self._dense() else None
@@ -296,9 +334,60 @@ class Chunk(Mask):
     def q_spans(self, kv, q):
         return self._spans(kv, q)
 
+    def query_range(self, key):
+        if not isinstance(self.size, int):
+            return None
+        first = key // self.size * self.size
+        return first, first + (self.size - 1)
+
     def _spans(self, rows, others):
         size = no_less(rows.number(self.size), 1)
         return Spans(*others.side.between(rows.first // size * size, rows.last // size * size + (size - 1)))
+
+    def _arguments(self):
+        return [short(self.size)]
+
+
+@rule
+class BlockCausal(Mask):
+    """Allows k // size <= q // size: all of the query's own block and of the blocks before it (block diffusion).
+
+    Args:
+        size: positions in a block; an int >= 1, or an int array of shape () or [B].
+
+    Example:
+        >>> print(BlockCausal(2).show(4, 5))
+        ##...
+        ##...
+        ####.
+        ####.
+    """
+
+    reads = BY_POSITION
+
+    size: Number
+
+    def __post_init__(self):
+        check_at_least(self, "size", 1)
+
+    def allowed(self, q, kv):
+        size = no_less(q.number(self.size), 1)
+        return kv.position // size <= q.position // size
+
+    def classify(self, q, kv):
+        size = no_less(q.number(self.size), 1)
+        return kv.first // size <= q.last // size, kv.last // size <= q.first // size
+
+    def kv_spans(self, q, kv):
+        size = no_less(q.number(self.size), 1)
+        return Spans(*kv.side.between(q.first * 0 - FAR, q.last // size * size + (size - 1)))
+
+    def q_spans(self, kv, q):
+        size = no_less(kv.number(self.size), 1)
+        return Spans(*q.side.between(kv.first // size * size, kv.last * 0 + FAR))
+
+    def query_range(self, key):
+        return (key // self.size * self.size, key * 0 + NOBODY) if isinstance(self.size, int) else None
 
     def _arguments(self):
         return [short(self.size)]
@@ -343,6 +432,11 @@ class Prefix(Mask):
 
     def q_spans(self, kv, q):
         return whole_or_nothing(kv.side.xp, kv.first < no_less(kv.number(self.length), 0), q.side.length)
+
+    def query_range(self, key):
+        if not isinstance(self.length, int):
+            return None
+        return np.where(key < self.length, -NOBODY, 1), np.where(key < self.length, NOBODY, 0)
 
     def _arguments(self):
         return [short(self.length)]

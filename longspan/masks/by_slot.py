@@ -12,10 +12,11 @@ import numpy as np
 
 from longspan._checks import check_choice
 from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import BY_POSITION, BY_SLOT, Extent, Mask, rule
+from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, rule
 from longspan.masks.by_position import Full
 from longspan.masks.checks import check_array, check_indices, check_number
 from longspan.masks.cut import gather
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
 from longspan.masks.spans import Spans, whole_or_nothing
 
@@ -45,6 +46,8 @@ class KvLengths(BySlot):
         ##..
     """
 
+    one_interval = True
+
     lengths: Number
 
     def __post_init__(self):
@@ -58,18 +61,62 @@ class KvLengths(BySlot):
         return kv.start < length, kv.stop <= length
 
     def kv_spans(self, q, kv):
-        xp, length = q.side.xp, q.number(self.lengths)
-        high = xp.full((1, 1, 1, 1), length, np.int32) if isinstance(length, int) else length
-        return Spans(xp.zeros_like(high), xp.clip(high, 0, kv.side.length))
+        return _first(q.side.xp, q.number(self.lengths), kv.side.length)
 
     def q_spans(self, kv, q):
         return whole_or_nothing(kv.side.xp, kv.start < kv.number(self.lengths), q.side.length)
 
+    def _pieces(self, q, kv):
+        if kv.positions is None:
+            return [Piece(0, np.reshape(kv.number(self.lengths), -1))]
+        return [Piece(keys=(kv.slots().index < kv.number(self.lengths)).reshape(-1))]
+
     def _cut(self, q, kv, q_len, kv_len):
-        if kv is None:
-            return self
-        lengths = self.lengths
-        return KvFlags(kv < (min(lengths, FAR) if isinstance(lengths, int) else lengths.reshape(-1, 1)))
+        return self if kv is None else KvFlags(_inside(kv, self.lengths))
+
+    def _arguments(self):
+        return [short(self.lengths)]
+
+
+@rule
+class QLengths(BySlot):
+    """Allows query slot < lengths[b]: the rest of each row of queries is padding, which gives zeros.
+
+    Args:
+        lengths: int [B].
+
+    Example:
+        >>> print(QLengths(np.array([1])).show(2, 4))
+        ####
+        ....
+    """
+
+    one_interval = True
+
+    lengths: Number
+
+    def __post_init__(self):
+        check_number(self, "lengths")
+
+    @property
+    def reads_q_place(self):
+        return True
+
+    def allowed(self, q, kv):
+        return Full().allowed(q, kv) & (q.index < q.number(self.lengths))
+
+    def classify(self, q, kv):
+        length = q.number(self.lengths)
+        return q.start < length, q.stop <= length
+
+    def kv_spans(self, q, kv):
+        return whole_or_nothing(q.side.xp, q.start < q.number(self.lengths), kv.side.length)
+
+    def q_spans(self, kv, q):
+        return _first(kv.side.xp, kv.number(self.lengths), q.side.length)
+
+    def _cut(self, q, kv, q_len, kv_len):
+        return self if q is None else Global(q_flags=_inside(q, self.lengths), columns=False)
 
     def _arguments(self):
         return [short(self.lengths)]
@@ -110,6 +157,9 @@ class KvFlags(BySlot):
     def q_spans(self, kv, q):
         return whole_or_nothing(kv.side.xp, kv.greatest(self.flags) > 0, q.side.length)
 
+    def _pieces(self, q, kv):
+        return [Piece(keys=kv.slots().take(self.flags).reshape(-1))]
+
     def extents(self):
         yield from _extents(self, "flags", self.flags, "BS")
 
@@ -138,8 +188,10 @@ class EqualIds(BySlot):
             self._range(tiles, ids) for tiles, ids in zip((q, kv), self._ids(), strict=True)
         )
         may_any = (q_least <= kv_most) & (kv_least <= q_most)
-        must_all = q_all & kv_all & (q_least == q_most) & (kv_least == kv_most) & (q_least == kv_least)
-        return may_any, must_all
+        q_one, kv_one = q_all & (q_least == q_most), kv_all & (kv_least == kv_most)
+        if q.side.xp is np and not (q_one.any() and kv_one.any()):  # as where ids are shuffled: no pair to be compared
+            return may_any, np.full((1, 1, 1, 1), False)
+        return may_any, (q_one & kv_one) & (q_least == kv_least)
 
     def _range(self, tiles, ids):
         """The least and greatest valid id of each tile (least > greatest if there is none), and whether all are."""
@@ -160,6 +212,10 @@ class EqualIds(BySlot):
         first, last = _occurrences(xp, tiles.table(row_ids), tiles.table(other_ids), self._valid)
         low, high = tiles.least(first), tiles.greatest(last) + 1
         return Spans(xp.where(low < high, low, np.int32(0)), xp.where(low < high, high, np.int32(0)))
+
+    def _pieces(self, q, kv):
+        q_ids, kv_ids = (side.slots().take(ids).reshape(-1) for side, ids in zip((q, kv), self._ids(), strict=True))
+        return [Piece(0, np.where(self._valid(q_ids), kv.length, 0), q_ids=q_ids, kv_ids=kv_ids)]
 
 
 @rule
@@ -315,11 +371,29 @@ class Global(Mask):
         if self.kv_flags is not None:
             yield from _extents(self, "kv_flags", self.kv_flags, "BS")
 
+    def nearest_query(self, key, at, step):
+        if self.loose():
+            return at
+        places = np.array(sorted(self.indices), np.int64)
+        found = np.searchsorted(places, at, side="right") - 1 if step < 0 else np.searchsorted(places, at)
+        fenced = np.array([-NOBODY, *places, NOBODY])
+        global_query = fenced[found + 1] if self.rows else NOBODY * step
+        return np.where(np.isin(key, places), at, global_query) if self.columns else global_query + key * 0
+
+    def loose(self):
+        return () if self.q_flags is None and self.kv_flags is None else (self,)
+
     def _spans(self, mine, my_flags, i_see_all, others, other_flags, all_see) -> Spans:
         sees_all, _ = self._any_all(mine, my_flags)
         common, _ = self._any_all(others, other_flags)
         spans = whole_or_nothing(mine.side.xp, sees_all & np.bool_(i_see_all), others.side.length)
         return spans._replace(common=common if all_see else None)
+
+    def _pieces(self, q, kv):
+        sees_all = self.rows & self._is_global(q.slots(), self.q_flags).reshape(-1)
+        seen_by_all = self.columns & self._is_global(kv.slots(), self.kv_flags).reshape(-1)
+        rows = Piece(0, np.where(sees_all, kv.length, 0))
+        return [rows, Piece(0, np.where(sees_all, 0, kv.length), keys=seen_by_all)]
 
     def _is_global(self, slots, flags):
         truth = slots.index < 0
@@ -348,6 +422,17 @@ class Global(Mask):
         return arguments + [f"{name}=False" for name in ("rows", "columns") if not getattr(self, name)]
 
 
+def _first(xp: Namespace, count: Any, length: int) -> Spans:
+    """The first slots of a side, as many as a number says."""
+    high = xp.full((1, 1, 1, 1), count, np.int32) if isinstance(count, int) else count
+    return Spans(xp.zeros_like(high), xp.clip(high, 0, length))
+
+
+def _inside(slots: Any, lengths: Any) -> Any:
+    """Which of some slots [B or 1, n] lie before the length of their row."""
+    return slots < (min(lengths, FAR) if isinstance(lengths, int) else lengths.reshape(-1, 1))
+
+
 def _extents(mask: Mask, name: str, array, axes: str):
     for axis, size in zip(axes, array.shape, strict=False):
         yield Extent(f"{type(mask).__name__}.{name}", axis, size)
@@ -361,18 +446,34 @@ def _occurrences(xp: Namespace, ids, others, valid):
     if 0 in (ids.shape[1], others.shape[1]):
         return xp.full(ids.shape, FOREVER, np.int32), xp.full(ids.shape, -1, np.int32)
     if xp is np:
-        found = [_occurrences_in_row(np, a, b, valid) for a, b in zip(ids, others, strict=True)]
+        found = [_occurrences_on_host(a, b, valid) for a, b in zip(ids, others, strict=True)]
         return tuple(np.stack(part) for part in zip(*found, strict=True))
-    return jax.vmap(lambda a, b: _occurrences_in_row(jnp, a, b, valid))(ids, others)
+    return jax.vmap(lambda a, b: _occurrences_in_row(a, b, valid))(ids, others)
 
 
-def _occurrences_in_row(xp: Namespace, ids, others, valid):
+def _occurrences_in_row(ids, others, valid):
     # A stable sort keeps equal ids in slot order: each run's ends are its first and last occurrence.
-    order = xp.argsort(others, stable=True).astype(np.int32)
+    order = jnp.argsort(others, stable=True).astype(np.int32)
     ranked = others[order]
-    left = xp.searchsorted(ranked, ids, side="left")
-    right = xp.searchsorted(ranked, ids, side="right") - 1
+    left = jnp.searchsorted(ranked, ids, side="left")
+    right = jnp.searchsorted(ranked, ids, side="right") - 1
     found = valid(ids) & (left <= right)
     last = len(others) - 1
-    first_slot, last_slot = order[xp.clip(left, 0, last)], order[xp.clip(right, 0, last)]
-    return xp.where(found, first_slot, np.int32(FOREVER)), xp.where(found, last_slot, np.int32(-1))
+    first_slot, last_slot = order[jnp.clip(left, 0, last)], order[jnp.clip(right, 0, last)]
+    return jnp.where(found, first_slot, np.int32(FOREVER)), jnp.where(found, last_slot, np.int32(-1))
+
+
+def _occurrences_on_host(ids: np.ndarray, others: np.ndarray, valid):
+    # In a table by id: bisecting for shuffled ids misses the cache at every step.
+    least, most = (int(end) for end in (min(ids.min(), others.min()), max(ids.max(), others.max())))
+    if most - least > 4 * (len(ids) + len(others)):
+        both = np.unique(np.concatenate([ids, others]), return_inverse=True)[1].astype(np.int32)
+        mine, theirs, size = both[: len(ids)], both[len(ids) :], len(both)
+    else:
+        mine, theirs, size = ids - np.int32(least), others - np.int32(least), most - least + 1
+    slots = np.arange(len(others), dtype=np.int32)
+    first, last = np.full(size, FOREVER, np.int32), np.full(size, -1, np.int32)
+    last[theirs] = slots  # of equal ids, the one that is written last stays
+    first[theirs[::-1]] = slots[::-1]
+    found = valid(ids)
+    return np.where(found, first[mine], np.int32(FOREVER)), np.where(found, last[mine], np.int32(-1))

@@ -1,5 +1,7 @@
 """Checks of what masks are made from and cut to: what was expected, what came, what to do."""
 
+import inspect
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -56,9 +58,16 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
 
 
 def check_array(
-    mask: Any, name: str, kind: str, axes: str, *, optional: bool = False, label: str | None = None
+    mask: Any,
+    name: str,
+    kind: str,
+    axes: str,
+    *,
+    optional: bool = False,
+    label: str | None = None,
+    saturates: bool = False,
 ) -> None:
-    """An array of a mask: of ints or bools, with the axes named."""
+    """An array of a mask: of ints or bools, with the axes named. Ints are ids, or numbers that saturate."""
     value: Any = getattr(mask, name)
     label = label or f"{type(mask).__name__}.{name}"
     if optional and value is None:
@@ -81,7 +90,24 @@ def check_array(
             "Add or drop axes, e.g. `array[None]`."
         )
     if kind == "int":
-        object.__setattr__(mask, name, ids_as_int32(label, array))
+        object.__setattr__(mask, name, clipped_to_int32(array) if saturates else ids_as_int32(label, array))
+
+
+def check_intervals(mask: Any, starts: str, stops: str) -> None:
+    """Both ends of an interval per query, int [T], [B or 1, T] or [B or 1, N or 1, T], which become rank 3."""
+    for name in (starts, stops):
+        check_array(mask, name, "int", "T or BT or BNT", saturates=True)
+    shapes = [tuple(getattr(mask, name).shape) for name in (starts, stops)]
+    full = [shape if len(shape) == 3 else (*(shape[:-1] or (1,)), 1, shape[-1]) for shape in shapes]
+    apart = [(m, n) for m, n in zip(full[0][:2], full[1][:2], strict=True) if m != n and 1 not in (m, n)]
+    if apart or full[0][2] != full[1][2]:
+        label = type(mask).__name__
+        raise ValueError(
+            f"{label}.{starts} and {label}.{stops} must have one shape, got {shapes[0]} and {shapes[1]}. Both have an "
+            "entry per query; only along batch rows and heads may one of them have size 1."
+        )
+    for name, shape in zip((starts, stops), full, strict=True):
+        object.__setattr__(mask, name, _reshaped(getattr(mask, name), shape))
 
 
 def check_indices(mask: Any, name: str) -> None:
@@ -109,11 +135,44 @@ def check_masks(mask: Any, name: str, kind: type) -> None:
     object.__setattr__(mask, name, tuple(value))
 
 
-def check_custom(fn: Any, bounds: Any) -> None:
-    """A user's functions; bounds may be left out."""
+def check_custom(fn: Any, bounds: Any, arrays: int, batch: Any, heads: Any) -> None:
+    """A user's functions, which may be given rows and heads; bounds may be left out."""
     for name, value in (("fn", fn), ("bounds", bounds)):
-        if not callable(value) and not (name == "bounds" and value is None):
+        if name == "bounds" and value is None:
+            continue
+        if not callable(value):
             raise TypeError(f"Custom.{name} must be a function, got {type(value).__name__}.")
+        takes_rows_and_heads(value, arrays, name)
+    for name, value in (("batch", batch), ("heads", heads)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"Custom.{name} must be a Python int >= 1, got {value!r}.")
+        if value > 1 and not takes_rows_and_heads(fn, arrays):
+            raise ValueError(
+                f"Custom.{name} is {value}, but the function is one of positions alone. Let it take the batch row and "
+                "the head first, `fn(b, h, q, k, *arrays)`, or leave `batch` and `heads` out."
+            )
+
+
+def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
+    """Whether a user's function is one of (b, h, q, k, *arrays), and not one of (q, k, *arrays)."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # written in C, such as NumPy's: of two arrays
+        return False
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in named)
+    most = math.inf if any(p.kind == p.VAR_POSITIONAL for p in parameters) else len(named)
+    without, with_them = (least <= count + arrays <= most for count in (2, 4))
+    if without and (least <= 2 or not with_them):
+        return False
+    if with_them and not without:
+        return True
+    fits = "could be either" if without else f"requires {least} parameters and takes at most {most}"
+    raise TypeError(
+        f"Custom.{name} must be a function of (q, k) or (b, h, q, k) and of the {arrays} arrays given, {2 + arrays} or "
+        f"{4 + arrays} parameters in all, but {getattr(fn, '__name__', repr(fn))} {fits}. Wrap it, for example "
+        f"`lambda b, h, q, k: ...`, so that it names just these."
+    )
 
 
 def check_truth(got: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -170,12 +229,20 @@ def _least(value: Any) -> int | None:
 
 def clipped_to_int32(value: Any) -> Any:
     """Numbers as engines count, where all that is further than any position is as good as FAR."""
-    if isinstance(value, jax.ShapeDtypeStruct) or value.dtype == np.int32:
+    if value.dtype == np.int32:
         return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, np.int32, sharding=value.sharding)
     if value.dtype.itemsize >= 4:  # smaller ones hold no number that is too large
         xp = jnp if isinstance(value, jax.Array) else np
         value = xp.asarray(xp.clip(value, 0 if np.issubdtype(value.dtype, np.unsignedinteger) else -FAR, FAR))
     return value.astype(np.int32)
+
+
+def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    if tuple(array.shape) == shape:
+        return array
+    return jax.ShapeDtypeStruct(shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(shape)
 
 
 def _axes(axes: str) -> str:

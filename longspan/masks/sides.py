@@ -9,7 +9,7 @@ that whoever runs a rule decides what is handed to it: a row of an array, or the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,7 @@ from longspan._checks import to_int32
 from longspan._types import FAR, Namespace, Number
 
 QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
+MOST_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Side:
     head: Any  # int [1,N,1,1], the query heads looked at
     xp: Namespace
     whole: bool = True  # all batch rows and heads are looked at, in order
+    memory: dict | None = field(default=None, compare=False, repr=False)  # what tiles were found to hold
 
     def along(self, vector):
         """A vector, laid along this side's axis."""
@@ -51,6 +53,10 @@ class Side:
         """The same side, looked at for some batch rows and heads only."""
         batch, head = self.batch if batch is None else batch, self.head if head is None else head
         return replace(self, batch=batch, head=head, whole=False)
+
+    def remembering(self) -> "Side":
+        """The same side, for many looks at tiles: what an array holds in each is found once, not for every look."""
+        return replace(self, memory={})
 
     def slots(self, start: Any = 0, size: int | None = None) -> "Slots":
         """`size` slots from `start` on (all by default)."""
@@ -81,11 +87,17 @@ class Side:
         return self.xp.asarray(array)
 
     def listed(self, table, blocks):
-        """What a table [N or 1, blocks, r] lists for some blocks, on one more axis."""
+        """What a table [N or 1, blocks, r] or [B or 1, N or 1, blocks, r] lists for some blocks, on one more axis."""
         table = self.table(table).astype(np.int32)
-        head = self.heads_of(table.shape[0])
-        head = head.reshape(*head.shape, *([1] * (blocks.ndim - 4)))
-        return table[head, self.xp.clip(blocks, 0, table.shape[1] - 1)]
+        table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+        blocks = self.xp.clip(blocks, 0, table.shape[2] - 1)
+        if self.whole and blocks.shape[:2] == (1, 1):  # no gather along rows and heads: what is sharded stays so
+            return self.xp.take(table, blocks[0, 0], axis=2)
+        row, head = (
+            number.reshape(*number.shape, *([1] * (blocks.ndim - 4)))
+            for number in (self.rows_of(table), self.heads_of(table.shape[1]))
+        )
+        return table[row, head, blocks]
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
@@ -120,11 +132,12 @@ class Slots:
         return self.take(self.side.positions)
 
     def take(self, array):
-        """The entries of an array [B or 1, length] for these slots."""
+        """The entries of an array [B or 1, length] or [B or 1, N or 1, length] for these slots."""
         array = self.side.table(array)
-        if self.whole and self.side.whole and array.shape[1] == self.side.length:
+        if self.whole and self.side.whole and array.shape[-1] == self.side.length:
             return self.side.by_row(array)
-        return array[self.side.rows_of(array), self._inside(array.shape[1])]
+        head = () if array.ndim == 2 else (self.side.heads_of(array.shape[1]),)
+        return array[self.side.rows_of(array), *head, self._inside(array.shape[-1])]
 
     def number(self, value: Number):
         return self.side.number(value)
@@ -139,23 +152,33 @@ class Slots:
         return listed[at] == self.position
 
     def listed(self, table, unit: int) -> list[Any]:
-        """What a table [N or 1, blocks, r] lists for the block of `unit` slots that each slot is in: r arrays."""
+        """What a table [.., blocks, r] lists for the block of `unit` slots that each slot is in: r arrays."""
         rows = self.side.listed(table, self.index // unit)
         return [rows[..., column] for column in range(rows.shape[-1])]
 
-    def pairs(self, array, others: "Slots"):
-        """The entries of an array [T, S] or [B or 1, N or 1, T or 1, S or 1] for these queries and those keys."""
+    def pairs(self, array, others: "Slots", offsets: tuple[Number | None, Number | None] = (None, None)):
+        """The entries of an array [T, S] or [B or 1, N or 1, T or 1, S or 1] for these queries and those keys.
+
+        Along a side with an offset, the array begins at that slot, and slots outside of it read any of its entries.
+        """
         array, side = self.side.table(array), self.side
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-        if self.whole and others.whole and side.whole:
+        if self.whole and others.whole and side.whole and all(offset is None for offset in offsets):
             return array
         if 0 in array.shape:  # nothing to read, and no such pair
             return side.xp.ones((1, 1, 1, 1), array.dtype)
         q_index, kv_index = (
-            side.xp.clip(slots.index, 0, size - 1) if size > 1 else slots.index * 0
-            for slots, size in zip((self, others), array.shape[2:], strict=True)
+            slots._entry(offset, size)
+            for slots, offset, size in zip((self, others), offsets, array.shape[2:], strict=True)
         )
         return array[side.rows_of(array), side.heads_of(array.shape[1]), q_index, kv_index]
+
+    def _entry(self, offset: Number | None, size: int):
+        """Where these slots are in an array along the side, which one entry may stand for."""
+        if size == 1:
+            return self.index * 0
+        place = self.index if offset is None else self.index - self.number(offset)
+        return self.side.xp.clip(place, 0, size - 1)
 
     def _inside(self, length: int):
         # The last tile of a ragged length has slots past the end: engines drop them, whatever is read here.
@@ -227,11 +250,23 @@ class Tiles:
         return blocks, blocks <= last[..., None]
 
     def _reduce(self, array, reduce: Callable, neutral: int, valid: Callable | None):
+        memory = self.side.memory
+        if memory is None:
+            return self._placed(self._summary(array, reduce, neutral, valid))
+        key = (id(array), self.size, neutral, valid)
+        if key not in memory:
+            while len(memory) >= MOST_REMEMBERED:  # a rule may make new arrays for every look
+                del memory[next(iter(memory))]
+            memory[key] = array, self._summary(array, reduce, neutral, valid)  # an array that is kept keeps its id
+        return self._placed(memory[key][1])
+
+    def _summary(self, array, reduce: Callable, neutral: int, valid: Callable | None):
+        """One number per tile [B or 1, N or 1, tiles]."""
         xp, array = self.side.xp, self.side.table(array).astype(np.int32)
         entries = self._entries(array if array.ndim == 3 else array[:, None])
         if valid is not None:
             entries = xp.where(valid(entries), entries, np.int32(neutral))
-        return self._placed(reduce(entries, axis=-1))
+        return reduce(entries, axis=-1)
 
     def _entries(self, array):
         """The entries [B or 1, N or 1, tiles, size] of an array [B or 1, N or 1, length], tile by tile.
@@ -263,7 +298,7 @@ class Tiles:
 
     @property
     def _is_single(self) -> bool:
-        return self.index.size == 1 and not self.whole
+        return self.index.size == 1 and not self.whole and self.side.memory is None
 
 
 def two_sides(

@@ -3,6 +3,7 @@
 from functools import reduce
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,6 +49,11 @@ def unite(axis: int, spans: list[Spans]) -> Spans:
 def intersect(axis: int, spans: list[Spans]) -> Spans:
     """What all of them cover."""
     return reduce(lambda a, b: _both(axis, a, b), spans)
+
+
+def running_max(xp: Namespace, array):
+    """The greatest entry up to each one, along the last axis."""
+    return np.maximum.accumulate(array, axis=-1) if xp is np else jax.lax.cummax(array, axis=array.ndim - 1)
 
 
 def _both(axis: int, a: Spans, b: Spans) -> Spans:

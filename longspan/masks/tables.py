@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import FAR, Array, Namespace
-from longspan.masks.base import Extent, rule
-from longspan.masks.by_position import Full
+from longspan._types import FAR, Array, Namespace, Number
+from longspan.masks.base import NOBODY, Extent, rule
+from longspan.masks.by_position import Empty, Full
 from longspan.masks.by_slot import FOREVER, BySlot
-from longspan.masks.checks import check_array, check_at_least
+from longspan.masks.checks import check_array, check_at_least, check_number
 from longspan.masks.cut import gather
+from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
 from longspan.masks.sides import KEYS, QUERIES
-from longspan.masks.spans import MOST_INTERVALS, Spans
+from longspan.masks.spans import MOST_INTERVALS, Spans, nothing
 
 
 @rule
@@ -22,7 +23,8 @@ class Blocks(BySlot):
     """Allows the block pairs listed in a table; a block listed twice counts once, a negative entry is none.
 
     Args:
-        table: int [N or 1, nq, r]: the kv blocks that each q block sees. A NumPy table is static, a JAX array is data.
+        table: int [N or 1, nq, r] or [B or 1, N or 1, nq, r]: the kv blocks that each q block sees, for each head, or
+            for each batch row and head. A NumPy table is static; a JAX array is data: blocks that scores choose, say.
         block_size: slots in a block, on both sides.
 
     Example:
@@ -39,7 +41,7 @@ class Blocks(BySlot):
     block_size: int
 
     def __post_init__(self):
-        check_array(self, "table", "int", "NQr")
+        check_array(self, "table", "int", "NQr or BNQr")
         check_at_least(self, "block_size", 1, static=True)
 
     def allowed(self, q, kv):
@@ -77,15 +79,43 @@ class Blocks(BySlot):
         xp, size, length = kv.side.xp, self.block_size, kv.side.length
         if length == FAR:  # nobody knows it: no table of its blocks
             return super().q_spans(kv, q)
-        first, last = _listed_by(xp, kv.table(self.table).astype(np.int32), -(-length // size))
+        first, last = _listed_by(xp, _rank4(kv.table(self.table)).astype(np.int32), -(-length // size))
         low = xp.where(first <= last, first * size, FOREVER)
         high = xp.where(first <= last, xp.minimum((last + 1) * size, q.side.length), np.int32(0))
-        low, high = (xp.repeat(a, size, axis=1)[None, :, :length] for a in (low, high))
+        low, high = (xp.repeat(a, size, axis=2)[..., :length] for a in (low, high))
         return Spans(kv.least(low), kv.greatest(high))
 
+    def nearest_query(self, key, at, step):
+        if self.loose():
+            return at
+        # Rows of the batch as one: a key is kept for all of them.
+        rows = _rank4(self.table)[:, 0].swapaxes(0, 1).reshape(self.table.shape[-2], -1)
+        return _nearest_listing(rows, self.block_size, key, at, step)
+
+    def loose(self):
+        return () if isinstance(self.table, np.ndarray) else (self,)
+
+    def of_head(self, head):
+        return self if self.table.shape[-3] == 1 else replace(self, table=self.table[..., head : head + 1, :, :])
+
+    def _pieces(self, q, kv):
+        if kv.positions is not None:  # keys are then taken in the order of their positions, where blocks fall apart
+            return None
+        size, rows = self.block_size, self.table.shape[-2]
+        blocks = np.arange(rows, dtype=np.int32).reshape(1, 1, -1, 1)
+        columns = list(q.listed(self.table, blocks).reshape(rows, -1).T)
+        pieces = []
+        for i, listed in enumerate(columns):
+            counts = (listed >= 0) & ~np.any([listed == other for other in columns[:i]], axis=0)
+            low, high = (np.where(counts, listed + i, 0).repeat(size)[: q.length] * size for i in (0, 1))
+            pieces.append(Piece(low, high))
+        return pieces
+
     def extents(self):
-        yield Extent("Blocks.table", "N", self.table.shape[0])
-        yield Extent("Blocks.table", "T", self.table.shape[1], self.block_size)
+        *apart, q_blocks, _ = self.table.shape
+        for axis, size in zip("BN"[-len(apart) :], apart, strict=True):
+            yield Extent("Blocks.table", axis, size)
+        yield Extent("Blocks.table", "T", q_blocks, self.block_size)
 
     def _arguments(self):
         return [short(self.table), repr(self.block_size)]
@@ -95,30 +125,62 @@ class Blocks(BySlot):
 class Dense(BySlot):
     """Allows what a bool array says; T×S memory, so the last resort.
 
+    Without offsets the array is about all slots of the call, where an axis of size 1 stands for any number. Along a
+    side that is given an offset, be it 0, entry i is about slot offset + i, the array has any size, and what lies
+    outside of it is not allowed: a small array behind a long prefix, of which only its own tiles are visited.
+
     Args:
         array: bool, rank 2 [T, S] or broadcastable rank 4 [B, N, T, S].
+        q_offset: the query slot that the array begins at, an int or an int array of shape () or [B]; by default the
+            array covers all queries.
+        kv_offset: the key slot that it begins at, likewise.
 
     Example:
         >>> print(Dense(np.array([[True, False], [False, True]])).show(2, 2))
         #.
         .#
+
+        A tree of drafted tokens, each of which sees its ancestors and a prefix of 3 tokens:
+
+        >>> from longspan import Prefix
+        >>> tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+        >>> print((Prefix(3) | Dense(tree, kv_offset=3)).show(3, 6))
+        ####..
+        #####.
+        ####.#
     """
 
     array: Array
+    q_offset: Number | None = None
+    kv_offset: Number | None = None
 
     def __post_init__(self):
         check_array(self, "array", "bool", "BNTS or TS")
+        for name in ("q_offset", "kv_offset"):
+            if getattr(self, name) is not None:
+                check_number(self, name)
+
+    @property
+    def reads_q_place(self):
+        return self.q_offset is not None
 
     def allowed(self, q, kv):
-        return Full().allowed(q, kv) & q.pairs(self.array, kv)
+        truth = Full().allowed(q, kv) & q.pairs(self.array, kv, (self.q_offset, self.kv_offset))
+        for slots, offset, size in self._sides_at(q, kv):
+            if offset is not None:
+                truth = truth & (slots.index >= offset) & (slots.index < offset + size)
+        return truth
 
     def classify(self, q, kv):
         if not (q.solid and kv.solid):
             return super().classify(q, kv)
         xp, array = q.side.xp, _rank4(q.table(self.array))
-        if q.index.size == kv.index.size == 1 and xp is not np:
-            tile = self._one_tile(array, q, kv)
-            return xp.any(tile, axis=(2, 3), keepdims=True), xp.all(tile, axis=(2, 3), keepdims=True)
+        offsets = [offset for _, offset, _ in self._sides_at(q, kv)]
+        single = all(getattr(n, "size", 1) == 1 for n in (q.index, kv.index, *offsets))
+        if single and xp is not np:
+            return self._one_tile(array, q, kv)
+        if any(offset is not None for offset in offsets):
+            return self._counted(array, q, kv)
         some, every = _tile_kinds(kv, *_tile_kinds(q, array, array, QUERIES), KEYS)
         if q.whole and kv.whole and q.side.whole:
             return some, every
@@ -127,73 +189,180 @@ class Dense(BySlot):
         return some[rows, head, *place], every[rows, head, *place]
 
     def kv_spans(self, q, kv):
-        return self._hull(q, kv, QUERIES) if q.solid and kv.solid else super().kv_spans(q, kv)
+        return self._hull(q, kv) if q.solid and kv.solid else super().kv_spans(q, kv)
 
     def q_spans(self, kv, q):
-        return self._hull(kv, q, KEYS) if q.solid and kv.solid else super().q_spans(kv, q)
+        return self._hull(kv, q) if q.solid and kv.solid else super().q_spans(kv, q)
 
     def extents(self):
+        for name in ("q_offset", "kv_offset"):
+            if getattr(getattr(self, name), "ndim", 0) == 1:
+                yield Extent(f"Dense.{name}", "B", getattr(self, name).shape[0])
+        offsets = dict(T=self.q_offset, S=self.kv_offset)
         for axis, size in zip("BNTS", (1,) * (4 - self.array.ndim) + tuple(self.array.shape), strict=True):
-            if size != 1:  # one entry stands for all
+            if size != 1 and offsets.get(axis) is None:  # one entry stands for all
                 yield Extent("Dense.array", axis, size)
 
     def _cut(self, q, kv, q_len, kv_len):
-        array = _rank4(self.array)
-        if kv is not None and array.shape[KEYS] > 1:
-            array = gather(array, kv)
-        if q is not None and array.shape[QUERIES] > 1:
-            array = gather(array.swapaxes(QUERIES, KEYS), q).swapaxes(QUERIES, KEYS)
-        return replace(self, array=array)
+        array, offsets = _rank4(self.array), {}
+        for name, kept, axis in (("q_offset", q, QUERIES), ("kv_offset", kv, KEYS)):
+            offset, size = getattr(self, name), array.shape[axis]
+            if kept is None or (offset is None and size == 1):
+                continue
+            if offset is None:
+                array = _gather(array, kept, axis)
+            elif _is_run(kept):  # the array stays as small as it is
+                offsets[name] = _less(offset, kept[:, 0])
+            elif size == 0:
+                return Empty()
+            else:
+                place = kept - (offset if isinstance(offset, int) else offset.reshape(-1, 1))
+                inside = ((place >= 0) & (place < size))[:, None, None]
+                array = _gather(array, place, axis) & (inside if axis == KEYS else inside.swapaxes(2, 3))
+                offsets[name] = None
+        return replace(self, array=array, **offsets)
+
+    def _sides_at(self, q, kv):
+        """Each side, its offset ready to broadcast or None, and how many entries the array has along it."""
+        offsets = (None if n is None else q.number(n) for n in (self.q_offset, self.kv_offset))
+        return list(zip((q, kv), offsets, _rank4_shape(self.array)[2:], strict=True))
 
     def _one_tile(self, array, q, kv):
-        """The entries of a single tile; past a ragged end it is moved back, which keeps the bound sound."""
-        wanted = zip(
-            array.shape,
-            (q.side.batch, q.side.head, q.start, kv.start),
-            (q.side.batch.size, q.side.head.size, q.size, kv.size),
-            strict=True,
-        )
+        """(any, all) of a single tile, whose entries are read from as many of the array's as the tile has."""
         windows = [
-            (jnp.zeros((), np.int32), n) if n == 1 or size >= n else (start.reshape(-1)[0], size)
-            for n, start, size in wanted
+            (jnp.zeros((), np.int32), n) if n == 1 or count.size >= n else (count.reshape(-1)[0], count.size)
+            for n, count in zip(array.shape, (q.side.batch, q.side.head), strict=False)
         ]
-        return jax.lax.dynamic_slice(array, [start for start, _ in windows], [size for _, size in windows])
+        mine, covered = jnp.ones((1, 1, 1, 1), bool), jnp.ones((), bool)
+        for tiles, offset, n in self._sides_at(q, kv):
+            if offset is None and n == 1:
+                windows.append((jnp.zeros((), np.int32), 1))
+                continue
+            begin, end = (
+                (slot - (0 if offset is None else offset)).reshape(-1)[0] for slot in (tiles.start, tiles.stop)
+            )
+            size = min(tiles.size, n)
+            first = jnp.clip(begin, 0, n - size)
+            entry = tiles.side.along(first + jnp.arange(size, dtype=np.int32))
+            windows.append((first, size))
+            mine, covered = mine & (entry >= begin) & (entry < end), covered & (begin >= 0) & (end <= n)
+        tile = jax.lax.dynamic_slice(array, [start for start, _ in windows], [size for _, size in windows])
+        some = jnp.any(tile & mine, axis=(2, 3), keepdims=True)
+        return some, jnp.all(tile | ~mine, axis=(2, 3), keepdims=True) & covered
 
-    def _hull(self, rows, others, axis: int) -> Spans:
+    def _counted(self, array, q, kv):
+        """(any, all) of any tiles, by how many entries are True above and left of their corners."""
+        xp = q.side.xp
+        table = xp.pad(array.astype(np.int32), ((0, 0), (0, 0), (1, 0), (1, 0))).cumsum(2).cumsum(3).astype(np.int32)
+        ends, area = [], np.int32(1)
+        for tiles, offset, n in self._sides_at(q, kv):
+            if offset is None and n == 1:
+                ends.append((tiles.index * 0, tiles.index * 0 + 1))
+                continue
+            ends.append([xp.clip(s - (0 if offset is None else offset), 0, n) for s in (tiles.start, tiles.stop)])
+            area = area * (tiles.stop - tiles.start)
+        rows, head = q.side.rows_of(array), q.side.heads_of(array.shape[1])
+        (top, bottom), (left, right) = ends
+        inside = table[rows, head, bottom, right] - table[rows, head, top, right]
+        inside = inside - table[rows, head, bottom, left] + table[rows, head, top, left]
+        return inside > 0, inside == area
+
+    def _hull(self, rows, others) -> Spans:
         """From the first to the last slot that any token of the tile sees."""
-        xp, array = rows.side.xp, _rank4(rows.table(self.array))
-        mine, theirs = rows.side.length, others.side.length
-        array = xp.broadcast_to(array, (*array.shape[:2], *((mine, theirs) if axis == QUERIES else (theirs, mine))))
-        some, _ = _tile_kinds(rows, array, array, axis) if mine != 1 else (array, array)
-        other = KEYS if axis == QUERIES else QUERIES
-        index = others.side.along(xp.arange(theirs, dtype=np.int32))
-        low = xp.min(xp.where(some, index, FOREVER), axis=other, keepdims=True, initial=FOREVER)
-        high = xp.max(xp.where(some, index + 1, np.int32(0)), axis=other, keepdims=True, initial=0)
+        q, kv = (rows, others) if rows.side.axis == QUERIES else (others, rows)
+        array, xp, length = _rank4(rows.table(self.array)), rows.side.xp, others.side.length
+        (_, mine, size), (_, theirs, n) = self._sides_at(q, kv)[:: 1 if rows is q else -1]
+        if 0 in array.shape[2:]:
+            return nothing(xp)
+        shift = 0
+        if theirs is not None:
+            slot = others.side.along(xp.arange(n, dtype=np.int32)) + theirs
+            array = array & (slot >= 0) & (slot < length)
+            shift = theirs if isinstance(theirs, int) else theirs[..., 0]
+        low, high = _first_and_last(xp, array, others.side.axis)  # [B or 1, N or 1, size], in entries of the array
+        none = low >= high
+        high = high * length if theirs is None and n == 1 else high + shift
+        low, high = xp.where(none, np.int32(FOREVER), low + shift), xp.where(none, np.int32(0), high)
+        if mine is None and size == 1:
+            return Spans(*(end[..., None] for end in (xp.minimum(low, high), high)))
+        if mine is not None:
+            slot = xp.arange(rows.side.length, dtype=np.int32).reshape(1, -1)
+            place = slot - (mine if isinstance(mine, int) else mine[..., 0, 0])
+            outside = ((place < 0) | (place >= size))[:, None]
+            low = xp.where(outside, np.int32(FOREVER), gather(low, place))
+            high = xp.where(outside, np.int32(0), gather(high, place))
+        low, high = rows.least(low), rows.greatest(high)
         return Spans(xp.minimum(low, high), high)
 
     def _arguments(self):
-        return [short(self.array)]
+        names = [n for n in ("q_offset", "kv_offset") if getattr(self, n) is not None]
+        return [short(self.array), *(f"{name}={short(getattr(self, name))}" for name in names)]
+
+
+def _nearest_listing(table: np.ndarray, size: int, key, at, step: int) -> np.ndarray:
+    """The last query up to `at`, or the first from it on, in a q block whose row lists the key's block."""
+    rows, entries = np.nonzero(table >= 0)
+    count = len(table) + 2
+    # One number for each listing, ordered by kv block and then by q block.
+    listings = np.unique(table[rows, entries].astype(np.int64) * count + rows)
+    block = np.clip(at // size, -1, count - 2)
+    wanted = key // size * count + block
+    place = np.searchsorted(listings, wanted, side="right") - 1 if step < 0 else np.searchsorted(listings, wanted)
+    fenced = np.array([-NOBODY, *listings, NOBODY])
+    found = fenced[place + 1]
+    row = found % count
+    query = np.where(row == block, at, row * size + (size - 1 if step < 0 else 0))
+    return np.where(found // count == key // size, query, NOBODY * step)
 
 
 def _listed_by(xp: Namespace, table, count: int):
-    """For each kv block below `count`, the first and the last q block whose row lists it, by head: [N or 1, count]."""
-    heads, q_blocks, _ = table.shape
-    listed = table.reshape(heads, -1)
-    place = xp.arange(q_blocks, dtype=np.int32).reshape(1, -1, 1)
-    place = xp.broadcast_to(place, table.shape).reshape(heads, -1)
-    head = xp.broadcast_to(xp.arange(heads, dtype=np.int32).reshape(-1, 1), listed.shape)
+    """For each kv block below `count`, the first and the last q block whose row lists it: [B or 1, N or 1, count]."""
+    *apart, q_blocks, _ = table.shape
+    planes = apart[0] * apart[1]
+    place = xp.broadcast_to(xp.arange(q_blocks, dtype=np.int32).reshape(1, 1, -1, 1), table.shape).reshape(planes, -1)
+    listed = table.reshape(planes, -1)
+    plane = xp.broadcast_to(xp.arange(planes, dtype=np.int32).reshape(-1, 1), listed.shape)
     slot = xp.where((listed >= 0) & (listed < count), listed, np.int32(count))
-    first = xp.full((heads, count + 1), FOREVER, np.int32)
-    last = xp.full((heads, count + 1), -1, np.int32)
+    first = xp.full((planes, count + 1), FOREVER, np.int32)
+    last = xp.full((planes, count + 1), -1, np.int32)
     if xp is np:
-        np.minimum.at(first, (head, slot), place)
-        np.maximum.at(last, (head, slot), place)
-        return first[:, :count], last[:, :count]
-    return first.at[head, slot].min(place)[:, :count], last.at[head, slot].max(place)[:, :count]
+        np.minimum.at(first, (plane, slot), place)
+        np.maximum.at(last, (plane, slot), place)
+    else:
+        first, last = first.at[plane, slot].min(place), last.at[plane, slot].max(place)
+    return tuple(ends[:, :count].reshape(*apart, count) for ends in (first, last))
 
 
 def _rank4(array):
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return array.reshape(_rank4_shape(array))
+
+
+def _rank4_shape(array) -> tuple[int, ...]:
+    return (1,) * (4 - array.ndim) + tuple(array.shape)
+
+
+def _gather(array, slots, axis: int):
+    """The entries of a rank-4 array at some slots of its last axis, or of the one before it."""
+    return gather(array, slots) if axis == KEYS else gather(array.swapaxes(2, 3), slots).swapaxes(2, 3)
+
+
+def _is_run(slots) -> bool:
+    """Whether slots [B or 1, n] are known to follow one another."""
+    return isinstance(slots, np.ndarray) and slots.shape[1] > 0 and bool((np.diff(slots, axis=1) == 1).all())
+
+
+def _less(offset: Number, first: np.ndarray) -> Number:
+    """An offset, counted from the first slot that stays of each batch row, [B or 1]."""
+    return offset - (int(first[0]) if first.size == 1 and isinstance(offset, int) else first.reshape(-1))
+
+
+def _first_and_last(xp: Namespace, array, axis: int):
+    """The entries [first, last + 1) along an axis between which all True ones are; without any (0, 0)."""
+    size = array.shape[axis]
+    some = xp.any(array, axis=axis).astype(np.int32)
+    low = xp.argmax(array, axis=axis).astype(np.int32)
+    high = size - xp.argmax(xp.flip(array, axis), axis=axis).astype(np.int32)
+    return low * some, high * some
 
 
 def _tile_kinds(tiles, some, every, axis: int):

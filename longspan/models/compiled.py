@@ -41,7 +41,7 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
     if not isinstance(model, Encoder | Model):
         raise TypeError(f"`compiled` takes one of longspan.models' models, got {type(model).__name__}. Use `nnx.jit`.")
     known: Any = model
-    signature = inspect.signature(known.__call__)
+    signature, parts = inspect.signature(known.__call__), _Parts(known)
 
     @functools.wraps(known.__call__)
     def call(*args: P.args, **kwargs: P.kwargs) -> Output:
@@ -51,14 +51,14 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
         rngs, options = given.pop("rngs"), tuple(given.pop(name) for name in OPTIONS)
         check_inputs(known.config, **given)
         check_call_rngs(rngs)
-        return _call(known, options, {name: x for name, x in given.items() if x is not None}, rngs)
+        return _call(parts, options, {name: x for name, x in given.items() if x is not None}, rngs)
 
     return call
 
 
-def _call(model: Any, options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
-    graph, state = nnx.split(_without_source(model))
-    drops = rngs is not None and not (model.deterministic if options[0] is None else options[0])
+def _call(parts: "_Parts", options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
+    graph, state = parts.now()
+    drops = rngs is not None and not (parts.model.deterministic if options[0] is None else options[0])
     if not drops:
         return _run(graph, None, options, state, None, arrays)[0]
     stream = dropout_stream(rngs)
@@ -66,6 +66,48 @@ def _call(model: Any, options: tuple, arrays: dict[str, Any], rngs: Any) -> Outp
     output, count = _run(graph, stream_graph, options, state, stream_state, arrays)
     stream.count[...] = count
     return output
+
+
+class _Graph:
+    """A model's structure, hashed once: jit asks for the hash at every call."""
+
+    def __init__(self, graph: Any):
+        self.graph, self._hash = graph, hash(graph)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Graph) and self.graph == other.graph)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class _Parts:
+    """A model's structure and its parameters.
+
+    Splitting a model takes as long as a short text, looking for a change of its attributes does not: only after one is
+    it split anew.
+    """
+
+    def __init__(self, model: Any):
+        self.model, self._before = model, None
+
+    def now(self) -> tuple[_Graph, Any]:
+        if self._before is None or not all(_same(vars(x), then) for x, then in self._before):
+            self._split()
+        return self._graph, jax.tree.unflatten(self._tree, [x.get_raw_value() for x in self._variables])
+
+    def _split(self) -> None:
+        graph, state = nnx.split(_without_source(self.model))
+        self._graph, self._tree = _Graph(graph), jax.tree.structure(state)
+        nodes = dict(nnx.iter_graph(self.model))
+        self._variables = [nodes[path] for path, _ in nnx.to_flat_state(state)]
+        values = [x.get_raw_value() for x in self._variables]
+        assert all(a is b for a, b in zip(jax.tree.leaves(state), values, strict=True)), "parameters out of order"
+        self._before = [(x, dict(vars(x))) for x in nodes.values() if isinstance(x, nnx.Pytree)]
+
+
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    return len(now) == len(then) and all(name in now and now[name] is value for name, value in then.items())
 
 
 def _without_source(model: Any) -> Any:
@@ -79,8 +121,8 @@ def _without_source(model: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
+def _run(structure: _Graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
     """The output, and how far the stream has counted."""
     stream = None if stream_graph is None else nnx.merge(stream_graph, stream_state)
-    output = nnx.merge(graph, state)(**arrays, **dict(zip(OPTIONS, options, strict=True)), rngs=stream)
+    output = nnx.merge(structure.graph, state)(**arrays, **dict(zip(OPTIONS, options, strict=True)), rngs=stream)
     return output, None if stream is None else stream.count[...]

@@ -52,7 +52,7 @@ def grid_of(
         if not 0 <= value < size and size > 1:
             raise IndexError(f"{name}={value} is out of range: the mask tells {size} apart.")
     one_row, one_head = (np.full((1, 1, 1, 1), value, np.int32) for value in (batch, head))
-    q, kv = (side.at(batch=one_row, head=one_head) for side in (q, kv))
+    q, kv = (side.at(batch=one_row, head=one_head).remembering() for side in (q, kv))
     shape = (-(-q_len // q_cell), -(-kv_len // kv_cell))
     search = _Search(mask, q, kv, q_cell, kv_cell, *np.zeros((2, shape[0] * shape[1]), bool))
     if 0 not in shape:

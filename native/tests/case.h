@@ -155,7 +155,7 @@ struct Case {
 
 Rule Case::leaf() {
   const int64_t reach = std::max(T, S);
-  switch (pick(0, 12)) {
+  switch (pick(0, 15)) {
     case 0: words({kFull}); return [](auto...) { return true; };
     case 1: words({kEmpty}); return [](auto...) { return false; };
     case 2:
@@ -174,10 +174,12 @@ Rule Case::leaf() {
       return [=](int64_t b, int64_t, int64_t t, int64_t s) { return (kp(b, s) - qp(b, t)) % d(b) == 0; };
     }
     case 5: {
-      words({kChunk});
+      const bool up_to = chance(0.5);
+      words({up_to ? kBlockCausal : kChunk});
       auto size = number(1, reach);
       return [=](int64_t b, int64_t, int64_t t, int64_t s) {
-        return floor_div(qp(b, t), size(b)) == floor_div(kp(b, s), size(b));
+        const int64_t q = floor_div(qp(b, t), size(b)), k = floor_div(kp(b, s), size(b));
+        return up_to ? k <= q : k == q;
       };
     }
     case 6: {
@@ -185,6 +187,39 @@ Rule Case::leaf() {
       words({slots ? kKvLength : kPrefix});
       auto n = number(0, S);
       return [=](int64_t b, int64_t, int64_t, int64_t s) { return (slots ? s : kp(b, s)) < n(b); };
+    }
+    case 12: {
+      words({kQLength});
+      auto n = number(-1, T + 1);
+      return [=](int64_t b, int64_t, int64_t t, int64_t) { return t < n(b); };
+    }
+    case 13: {
+      const int64_t rows = chance(0.5) ? B : 1, heads = chance(0.5) ? N : 1, width = pick(0, S);
+      const Array from = store.array(I32, {rows, heads, T}), to = store.array(I32, {rows, heads, T});
+      for (int64_t i = 0; i < count_of(from); ++i) {
+        const int64_t start = pick(-width, S);
+        set(from, i, double(start)), set(to, i, double(start + pick(0, width)));
+      }
+      words({kBetween, add(from), add(to)});
+      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
+        const int64_t i = ((rows > 1 ? b : 0) * heads + (heads > 1 ? n : 0)) * T + t;
+        return get(from, i) <= double(s) && double(s) < get(to, i);
+      };
+    }
+    case 14: {
+      const int64_t sides = pick(0, 3);
+      const Array f = store.array(U8, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, sides & 1 ? pick(0, T + 2) : T,
+                                       sides & 2     ? pick(0, S + 2)
+                                       : chance(0.7) ? S
+                                                     : 1});
+      for (int64_t i = 0; i < count_of(f); ++i) set(f, i, chance(0.5));
+      words({kDenseAt, sides, add(f)});
+      auto q = number(-2, T), kv = number(-2, S);
+      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
+        const int64_t x = sides & 1 ? t - q(b) : t, y = sides & 2 ? s - kv(b) : s;
+        const bool inside = (!(sides & 1) || (x >= 0 && x < f.dims[2])) && (!(sides & 2) || (y >= 0 && y < f.dims[3]));
+        return inside && get(f, broadcast_at(f, b, n, x, y)) != 0;
+      };
     }
     case 7: {
       const Array q = store.array(I32, {B, T}), k = store.array(I32, {chance(0.5) ? B : 1, S});
@@ -220,13 +255,14 @@ Rule Case::leaf() {
       };
     }
     case 10: {
-      const int64_t block = pick(1, 40), heads = chance(0.5) ? N : 1, rows = (T + block - 1) / block, r = pick(0, 3);
-      const Array table = store.array(I32, {heads, rows, r});
+      const int64_t block = pick(1, 40), rows = (T + block - 1) / block, r = pick(0, 3);
+      const Array table = store.array(I32, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, rows, r});
       for (int64_t i = 0; i < count_of(table); ++i) set(table, i, double(pick(-1, S / block)));
       words({kBlocks, add(table), block});
-      return [=](int64_t, int64_t n, int64_t t, int64_t s) {
+      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
+        const int64_t head = (table.dims[0] > 1 ? b : 0) * table.dims[1] + (table.dims[1] > 1 ? n : 0);
         for (int64_t j = 0; j < r; ++j)
-          if (int64_t(get(table, ((heads > 1 ? n : 0) * rows + t / block) * r + j)) == s / block) return true;
+          if (int64_t(get(table, (head * rows + t / block) * r + j)) == s / block) return true;
         return false;
       };
     }

@@ -307,3 +307,13 @@ def refusal(engine, q, k, v, info):
     except NotImplementedError as reason:
         return str(reason)
     return None
+
+
+def test_lengths_of_both_sides_become_ids():
+    mask = ls.Causal() & ls.QLengths(np.array([2, 6])) & ls.KvLengths(np.array([3, 1])) & ls.Segments(IDS)
+    info = MaskInfo.from_mask(mask, 2, 6)
+    assert [type(part) for part in info.mask.walk()] == [ls.masks.And, ls.Segments, ls.Causal]
+    assert info.q_segment_ids.tolist() == [[0, 0, -1, -1, -1, -1], [2, 2, 2, 2, -1, -1]]
+    assert info.kv_segment_ids.tolist() == [[0, 0, 0, -1, -1, -1], [2, -1, -1, -1, -1, -1]]
+    np.testing.assert_array_equal(dense(info), mask.dense(6, 6)[:, 0])
+    assert MaskInfo.from_mask(ls.QLengths(2**40), 1, 3).q_segment_ids.tolist() == [[0, 0, 0]]

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import longspan as ls
 from longspan import MaskInfo
-from tests.maskinfo.model import Model, Rule
+from tests import oracle
+from tests.maskinfo.model import Model, Rule, rank4
 
 B = 2
 SHAPES = ((5, 7), (6, 6))  # few, and slices are all alike, because every new shape compiles
@@ -124,6 +126,40 @@ def test_every_step_agrees_with_a_dense_model(data):
     model = Model.of(q_ids, kv_ids, q_pos, kv_pos)
     assert_agrees(info, model)
     for _ in range(data.draw(st.integers(1, 4))):
+        info, model = data.draw(step(info, model))
+        assert_agrees(info, model)
+
+
+@st.composite
+def leaf(draw, T, S):
+    """A rule that no method of a `MaskInfo` makes, and the same for the model: (mask, rule, q ids)."""
+    rng, ids = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), np.zeros((B, T), np.int32)
+    kind = draw(st.sampled_from(["between", "dense", "blocks", "lengths"]))
+    if kind == "lengths":
+        lengths = draw(numbers(0, T))
+        ids = np.where(np.arange(T) < np.reshape(np.asarray(lengths), (-1, 1)), ids, -1).astype(np.int32)
+        return ls.QLengths(lengths), Rule("table", np.ones((B, 1, T, S), bool)), ids
+    if kind == "blocks":
+        size = draw(numbers(1, 4))
+        return ls.BlockCausal(size), Rule("positions", lambda q, k: k // rank4(size) <= q // rank4(size)), ids
+    if kind == "between":
+        starts = rng.integers(-2, S, (B, T))
+        mask = ls.Between(starts, starts + rng.integers(0, 5, (B, T)))
+    else:
+        mask = ls.Dense(rng.random((1, 1, 3, 4)) < 0.7, draw(numbers(-1, T - 1)), draw(numbers(-1, S - 1)))
+    return mask, Rule("table", oracle.dense(mask, T, S, batch=B)), ids
+
+
+@given(st.data())
+def test_every_step_from_a_mask_agrees_with_a_dense_model(data):
+    T, S = data.draw(st.sampled_from(SHAPES))
+    mask, rule, q_ids = data.draw(leaf(T, S))
+    q_pos, kv_pos = data.draw(positions_of(T)), data.draw(positions_of(S))
+    info = MaskInfo.from_mask(mask, B, T, S, q_positions=q_pos, kv_positions=kv_pos)
+    model = Model.of(q_ids, np.zeros((B, S), np.int32), q_pos, kv_pos)
+    model = Model(**{**vars(model), "rule": rule})
+    assert_agrees(info, model)
+    for _ in range(data.draw(st.integers(1, 3))):
         info, model = data.draw(step(info, model))
         assert_agrees(info, model)
 

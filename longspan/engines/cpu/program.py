@@ -5,7 +5,7 @@ define) are evaluated here for the tiles that the layout visits, and travel as o
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from longspan._types import FAR
 from longspan.layout import BlockLayout, plan
 from longspan.masks import (
     And,
+    Between,
+    BlockCausal,
     Blocks,
     Chunk,
     Dense,
@@ -29,6 +31,7 @@ from longspan.masks import (
     Or,
     PerHead,
     Prefix,
+    QLengths,
     Segments,
     TokenTypes,
     Window,
@@ -37,10 +40,9 @@ from longspan.masks.by_position import no_less, reach
 from longspan.masks.by_slot import KvFlags
 from longspan.masks.sides import Side, Slots
 
-(FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
-    range(15)
-)
-PER_HEAD, AND, OR, NOT = range(15, 19)
+FULL, EMPTY, BAND, STRIDE, CHUNK, BLOCK_CAUSAL, PREFIX, Q_LENGTH, KV_LENGTH, BETWEEN = range(10)
+IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, DENSE_AT, BITS = range(10, 19)
+PER_HEAD, AND, OR, NOT = range(19, 23)
 LITERAL, OPERAND = 0, 1
 
 
@@ -165,6 +167,11 @@ def _ids(out: Program, valid: int, q_ids, kv_ids) -> None:
     out.words += [IDS, valid, out.add(q_ids, "b", ""), out.add(kv_ids, "b", "")]
 
 
+def _between(out: Program, mask: Between) -> None:
+    starts, stops = jnp.broadcast_arrays(jnp.asarray(mask.starts), jnp.asarray(mask.stops))
+    out.words += [BETWEEN, out.add(starts, "b", "n", ""), out.add(stops, "b", "n", "")]
+
+
 def _kv_flags(out: Program, mask: KvFlags) -> None:
     out.words += [KV_FLAGS, out.add(jnp.asarray(mask.flags), "b", "")]
 
@@ -186,13 +193,21 @@ def _global(out: Program, mask: Global) -> None:
 
 def _blocks(out: Program, mask: Blocks) -> None:
     table = jnp.asarray(mask.table).astype(np.int32)
-    out.words += [BLOCKS, out.add(table, "n", "", ""), mask.block_size]
+    table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+    out.words += [BLOCKS, out.add(table, "b", "n", "", ""), mask.block_size]
 
 
 def _dense(out: Program, mask: Dense) -> None:
     array = jnp.asarray(mask.array)
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    out.words += [DENSE, out.add(array, "b", "n", "", "")]
+    operand, offsets = out.add(array, "b", "n", "", ""), (mask.q_offset, mask.kv_offset)
+    if all(offset is None for offset in offsets):
+        out.words += [DENSE, operand]
+        return
+    sides = sum(side for side, offset in zip((1, 2), offsets, strict=True) if offset is not None)
+    out.words += [DENSE_AT, sides, operand]
+    for offset in offsets:
+        out.words += out.number(0 if offset is None else offset)
 
 
 _WRITERS = {
@@ -200,12 +215,15 @@ _WRITERS = {
     Empty: partial(_constant, EMPTY),
     Window: _dilated_window,
     Chunk: partial(_number, CHUNK, "size", 1),
+    BlockCausal: partial(_number, BLOCK_CAUSAL, "size", 1),
     Prefix: partial(_number, PREFIX, "length", 0),
+    QLengths: partial(_number, Q_LENGTH, "lengths", -FAR),
     KvLengths: partial(_number, KV_LENGTH, "lengths", -FAR),
     And: partial(_all_of, AND),
     Or: partial(_all_of, OR),
     Not: _not,
     PerHead: _per_head,
+    Between: _between,
     Segments: _segments,
     FirstOfSegment: _first_of_segment,
     TokenTypes: _token_types,
@@ -306,12 +324,12 @@ def most_visits(layout: BlockLayout) -> int:
     sizes = layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile
     if _is_static(layout.mask):
         return _widest(plan(layout.mask, *sizes, xp=np))
-    # What data allow lies within what the static parts of an intersection allow, if those are one interval per row.
+    # What data allow lies within what the static parts of an intersection allow: within the hull of each, that is, for
+    # intervals that would be too many are replaced by wider ones.
     parts = [part for part in layout.mask.parts() if _is_static(part)]
     if isinstance(layout.mask, And) and parts and layout.common is None:
-        within = plan(And(tuple(parts)), *sizes, xp=np)
-        if within.common is None and within.starts.shape[3] == 1:
-            return _widest(within)
+        first, last = zip(*(_hulls(plan(part, *sizes, xp=np)) for part in parts), strict=True)
+        return max(1, int((reduce(np.minimum, last) - reduce(np.maximum, first)).max(initial=0)))
     return layout.kv_tiles
 
 
@@ -321,6 +339,13 @@ def _is_static(mask: Mask) -> bool:
     except TypeError:  # it holds arrays
         return False
     return True
+
+
+def _hulls(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
+    """The first tile that each row of a concrete layout visits, and the one after the last."""
+    none = layout.starts >= layout.stops
+    first = np.where(none, layout.kv_tiles, layout.starts).min(axis=3, initial=layout.kv_tiles)
+    return first, np.where(none, 0, layout.stops).max(axis=3, initial=0)
 
 
 def _widest(layout: BlockLayout) -> int:

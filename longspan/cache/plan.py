@@ -1,0 +1,189 @@
+"""`plan`: what a cache for a mask must hold, and where."""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from longspan._checks import check_static_size
+from longspan._types import no_type_check
+from longspan.cache.lifetimes import Lifetimes, lifetimes
+from longspan.cache.slots import Slots, allocate, slot_of
+from longspan.masks import Mask
+
+FOREVER = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which slot of a cache each key has. Made by `ls.cache.plan`; it hashes, compares by what it says, and prints.
+
+    Example:
+        >>> ls.cache.plan(ls.Causal() & ls.Window(3, 0), 1000)
+        Plan(4 of 1,000 positions, a ring)
+    """
+
+    capacity: int  # slots
+    length: int  # positions, 0 to length - 1
+    slack: int  # how far back a rollback may go
+    why: str  # what the form follows from
+    digest: str  # of everything that a cache must agree on
+    ring: int = 0  # slots that positions go round, behind the pinned ones; 0: there is a table
+    pinned: tuple[int, ...] = ()
+    at_once: int = FOREVER  # tokens that can be appended without overwriting what the first of them sees
+    steady: bool = True  # every key of the ring lives as long as its slot: `end` need not be asked
+    sees_free: bool = False  # the rule itself would see slots without a key
+    mask: Any = field(default=None, repr=False)
+    table: np.ndarray | None = field(default=None, repr=False)  # int32 [length]: slots, -1: never stored
+    end: np.ndarray | None = field(default=None, repr=False)  # int32 [length]: the last step that needs each key
+    tied: np.ndarray | None = field(default=None, repr=False)  # bool [length]: must come with the position before it
+
+    def nbytes(self, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None) -> int:
+        """How many bytes the keys and values of such a cache take.
+
+        Example:
+            >>> ls.cache.plan(ls.Causal() & ls.Window(1023, 0), 10**6).nbytes(1, 8, 64, jnp.bfloat16)
+            2097152
+        """
+        return self.capacity * self._row_bytes(batch, kv_heads, head_dim, dtype, v_head_dim)
+
+    def full_nbytes(
+        self, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None
+    ) -> int:
+        """How many bytes a cache of every position would take."""
+        return self.length * self._row_bytes(batch, kv_heads, head_dim, dtype, v_head_dim)
+
+    def _row_bytes(self, batch: int, kv_heads: int, head_dim: int, dtype: Any, v_head_dim: int | None) -> int:
+        sizes = head_dim + (head_dim if v_head_dim is None else v_head_dim)
+        return batch * kv_heads * sizes * np.dtype(dtype).itemsize
+
+    @property
+    def form(self) -> str:
+        """How slots follow from positions."""
+        if self.capacity == 0:
+            return "nothing"
+        if self.table is not None:
+            return "a table"
+        return f"{len(self.pinned)} pinned and a ring" if self.pinned else "a ring"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.capacity:,} of {self.length:,} positions, {self.form})"
+
+    def __str__(self) -> str:
+        share = self.capacity / max(self.length, 1)
+        lines = [f"{self.capacity:,} slots for {self.length:,} positions ({share:.2%} of a full cache): {self.form}"]
+        return "\n".join([*lines, self.why, *([f"slack for rolling back {self.slack}"] if self.slack else [])])
+
+
+@no_type_check
+def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
+    """What a cache for `mask` must hold: a key from its own position to the last query that may see it.
+
+    The capacity is the largest number of keys needed at once. Rules that hold arrays (documents, lengths, flags) are
+    bounded by their static parts: `Causal() & Window(1023, 0) & Segments(ids)` keeps the window.
+
+    Args:
+        mask: the rule that will be attended with; position p is its slot p.
+        length: positions in all, prompt and new tokens.
+        slack: how many tokens `Cache.rollback` may take back.
+
+    Example:
+        >>> print(ls.cache.plan(ls.Causal() & (ls.Window(1023, 0) | ls.Prefix(4)), 10**5))
+        1,028 slots for 100,000 positions (1.03% of a full cache): 4 pinned and a ring
+        a key is needed for 1,024 steps, but for 4
+    """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}. A MaskInfo has one: `info.mask`.")
+    length = check_static_size("length", length, 1)
+    slack = check_static_size("slack", slack, 0)
+    needs = lifetimes(mask, length)
+    if length > 1 and needs.tied[1:].all():
+        raise ValueError(
+            f"{mask!r} lets queries see keys after them, position by position, so that no key is complete before the "
+            f"last one is there. Decode with `({mask!r}) & Causal()`."
+        )
+    end = np.where(needs.last < 0, -1, np.minimum(needs.last + slack, length - 1))
+    slots = allocate(end)
+    return _made(mask, length, slack, needs, end, slots)
+
+
+def _made(mask: Mask, length: int, slack: int, needs: Lifetimes, end: np.ndarray, slots: Slots) -> Plan:
+    key, some_tied = np.arange(length), bool(needs.tied.any())
+    steady = slots.table is None and _lives_for(end, slots) is not None
+    digest = hashlib.sha256(f"{length} {slack} {slots.capacity} {slots.ring} {slots.pinned}".encode())
+    for array in (slots.table, end, needs.tied):
+        digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+    return Plan(
+        capacity=slots.capacity,
+        length=length,
+        slack=slack,
+        why=_why(mask, length, slots, end),
+        digest=digest.hexdigest(),
+        ring=slots.ring,
+        pinned=slots.pinned,
+        at_once=_at_once(key, needs.last, end, slots),
+        steady=steady,
+        sees_free=needs.sees_free,
+        mask=mask,
+        table=slots.table,
+        end=None if steady else end.astype(np.int32),
+        tied=needs.tied if some_tied else None,
+    )
+
+
+def _at_once(key: np.ndarray, last: np.ndarray, end: np.ndarray, slots: Slots) -> int:
+    """How many tokens an append may have so that the cache itself shows all that its queries see."""
+    if ((last >= 0) & (end < key)).any():  # keys that only queries before them see are never stored
+        return 1
+    alive = end >= key
+    place, key, last = slot_of(slots, key)[alive], key[alive], last[alive]
+    order = np.lexsort((key, place))
+    place, key, last = place[order], key[order], last[order]
+    reused = place[1:] == place[:-1]
+    return int(np.min((key[1:] - last[:-1])[reused], initial=FOREVER))
+
+
+def _lives_for(end: np.ndarray, slots: Slots) -> int | None:
+    """How many steps every key of the ring is needed, if they are as many as it has slots, up to the end."""
+    key = np.arange(len(end))
+    in_ring = np.ones(len(end), bool)
+    in_ring[list(slots.pinned)] = False
+    expected = np.minimum(key + slots.ring - 1, len(end) - 1)
+    return slots.ring if (end == expected)[in_ring].all() else None
+
+
+def _why(mask: Mask, length: int, slots: Slots, end: np.ndarray) -> str:
+    alive = end >= np.arange(length)
+    if not alive.any():
+        return "no query sees any key"
+    if slots.capacity >= alive.sum():
+        return f"nothing can be dropped: {', '.join(map(repr, _unforgetting(mask, length)))} keeps every key in view"
+    loose = list(dict.fromkeys(map(repr, mask.loose())))
+    note = f"; known only by bounds: {', '.join(loose)}" if loose else ""
+    steps = _lives_for(end, slots)
+    if slots.table is None and steps is not None:
+        few = f", but for {len(slots.pinned)}" if slots.pinned else ""
+        return f"a key is needed for {steps:,} steps{few}{note}"
+    needed = int((end - np.arange(length) + 1)[alive].max())
+    return f"a key is needed for up to {needed:,} steps, at most {slots.capacity:,} keys at once{note}"
+
+
+def _unforgetting(mask: Mask, length: int) -> list[Mask]:
+    """The parts of a mask by which an old key is still seen at the end."""
+    if len(mask.parts()) < 2:
+        return [mask]
+    parts = [part for part in mask.parts() if _remembers(part, length)]
+    return [leaf for part in parts for leaf in _unforgetting(part, length)] or [mask]
+
+
+def _remembers(mask: Mask, length: int) -> bool:
+    last = lifetimes(mask, length).last
+    return bool((last[: math.ceil(length / 2)] >= length - 1).any())

@@ -1,0 +1,257 @@
+"""`Cache`: keys and values in the slots of a plan, a pytree of static shapes; `View`: what new tokens see of it."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from longspan._checks import check_static_size
+from longspan._types import FAR, Array, no_type_check
+from longspan.cache.checks import check_lengths, check_mask, check_new, check_rollback, check_rows, is_concrete
+from longspan.cache.plan import Plan
+from longspan.masks import Mask, Prefix
+from longspan.masks.base import SLOT
+from longspan.masks.by_slot import KvFlags
+
+FREE = FAR  # the position of a slot without a key: after every query
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class View:
+    """Keys, values and positions that some new tokens may see.
+
+    Example:
+        >>> mask = ls.Causal() & ls.Window(3, 0)
+        >>> cache = ls.cache.init(ls.cache.plan(mask, 100), 1, 2, 8, jnp.float32)
+        >>> k = v = jnp.ones((1, 6, 2, 8))
+        >>> cache, view = cache.append(k, v)
+        >>> ls.attention(jnp.ones((1, 6, 4, 8)), **view.of(mask)).shape
+        (1, 6, 4, 8)
+    """
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+    q_positions: Int[Array, "B T"]
+    kv_positions: Int[Array, "B S"]
+    plan: Plan = field(metadata=dict(static=True))
+
+    @no_type_check
+    def of(self, mask: Mask) -> dict[str, Any]:
+        """What `ls.attention` takes besides q: k, v, positions, and the mask, cut to these tokens where it reads slots.
+
+        Args:
+            mask: the mask that the cache was planned for, or one that sees no more.
+        """
+        check_mask(self.plan, mask)
+        rule = mask
+        if SLOT in mask.reads:
+            held = self.kv_positions < self.plan.length
+            slots = [jnp.clip(p, 0, self.plan.length - 1) for p in (self.q_positions, self.kv_positions)]
+            rule = mask.cut(*slots, q_len=self.plan.length, kv_len=self.plan.length) & KvFlags(held)
+        elif self.plan.sees_free:
+            rule = mask & Prefix(FREE)
+        return dict(k=self.k, v=self.v, mask=rule, q_positions=self.q_positions, kv_positions=self.kv_positions)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """The keys and values of a plan's slots. Made by `ls.cache.init`; every method gives a new one.
+
+    A pytree of static shapes, so a whole generation is one trace; donate it to `jit` to have it updated in place.
+
+    Example:
+        >>> mask = ls.Causal() & (ls.Window(1, 0) | ls.Prefix(1))
+        >>> cache = ls.cache.init(ls.cache.plan(mask, 9), 1, 1, 2, jnp.float32)
+        >>> for token in range(5):
+        ...     x = jnp.full((1, 1, 1, 2), float(token))
+        ...     cache, view = cache.append(x, x)
+        >>> cache.positions.tolist()
+        [[0, 4, 3]]
+    """
+
+    k: Float[Array, "B C K H"]
+    v: Float[Array, "B C K Hv"]
+    positions: Int[Array, "B C"]  # of the key in each slot; 2**30 - 1: none
+    length: Int[Array, "B"]  # tokens appended to each row
+    overflowed: Bool[Array, "B"]  # rows that were asked, inside jit, for what the plan does not have
+    tables: tuple[Any, Any, Any]  # the plan's table, end and tied where it has them: data, not constants
+    plan: Plan = field(metadata=dict(static=True))
+
+    @no_type_check
+    def append(
+        self, k: Float[Array, "B n K H"], v: Float[Array, "B n K Hv"], lengths: Int[Array, "B"] | None = None
+    ) -> tuple["Cache", View]:
+        """The cache with new tokens, and what they may see: themselves and what came before.
+
+        Args:
+            k: their keys [B, n, K, H], rotated if there is RoPE.
+            v: their values [B, n, K, Hv].
+            lengths: int [B]: how many of the n tokens each row has; the rest is padding. By default n.
+        """
+        check_new(self, k, v)
+        batch, count = k.shape[:2]
+        lengths = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
+        bad = self._cannot_take(lengths)
+        lengths = jnp.where(bad, 0, lengths)
+        places = jnp.arange(count, dtype=np.int32)[None]
+        q_positions = self.length[:, None] + places
+        positions = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
+        written = self._write(k, v, positions, lengths)
+        if count <= self.plan.at_once:
+            seen = written
+        else:
+            new = (k.astype(self.k.dtype), v.astype(self.v.dtype), positions)
+            old = (self.k, self.v, self.positions)
+            parts = [jnp.concatenate(both, axis=1) for both in zip(old, new, strict=True)]
+            seen = replace(self, k=parts[0], v=parts[1], positions=parts[2])
+        cache = replace(written, length=self.length + lengths, overflowed=self.overflowed | bad)
+        return cache, View(seen.k, seen.v, q_positions, seen.positions, self.plan)
+
+    def _cannot_take(self, lengths) -> jax.Array:
+        """Rows that would pass the end, or leave tokens that belong together apart. Outside jit that is an error."""
+        total, tied = self.length + lengths, self.tables[2]
+        beyond = total > self.plan.length
+        torn = jnp.zeros_like(beyond)
+        if tied is not None:
+            ties = jnp.asarray(tied)[jnp.clip(total, 0, self.plan.length - 1)]
+            torn = ties & (total < self.plan.length) & (lengths > 0)
+        if is_concrete(beyond) and beyond.any():
+            raise ValueError(
+                f"This cache was planned for {self.plan.length} positions, and {int(total.max())} are asked for. "
+                "Plan a longer one: `ls.cache.plan(mask, length)`."
+            )
+        if is_concrete(torn) and torn.any():
+            row = int(np.argmax(np.asarray(torn)))
+            raise ValueError(
+                f"{self.plan.mask!r} lets position {int(total[row]) - 1} see position {int(total[row])}, so they must "
+                "be appended together: append whole chunks, and a prefix at once."
+            )
+        return beyond | torn
+
+    def _write(self, k, v, positions, lengths) -> "Cache":
+        """The new keys in their slots; those of one append that are dead by its end leave no trace."""
+        if not self.plan.capacity:
+            return self
+        slots = self._slots(positions, self.length + lengths)
+
+        def put(buffer, rows, where):
+            return buffer.at[where].set(rows.astype(buffer.dtype), mode="drop", unique_indices=True)
+
+        # By batch row: indices over the batch would make sharded rows be gathered.
+        written = [
+            jax.vmap(put)(buffer, rows, slots)
+            for buffer, rows in ((self.k, k), (self.v, v), (self.positions, positions))
+        ]
+        return replace(self, k=written[0], v=written[1], positions=written[2])
+
+    def _slots(self, positions, total):
+        """Where to write each new key; `capacity` and beyond: nowhere, all different."""
+        plan, (table, end, _) = self.plan, self.tables
+        inside = jnp.clip(positions, 0, plan.length - 1)
+        if table is not None:
+            slot = jnp.asarray(table)[inside]
+        else:
+            pinned = jnp.asarray(plan.pinned, np.int32)
+            slot = len(pinned) + inside % np.int32(max(plan.ring, 1))
+            if len(pinned):
+                place = jnp.searchsorted(pinned, inside).astype(np.int32)
+                slot = jnp.where(pinned[jnp.clip(place, 0, len(pinned) - 1)] == inside, place, slot)
+        kept = (positions < plan.length) & (slot >= 0)
+        if positions.shape[1] > plan.at_once:
+            # Dead by the end of the append: another of its keys may have the slot.
+            last = (total - 1)[:, None]
+            if end is not None:
+                kept &= jnp.asarray(end)[inside] >= last
+            else:
+                kept &= (slot < len(plan.pinned)) | (inside > last - np.int32(plan.ring))
+        nowhere = np.int32(plan.capacity) + jnp.arange(positions.shape[1], dtype=np.int32)[None]
+        return jnp.where(kept, slot.astype(np.int32), nowhere)
+
+    @no_type_check
+    def rollback(self, n: int | Int[Array, "B"]) -> "Cache":
+        """The cache without the last n tokens of each row; at most the plan's `slack`, after a wrap too.
+
+        Example:
+            >>> plan = ls.cache.plan(ls.Causal() & ls.Window(3, 0), 100, slack=2)
+            >>> cache = ls.cache.init(plan, 1, 1, 2, jnp.float32)
+            >>> cache, _ = cache.append(jnp.ones((1, 9, 1, 2)), jnp.ones((1, 9, 1, 2)))
+            >>> cache.rollback(2).length.tolist()
+            [7]
+        """
+        n, bad = check_rollback(self, n)
+        length = jnp.where(bad, self.length, self.length - n)
+        positions = jnp.where(self.positions < length[:, None], self.positions, np.int32(FREE))
+        return replace(self, positions=positions, length=length, overflowed=self.overflowed | bad)
+
+    @no_type_check
+    def fork(self, rows: Int[Array, "rows"]) -> "Cache":
+        """A cache whose rows are copies of some rows of this one: beams, or a shared prefix.
+
+        Example:
+            >>> plan = ls.cache.plan(ls.Causal(), 100)
+            >>> ls.cache.init(plan, 1, 2, 8, jnp.float32).fork(jnp.zeros(3, int)).k.shape
+            (3, 100, 2, 8)
+        """
+        rows = check_rows(rows, self.k.shape[0])
+        names = ("k", "v", "positions", "length", "overflowed")
+        return replace(self, **{name: jnp.take(getattr(self, name), rows, axis=0) for name in names})
+
+    @no_type_check
+    def save(self, path: Any) -> None:
+        """Writes the cache to a safetensors file, whole or not at all; `ls.cache.restore(path, plan)` reads it.
+
+        Example:
+            >>> plan = ls.cache.plan(ls.Causal(), 8)
+            >>> folder = tempfile.mkdtemp()
+            >>> ls.cache.init(plan, 1, 2, 4, jnp.float32).save(f"{folder}/cache.safetensors")
+            >>> ls.cache.restore(f"{folder}/cache.safetensors", plan).k.shape
+            (1, 8, 2, 4)
+        """
+        from longspan.cache.files import save
+
+        save(self, path)
+
+
+@no_type_check
+def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None) -> Cache:
+    """An empty cache of a plan's slots.
+
+    Args:
+        plan: what `ls.cache.plan` gave.
+        batch: rows, B.
+        kv_heads: key/value heads, K.
+        head_dim: head size of keys, H.
+        dtype: of keys and values.
+        v_head_dim: head size of values; H by default.
+
+    Example:
+        >>> plan = ls.cache.plan(ls.Causal() & ls.Window(1023, 0), 10**6)
+        >>> ls.cache.init(plan, 1, 2, 64, jnp.bfloat16).k.shape
+        (1, 1024, 2, 64)
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"`plan` must be what `ls.cache.plan(mask, length)` gives, got {type(plan).__name__}.")
+    names = ("batch", "kv_heads", "head_dim")
+    sizes = [check_static_size(n, x, 1) for n, x in zip(names, (batch, kv_heads, head_dim), strict=True)]
+    v_size = sizes[2] if v_head_dim is None else check_static_size("v_head_dim", v_head_dim, 1)
+    batch, kv_heads, size = sizes
+    return Cache(
+        k=jnp.zeros((batch, plan.capacity, kv_heads, size), dtype),
+        v=jnp.zeros((batch, plan.capacity, kv_heads, v_size), dtype),
+        positions=jnp.full((batch, plan.capacity), FREE, np.int32),
+        length=jnp.zeros((batch,), np.int32),
+        overflowed=jnp.zeros((batch,), bool),
+        tables=tables_of(plan),
+        plan=plan,
+    )
+
+
+def tables_of(plan: Plan) -> tuple[Any, Any, Any]:
+    """The arrays of a plan, on the device."""
+    table, end, tied = (None if x is None else jnp.asarray(x) for x in (plan.table, plan.end, plan.tied))
+    return table, end, tied

@@ -1,0 +1,268 @@
+"""`Custom`: rules of positions, rows and heads that users write as functions, and what their bounds let us skip."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import longspan as ls
+from longspan.engines import ENGINES
+from longspan.layout import count, plan
+from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
+
+SHAPE = Shape(B=3, T=37, S=29, N=4, K=2, H=5)
+B, T, S, N, K, H = SHAPE
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def by_row_and_head(b, h, q, k):
+    return (k <= q + b) & (q - k <= 3 * h + 1)
+
+
+def bounds_by_row_and_head(b, h, q, kv):
+    low, high = q.first - kv.last, q.last - kv.first
+    return (high >= -b) & (low <= 3 * h + 1), (low >= -b) & (high <= 3 * h + 1)
+
+
+def far(q, kv, *ends):
+    """Exact bounds of q - k in any of some intervals [low, high]."""
+    low, high = q.first - kv.last, q.last - kv.first
+    some, every = ([test(a, z) for a, z in ends] for test in (
+        lambda a, z: (high >= a) & (low <= z), lambda a, z: (low >= a) & (high <= z)
+    ))  # fmt: skip
+    return sum(some[1:], some[0]), sum(every[1:], every[0])
+
+
+def plain(fn, batch=B, heads=N):
+    """The truth of a function of (b, h, q, k), pair by pair."""
+    truth = np.zeros((batch, heads, T, S), bool)
+    for place in np.ndindex(*truth.shape):
+        truth[place] = fn(*place)
+    return truth
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    reason = ENGINES[request.param].unsupported(
+        ls.engines.Request(*make_qkv(SHAPE, jnp.float32), ls.Causal(), scale=1.0)
+    )
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def test_a_mask_function_of_flex_attention_runs_unchanged_as_one_mask(engine):
+    mask, (q, k, v) = ls.Custom(causal), make_qkv(SHAPE, jnp.float32)
+    assert mask.dense(T, S).shape == (1, 1, T, S)
+    assert mask == ls.Custom(causal, batch=1, heads=1) and repr(mask) == "Custom(causal)"
+    two = ls.Custom(lambda q, k: q >= k)
+    for what in ("temporary_bytes", "tiles_total", "dense_mask_bytes"):
+        mine, others = (getattr(ls.explain(q, k, v, mask=m, engine=engine), what) for m in (mask, two))
+        assert mine == others
+    got, want = (ls.attention(q, k, v, mask=m, engine=engine) for m in (mask, ls.Causal()))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("heads", [1, N])
+@pytest.mark.parametrize("bounds", [None, bounds_by_row_and_head], ids=["no bounds", "bounds"])
+def test_rows_and_heads_that_are_told_apart_have_their_own_truth(batch, heads, bounds):
+    mask = ls.Custom(by_row_and_head, batch=batch, heads=heads, bounds=bounds)
+    expected = plain(lambda b, h, q, k: by_row_and_head(b if batch > 1 else 0, h if heads > 1 else 0, q, k))
+    np.testing.assert_array_equal(np.broadcast_to(mask.dense(T, S), expected.shape), expected)
+    assert mask.dense(T, S).shape[:2] == (batch, heads) == (mask.batch, mask.heads)
+    picture = "\n".join("".join(".#"[int(x)] for x in row) for row in expected[min(2, batch - 1), min(3, heads - 1)])
+    assert mask.show(T, S, batch=2, head=3) == picture
+    assert count(plan(mask, T, S, 8, 4, xp=np)).pairs == expected[:batch, :heads].sum()
+    assert_obeys_laws(mask, T, S)
+    assert_obeys_laws(mask, T, S, q_positions=np.arange(T)[::-1] // 2, kv_positions=np.arange(S) * 2)
+
+
+@pytest.mark.parametrize("bounds", [None, bounds_by_row_and_head], ids=["no bounds", "bounds"])
+@pytest.mark.parametrize("sizes", [(B, 1), (1, N), (B, N)], ids=str)
+def test_engines_tell_rows_and_heads_apart_in_both_passes(engine, sizes, bounds):
+    mask = ls.Custom(by_row_and_head, batch=sizes[0], heads=sizes[1], bounds=bounds)
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    assert_matches_reference(engine, q, k, v, mask.layout(T, S, q_tile=8, kv_tile=4))
+    expected = plain(lambda b, h, q, k: by_row_and_head(b * (sizes[0] > 1), h * (sizes[1] > 1), q, k))
+    got, want = (ls.attention(q, k, v, mask=m, engine=engine) for m in (mask, jnp.asarray(expected)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
+
+
+def test_a_rule_of_heads_keeps_its_numbers_inside_of_per_head_and_compositions(engine):
+    own = ls.Custom(by_row_and_head, batch=B, heads=N, bounds=bounds_by_row_and_head)
+    mask = ls.PerHead((own, ls.Window(3, 3), own & ls.Chunk(8), ~own)) & ls.KvLengths(np.array([29, 7, 20]))
+
+    def truth(b, h, q, k):
+        mine = by_row_and_head(b, h, q, k)
+        return (mine, abs(q - k) <= 3, mine and q // 8 == k // 8, not mine)[h] and k < (29, 7, 20)[b]
+
+    np.testing.assert_array_equal(mask.dense(T, S), plain(truth))
+    assert_matches_reference(engine, *make_qkv(SHAPE, jnp.float32), mask)
+
+
+def test_cutting_slots_keeps_rows_heads_and_bounds():
+    mask = ls.Custom(by_row_and_head, batch=B, heads=N, bounds=bounds_by_row_and_head) & ls.KvLengths(np.full(B, 20))
+    slots = np.array([1, 5, 30])
+    cut = mask.cut(slots)
+    np.testing.assert_array_equal(cut.dense(3, S, q_positions=slots), mask.dense(T, S)[:, :, slots])
+
+
+def test_vmap_numbers_the_rows_of_each_example(engine):
+    q, k, v = (jnp.stack([x, x[::-1]]) for x in make_qkv(SHAPE, jnp.float32))
+    shifts = jnp.array([0, 5])
+
+    def loss(q, k, v, shift, engine):
+        mask = ls.Custom(lambda b, h, q, k, far: (k <= q + b) & (q - k <= h + far), shift, batch=B, heads=N)
+        return jnp.sum(ls.attention(q, k, v, mask=mask, engine=engine) ** 2)
+
+    got, want = (jax.vmap(jax.value_and_grad(partial(loss, engine=e)))(q, k, v, shifts) for e in (engine, "reference"))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.parametrize("bounds", [None, bounds_by_row_and_head], ids=["no bounds", "bounds"])
+def test_a_sharded_batch_has_global_rows_and_heads(engine, bounds):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    q, k, v = make_qkv(Shape(B=4, T=37, S=29, N=4, K=2, H=5), jnp.float32)
+    mask = ls.Custom(by_row_and_head, batch=4, heads=4, bounds=bounds)
+    run = jax.jit(partial(ls.attention, mask=mask, engine=engine))
+    there = NamedSharding(mesh, P("x", None, "y"))
+    got = run(*(jax.device_put(x, there) for x in (q, k, v)))
+    want = ls.attention(q, k, v, mask=mask.dense(37, 29), engine="reference")
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
+
+
+def test_inside_shard_map_rows_are_the_shards_and_the_first_is_given_as_data(engine):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    q, k, v = make_qkv(Shape(B=8, T=37, S=29, N=4, K=2, H=5), jnp.float32)
+
+    def local(q, k, v):
+        first = 2 * jax.lax.axis_index("x")
+        mask = ls.Custom(lambda b, h, q, k, first: by_row_and_head(b + first, h, q, k), first, batch=2, heads=4)
+        return ls.attention(q, k, v, mask=mask, engine=engine)
+
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(q, k, v)
+    whole = ls.Custom(by_row_and_head, batch=8, heads=4)
+    np.testing.assert_allclose(got, ls.attention(q, k, v, mask=whole, engine="reference"), rtol=0, atol=5e-6)
+
+
+def test_functions_are_told_apart_by_what_they_require():
+    same = np.asarray(ls.Causal().dense(T, S))
+    width = np.array(3)
+    for mask in (
+        ls.Custom(lambda q, k, far=0: q >= k + far),
+        ls.Custom(lambda q, k, *rest: q >= k),
+        ls.Custom(lambda *given: given[0] >= given[1]),
+        ls.Custom(lambda b, h, q, k, far=0: q >= k + far),
+        ls.Custom(lambda b, h, q, k, *rest: q >= k),
+        ls.Custom(lambda q, k, w: (q >= k) & (w == 3), width),
+        ls.Custom(lambda b, h, q, k, w: (q >= k) & (w == 3), width),
+        ls.Custom(lambda q, k, w, z: (q >= k) & (w == z), width, width),
+        ls.Custom(np.greater_equal),
+        ls.Custom(jnp.greater_equal),
+        ls.Custom(partial(causal, None, None)),
+    ):
+        np.testing.assert_array_equal(np.asarray(mask.dense(T, S)), same)
+
+
+def test_functions_that_could_be_either_or_neither_are_refused():
+    one = np.zeros(3)
+    for fn, arrays in (
+        (lambda q: q, ()),
+        (lambda b, q, k: q >= k, ()),
+        (lambda q, k: q >= k, (one,)),
+        (lambda b, h, q, k, w: q >= k, (one, one)),
+    ):
+        with pytest.raises(TypeError, match=r"Custom.fn must be a function of \(q, k\) or \(b, h, q, k\).*requires"):
+            ls.Custom(fn, *arrays)
+    with pytest.raises(TypeError, match=r"could be either. Wrap it"):
+        ls.Custom(lambda b, h, q, k, *rest: q >= k, one, one)
+    with pytest.raises(TypeError, match=r"Custom.bounds must be a function of"):
+        ls.Custom(causal, bounds=lambda q: (True, False))
+    with pytest.raises(ValueError, match=r"Custom.heads is 4, but the function is one of positions alone"):
+        ls.Custom(lambda q, k: q >= k, heads=4)
+    with pytest.raises(ValueError, match=r"Custom.batch must be a Python int >= 1, got 0"):
+        ls.Custom(causal, batch=0)
+
+
+def test_rows_and_heads_are_one_or_the_calls():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    with pytest.raises(ValueError, match=r"Custom.batch has 2 batch rows, but the call has 3. Give one, or 3"):
+        ls.attention(q, k, v, mask=ls.Custom(by_row_and_head, batch=2))
+    with pytest.raises(ValueError, match=r"Custom.heads has 3 query heads, but the call has 4"):
+        ls.attention(q, k, v, mask=ls.Custom(by_row_and_head, heads=3))
+
+
+def near(q, kv):
+    return far(q, kv, (-300, 300))
+
+
+BOUNDED = {
+    "window": (ls.Custom(lambda q, k: abs(q - k) <= 300, bounds=near), ls.Band(-300, 300)),
+    "jax.numpy": (
+        ls.Custom(lambda q, k: jnp.abs(q - k) <= 300, bounds=lambda q, kv: tuple(map(jnp.asarray, near(q, kv)))),
+        ls.Band(-300, 300),
+    ),
+    "two": (
+        ls.Custom(
+            lambda q, k: ((q - k >= 0) & (q - k < 9)) | ((q - k >= 4000) & (q - k < 4500)),
+            bounds=lambda q, kv: far(q, kv, (0, 8), (4000, 4499)),
+        ),
+        ls.Window(8, 0) | ls.Band(-4499, -4000),
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [8192, 100_001, 1_000_000])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_exact_bounds_visit_what_the_built_in_rule_visits(name, length):
+    mine, built_in = BOUNDED[name]
+    for transposed in (False, True):
+        layouts = [plan(m, length, length, 128, 128, xp=np) for m in (mine, built_in)]
+        got, want = (layout.transpose() if transposed else layout for layout in layouts)
+        assert got.visits() == want.visits()
+
+
+def test_what_lies_between_more_intervals_than_a_row_has_is_left_to_classify():
+    def six(q, kv):
+        return far(q, kv, *((n * 1000, n * 1000) for n in range(6)))
+
+    mask = ls.Custom(lambda q, k: ((q - k) % 1000 == 0) & (q >= k) & (q - k <= 5000), bounds=six)
+    layout = plan(mask, 8192, 8192, 16, 16, xp=np)
+    counts = count(layout)
+    assert layout.starts.shape[3] == 4
+    assert counts.partial + counts.full < layout.visits() < 0.6 * 512 * 513 / 2
+    assert_obeys_laws(mask, 67, 67)
+
+
+def test_bounds_of_traced_arrays_skip_on_the_xla_engine():
+    q, k, v = make_qkv(Shape(1, 2048, 2048, 1, 1, 4), jnp.float32)
+
+    @jax.jit
+    def visits(width):
+        mask = ls.Custom(lambda q, k, w: abs(q - k) <= w, width, bounds=lambda q, kv, w: far(q, kv, (-w, w)))
+        layout = mask.layout(2048, 2048)
+        return jnp.maximum(layout.stops - layout.starts, 0).sum(), ls.attention(q, k, v, mask=layout, engine="xla")
+
+    for width in (0, 200):
+        got, out = visits(jnp.asarray(width))
+        assert got == ls.Window(width, width).layout(2048, 2048).visits()
+        want = ls.attention(q, k, v, mask=ls.Window(width, width), engine="xla")
+        np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+
+
+def test_bits_of_a_rule_with_bounds_are_kept_for_what_it_may_see():
+    x = jax.ShapeDtypeStruct((1, 65536, 1, 8), jnp.float32)
+    (mine, _), ids = BOUNDED["window"], jax.ShapeDtypeStruct((1, 65536), jnp.int32)
+    try:
+        needed = [ls.explain(x, x, x, mask=m, engine="cpu").temporary_bytes for m in (mine, mine & ls.Segments(ids))]
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    assert all(n <= 512 * 7 * 128 * 128 // 8 for n in needed)
