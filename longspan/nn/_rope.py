@@ -8,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import is_abstract
-from longspan.layout import BlockLayout
-from longspan.maskinfo import MaskInfo
 from longspan.rope import frequencies, rotate
-
-NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys
 
 
 def settled(rope: Any) -> Any:
@@ -44,14 +40,6 @@ def turned(rope: tuple[Any, Any] | None, interleaved: bool, positions: Any, *arr
     inv_freq, factor = rope
     at = jnp.arange(arrays[0].shape[1]) if positions is None else positions
     return tuple(rotate(x, at, inv_freq, attention_factor=factor, interleaved=interleaved) for x in arrays)
-
-
-def places_of(mask: Any, positions: Any) -> tuple[Any, Any]:
-    """Where queries and keys stand: as the call says, or else the mask that was bound to a batch."""
-    if positions is not None or not isinstance(mask, MaskInfo | BlockLayout):
-        return positions, positions
-    keys = mask.kv_positions
-    return mask.q_positions, None if keys is None else jnp.where(keys == NOWHERE, 0, keys)
 
 
 def check_rope_positions(rope: Any, positions: Any) -> None:

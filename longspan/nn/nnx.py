@@ -5,7 +5,7 @@ constructor also takes `in_features` and `rngs`, and a call may bring `rngs` of 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ from flax import nnx
 from flax.nnx.module import first_from
 from jaxtyping import Array, Float, Int, Num
 
-from longspan._attention import attention
 from longspan._types import EngineName, no_type_check
+from longspan.cache import Cache
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._rope import check_rope_positions, places_of, resolved, settled, turned
+from longspan.nn._attend import attend
+from longspan.nn._rope import check_rope_positions, resolved, settled, turned
 from longspan.nn._shared import attention_fn, resolve_heads, rms_norm, split_of
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
@@ -133,6 +134,34 @@ class SelfAttention(_Attention):
         split = {} if mesh_axis is None else _metadata((mesh_axis,))
         self.sink = nnx.Param(jnp.zeros(heads, param_dtype), **split) if sinks else None
 
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
+        positions: Int[Array, "*B T"] | None = ...,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
+        cache: None = ...,
+        lengths: Int[Array, "B"] | None = ...,
+        deterministic: bool | None = ...,
+        rngs: nnx.Rngs | nnx.RngStream | None = ...,
+    ) -> Float[Array, "B T D_out"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
+        positions: Int[Array, "*B T"] | None = ...,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
+        cache: Cache,
+        lengths: Int[Array, "B"] | None = ...,
+        deterministic: bool | None = ...,
+        rngs: nnx.Rngs | nnx.RngStream | None = ...,
+    ) -> tuple[Float[Array, "B T D_out"], Cache]: ...
+
     @no_type_check
     def __call__(
         self,
@@ -141,23 +170,29 @@ class SelfAttention(_Attention):
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
         positions: Int[Array, "*B T"] | None = None,
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
+        cache: Cache | None = None,
+        lengths: Int[Array, "B"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> Float[Array, "B T D_out"]:
+    ) -> Float[Array, "B T D_out"] | tuple[Float[Array, "B T D_out"], Cache]:
         """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
 
         `positions`, int [T] or [B, T], are those of the tokens as queries and as keys, for the mask and for `rope`; by
         default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. In packed rows,
         `positions_from_segments` lets them start anew in every document. `rope` replaces the module's.
+
+        With a `cache` (`ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that come
+        after those in it, `lengths` [B] of them where rows have fewer, and the result is (output, new cache). The mask
+        is by default the one that the cache was planned for.
         """
         q, k, v = self._project(x, "query", "key", "value")
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        chosen, (q_at, kv_at) = self._rope(rope), places_of(mask, positions)
-        (q,), (k,) = turned(chosen, self.rope_interleaved, q_at, q), turned(chosen, self.rope_interleaved, kv_at, k)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths)
+        turn = dict(rope=self._rope(rope), interleaved=self.rope_interleaved)
         sinks = None if self.sink is None else self.sink[...]
-        places = dict(q_positions=positions, kv_positions=positions, sinks=sinks)
-        return self.out(attention(q, k, v, mask=mask, **places, **self._options(deterministic, rngs)))
+        out, cache = attend(q, k, v, **given, **turn, sinks=sinks, **self._options(deterministic, rngs))
+        return self.out(out) if cache is None else (self.out(out), cache)
 
 
 class LongformerSelfAttention(_Attention):
