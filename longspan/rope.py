@@ -336,8 +336,8 @@ def _rows(array: jax.Array) -> jax.Array:
 
 def _halves(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
     """The first and the second features of all pairs."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2) if interleaved else x.reshape(*x.shape[:-1], 2, -1)
-    return (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[..., 0, :], pairs[..., 1, :])
+    half = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
 
 def _check_x(x: Any) -> None:

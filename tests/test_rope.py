@@ -204,6 +204,12 @@ def test_float64_is_kept():
     np.testing.assert_allclose(got, by_definition(X, POSITIONS, INV_FREQ), rtol=0, atol=3e-7)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_no_tokens_and_no_rows_are_rotated_too(interleaved):
+    for x, positions in ((X[:, :0], POSITIONS[:, :0]), (X[:0], POSITIONS[0])):
+        assert ls.rope.rotate(x, positions, INV_FREQ, interleaved=interleaved).shape == x.shape
+
+
 def test_scores_depend_on_distances_alone():
     q, k = (np.random.default_rng(seed).normal(size=(1, 7, 2, 8)).astype(np.float32) for seed in (1, 2))
     inv_freq, _ = ls.rope.frequencies(dict(rope_theta=100.0), 8)

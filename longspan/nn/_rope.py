@@ -6,15 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 
 from longspan._checks import is_abstract
 from longspan.rope import frequencies, rotate
 
 
 def settled(rope: Any) -> Any:
-    """A constructor's `rope` as a module keeps it: parameters, or frequencies as floats, which hash as modules must."""
+    """A constructor's `rope` as a module keeps it: parameters or frequencies that hash, as modules must under jit."""
     if rope is None or isinstance(rope, Mapping):
-        return rope
+        return _frozen(rope)
     inv_freq, factor = _pair(rope)
     if is_abstract(inv_freq) or is_abstract(factor) or np.ndim(inv_freq) != 1:
         raise ValueError(
@@ -49,6 +50,12 @@ def check_rope_positions(rope: Any, positions: Any) -> None:
             "`positions` are for `rope`, which this module does not have: its windows and blocks go by slots. Give "
             "`rope`, or leave `positions` out."
         )
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenDict({name: _frozen(inner) for name, inner in value.items()})
+    return tuple(value) if isinstance(value, list | np.ndarray) else value
 
 
 def _pair(rope: Any) -> tuple[Any, Any]:

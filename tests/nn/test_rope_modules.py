@@ -161,6 +161,17 @@ def test_rope_is_given_to_the_module_or_to_the_call_and_may_be_traced(name):
     assert np.abs(twin(X, rope=other) - want).max() > 0.001
 
 
+def test_parameters_with_lists_hash_so_that_a_module_can_be_compiled():
+    lists = dict(short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 3.0, 4.0], original_max_position_embeddings=8)
+    longrope = dict(rope_scaling=dict(type="su", factor=2.0, **lists), rope_theta=100.0)
+    layer, params, twin = both("SelfAttention", rope=longrope)
+    assert hash(layer) == hash(layer.clone())
+    got = jax.jit(layer.apply)({"params": params}, X)
+    np.testing.assert_allclose(got, nnx.jit(lambda m: m(X))(twin), rtol=1e-5, atol=1e-5)
+    pair = ls.rope.frequencies(longrope, H)
+    np.testing.assert_allclose(got, both("SelfAttention", rope=pair)[2](X), rtol=1e-5, atol=1e-5)
+
+
 def test_rope_takes_the_positions_that_a_bound_mask_holds():
     ids = np.repeat([[0, 1, -1], [5, 3, 3]], [7, 5, 4], axis=1)
     positions = np.asarray(ls.positions_from_segments(ids))
