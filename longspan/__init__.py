@@ -8,6 +8,7 @@ from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
 from longspan import cache as cache
+from longspan import rope as rope
 from longspan import testing as testing
 from longspan._attention import attention as attention
 from longspan._explain import Explanation as Explanation
@@ -106,6 +107,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "qkv_cu_seqlens_to_qkv_masks",
     "qkv_masks_to_cu_seqlens",
     "relative_bias",
+    "rope",
     "ScoreBias",
     "segment_ids_to_mask",
     "segment_ids_to_qkv_masks",

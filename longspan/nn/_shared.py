@@ -1,4 +1,4 @@
-"""What both kinds of Flax modules share: sizes of heads, how parameters are split, and `attention_fn`."""
+"""What both kinds of Flax modules share: sizes of heads, how parameters are split, a norm, and `attention_fn`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from longspan._attention import attention
-from longspan._types import EngineName, no_type_check
+from longspan._types import EngineName, no_type_check, statistics_dtype
 from longspan.biases import terms
 from longspan.engines import Engine
 from longspan.maskinfo import MaskInfo
@@ -67,6 +67,14 @@ def split_of(name: str, mesh_axis: str | None, heads: Heads) -> Split | None:
     # A single head cannot be split: every device keeps it.
     axis = mesh_axis if heads.of(name)[0] > 1 else None
     return Split((None, axis, None), (axis, None))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root mean square norm, x / √(mean(x²) + eps) · scale over the last axis: in float32 at least, rounded once."""
+    wide = statistics_dtype(x.dtype)
+    y, scale = x.astype(wide), scale.astype(wide).reshape(*[1] * (x.ndim - 1), -1)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y * scale).astype(x.dtype)
 
 
 @no_type_check

@@ -1,7 +1,8 @@
 """Self-attention as Flax linen modules: plain (any mask), Longformer's and BigBird's.
 
 Parameters: `query`, `key`, `value` with kernels [D, heads, head_dim], and `out` [num_heads, head_dim, D]; Longformer
-also has `query_global`, `key_global` and `value_global`. `longspan.nn.nnx` has the same.
+also has `query_global`, `key_global` and `value_global`. `SelfAttention` may have `query_norm` and `key_norm` with a
+`scale` [head_dim], and `sink` [num_heads]. `longspan.nn.nnx` has the same.
 
 Arguments that all three have, by name:
     num_heads: heads of queries.
@@ -18,25 +19,31 @@ Arguments that all three have, by name:
     bias_init: how biases start.
     mesh_axis: the mesh axis that heads are split over (tensor parallelism): parameters then carry partitioning
         metadata. By default none.
+    rope: rotary positions: parameters as in `ls.rope.frequencies`, or what it returns, (inv_freq, attention_factor).
+        Queries and keys are rotated, both sets of them in Longformer. A call may bring another pair, of arrays that may
+        be traced. By default nothing is rotated.
+    rope_interleaved: whether neighbouring features are a pair, as in `ls.rope.rotate`.
     engine: as in `attention`.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int, Num
 
-from longspan._attention import attention
 from longspan._types import EngineName, no_type_check
+from longspan.cache import Cache
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, split_of
+from longspan.nn._attend import attend
+from longspan.nn._rope import check_rope_positions, resolved, settled, turned
+from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, rms_norm, split_of
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
@@ -58,7 +65,13 @@ class _Attention(nn.Module, kw_only=True):
     kernel_init: Any = nn.initializers.lecun_normal()
     bias_init: Any = nn.initializers.zeros_init()
     mesh_axis: str | None = None
+    rope: Any = None
+    rope_interleaved: bool = False
     engine: EngineName | Engine = "auto"
+
+    def __post_init__(self):
+        self.rope = settled(self.rope)
+        super().__post_init__()
 
     @nn.nowrap
     def _project(self, x, *names: str) -> list:
@@ -69,6 +82,10 @@ class _Attention(nn.Module, kw_only=True):
     def _join(self, x, out):
         features = x.shape[-1] if self.out_features is None else self.out_features
         return self._projection("out", self._heads(x), (features,), 2)(out)
+
+    @nn.nowrap
+    def _rope(self, x, of_call):
+        return resolved(self.rope, of_call, self._heads(x).size)
 
     @nn.nowrap
     def _heads(self, x) -> Heads:
@@ -96,14 +113,50 @@ class _Attention(nn.Module, kw_only=True):
 
 
 class SelfAttention(_Attention, kw_only=True):
-    """Self-attention under any mask, with grouped key/value heads and dropout.
+    """Self-attention under any mask, with grouped key/value heads, rotary positions and dropout.
 
     Example:
         >>> layer, x = SelfAttention(num_heads=4, num_kv_heads=2), jnp.ones((1, 8, 16))
         >>> params = layer.init(jax.random.key(0), x)
         >>> layer.apply(params, x, mask=ls.Causal() & ls.Window(3, 0)).shape
         (1, 8, 16)
+
+    Attributes:
+        qk_norm: whether each head of queries and of keys is divided by its root mean square and scaled, before it is
+            rotated. Where a checkpoint multiplies by 1 + weight (Gemma), `scale` is that sum.
+        qk_norm_eps: what is added to the mean square.
+        sinks: whether each head has a learned logit that takes part in its softmax and has no value.
     """
+
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    sinks: bool = False
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
+        positions: Int[Array, "*B T"] | None = ...,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
+        cache: None = ...,
+        lengths: Int[Array, "B"] | None = ...,
+        deterministic: bool | None = ...,
+    ) -> Float[Array, "B T D_out"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
+        positions: Int[Array, "*B T"] | None = ...,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
+        cache: Cache,
+        lengths: Int[Array, "B"] | None = ...,
+        deterministic: bool | None = ...,
+    ) -> tuple[Float[Array, "B T D_out"], Cache]: ...
 
     @no_type_check
     @nn.compact
@@ -113,16 +166,41 @@ class SelfAttention(_Attention, kw_only=True):
         *,
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
+        cache: Cache | None = None,
+        lengths: Int[Array, "B"] | None = None,
         deterministic: bool | None = None,
-    ) -> Float[Array, "B T D_out"]:
+    ) -> Float[Array, "B T D_out"] | tuple[Float[Array, "B T D_out"], Cache]:
         """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
 
-        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys; by default each slot's index. In
-        packed rows, `positions_from_segments` lets them start anew in every document.
+        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys, for the mask and for `rope`; by
+        default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. In packed rows,
+        `positions_from_segments` lets them start anew in every document. `rope` replaces the module's.
+
+        With a `cache` (`ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that come
+        after those in it, `lengths` [B] of them where rows have fewer, and the result is (output, new cache). The mask
+        is by default the one that the cache was planned for.
         """
         q, k, v = self._project(x, "query", "key", "value")
-        places = dict(q_positions=positions, kv_positions=positions)
-        return self._join(x, attention(q, k, v, mask=mask, **places, **self._options(deterministic)))
+        if self.qk_norm:
+            q, k = self._norm("query_norm")(q), self._norm("key_norm")(k)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths)
+        turn = dict(rope=self._rope(x, rope), interleaved=self.rope_interleaved)
+        out, cache = attend(q, k, v, **given, **turn, sinks=self._sink(), **self._options(deterministic))
+        return self._join(x, out) if cache is None else (self._join(x, out), cache)
+
+    @nn.nowrap
+    def _norm(self, name: str) -> "_Norm":
+        return _Norm(eps=self.qk_norm_eps, param_dtype=self.param_dtype, name=name)
+
+    @nn.nowrap
+    def _sink(self):
+        if not self.sinks:
+            return None
+        init = nn.initializers.zeros_init()
+        if self.mesh_axis is not None:
+            init = nn.with_partitioning(init, (self.mesh_axis,))
+        return self.param("sink", init, (self.num_heads,), self.param_dtype)
 
 
 class LongformerSelfAttention(_Attention, kw_only=True):
@@ -151,16 +229,25 @@ class LongformerSelfAttention(_Attention, kw_only=True):
         x: Float[Array, "B T D"],
         *,
         token_kinds: Num[Array, "B_or_1 T"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local."""
-        local = self._project(x, "query", "key", "value")
+        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local.
+
+        `positions`, int [T] or [B, T], are for `rope` alone: windows go by slots. `rope` replaces the module's.
+        """
+        chosen = self._rope(x, rope)
+        check_rope_positions(chosen, positions)
         # Without kinds nobody is global; the parameters exist nevertheless.
         used = token_kinds is not None or self.is_initializing()
-        other = self._project(x, "query_global", "key_global", "value_global") if used else (None, None, None)
+        sets = [("query", "key", "value"), ("query_global", "key_global", "value_global")][: 1 + used]
+        projected = []
+        for q, k, v in (self._project(x, *names) for names in sets):
+            projected += [*turned(chosen, self.rope_interleaved, positions, q, k), v]
         out = longformer_attention(
-            *local,
-            *other,
+            *projected,
+            *[None] * (6 - len(projected)),
             window=self.window,
             token_kinds=token_kinds,
             dilation=self.dilation,
@@ -201,10 +288,18 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
         *,
         token_mask: Num[Array, "B_or_1 T"] | None = None,
         rand_attn: Int[Array, "N_or_1 rows r"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`."""
+        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`.
+
+        `positions`, int [T] or [B, T], are for `rope` alone: blocks go by slots. `rope` replaces the module's.
+        """
         q, k, v = self._project(x, "query", "key", "value")
+        chosen = self._rope(x, rope)
+        check_rope_positions(chosen, positions)
+        q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
             blocks = bigbird_random_blocks(
@@ -221,6 +316,18 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic)
         )
         return self._join(x, out)
+
+
+class _Norm(nn.Module, kw_only=True):
+    """The root mean square norm of a head."""
+
+    eps: float
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones_init(), (x.shape[-1],), self.param_dtype)
+        return rms_norm(x, scale, self.eps)
 
 
 class _Projection(nn.Module, kw_only=True):

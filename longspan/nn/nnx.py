@@ -5,7 +5,7 @@ constructor also takes `in_features` and `rngs`, and a call may bring `rngs` of 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ from flax import nnx
 from flax.nnx.module import first_from
 from jaxtyping import Array, Float, Int, Num
 
-from longspan._attention import attention
 from longspan._types import EngineName, no_type_check
+from longspan.cache import Cache
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._shared import attention_fn, resolve_heads, split_of
+from longspan.nn._attend import attend
+from longspan.nn._rope import check_rope_positions, resolved, settled, turned
+from longspan.nn._shared import attention_fn, resolve_heads, rms_norm, split_of
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
@@ -50,10 +52,13 @@ class _Attention(nnx.Module):
         kernel_init: Any = KERNEL_INIT,
         bias_init: Any = BIAS_INIT,
         mesh_axis: str | None = None,
+        rope: Any = None,
+        rope_interleaved: bool = False,
         engine: EngineName | Engine = "auto",
         rngs: nnx.Rngs,
     ):
         heads = resolve_heads(num_heads, num_kv_heads, head_dim, qkv_features, in_features)
+        self.rope, self.rope_interleaved = settled(resolved(rope, None, heads.size)), rope_interleaved
         self.num_heads, self.dropout_rate, self.deterministic, self.engine = (
             num_heads,
             dropout_rate,
@@ -83,6 +88,9 @@ class _Attention(nnx.Module):
         self.out = projection("out", (heads.num, heads.size), features, axis=(-2, -1))
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
 
+    def _rope(self, of_call):
+        return resolved(self.rope, of_call, self.out.kernel.shape[1])
+
     def _project(self, x, *names: str) -> list:
         return [getattr(self, name)(x) for name in names]
 
@@ -100,7 +108,7 @@ class _Attention(nnx.Module):
 
 
 class SelfAttention(_Attention):
-    """Self-attention under any mask, with grouped key/value heads and dropout.
+    """Self-attention under any mask, with grouped key/value heads, rotary positions and dropout.
 
     Example:
         >>> layer = SelfAttention(num_heads=4, num_kv_heads=2, in_features=16, rngs=nnx.Rngs(0))
@@ -109,23 +117,82 @@ class SelfAttention(_Attention):
     """
 
     @no_type_check
+    def __init__(
+        self,
+        *,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
+        sinks: bool = False,
+        mesh_axis: str | None = None,
+        param_dtype: Any = jnp.float32,
+        **common: Any,
+    ):
+        super().__init__(mesh_axis=mesh_axis, param_dtype=param_dtype, **common)
+        heads, size, _ = self.out.kernel.shape
+        self.query_norm = _Norm(size, qk_norm_eps, param_dtype) if qk_norm else None
+        self.key_norm = _Norm(size, qk_norm_eps, param_dtype) if qk_norm else None
+        split = {} if mesh_axis is None else _metadata((mesh_axis,))
+        self.sink = nnx.Param(jnp.zeros(heads, param_dtype), **split) if sinks else None
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
+        positions: Int[Array, "*B T"] | None = ...,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
+        cache: None = ...,
+        lengths: Int[Array, "B"] | None = ...,
+        deterministic: bool | None = ...,
+        rngs: nnx.Rngs | nnx.RngStream | None = ...,
+    ) -> Float[Array, "B T D_out"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
+        positions: Int[Array, "*B T"] | None = ...,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
+        cache: Cache,
+        lengths: Int[Array, "B"] | None = ...,
+        deterministic: bool | None = ...,
+        rngs: nnx.Rngs | nnx.RngStream | None = ...,
+    ) -> tuple[Float[Array, "B T D_out"], Cache]: ...
+
+    @no_type_check
     def __call__(
         self,
         x: Float[Array, "B T D"],
         *,
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
+        cache: Cache | None = None,
+        lengths: Int[Array, "B"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> Float[Array, "B T D_out"]:
+    ) -> Float[Array, "B T D_out"] | tuple[Float[Array, "B T D_out"], Cache]:
         """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
 
-        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys; by default each slot's index. In
-        packed rows, `positions_from_segments` lets them start anew in every document.
+        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys, for the mask and for `rope`; by
+        default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. In packed rows,
+        `positions_from_segments` lets them start anew in every document. `rope` replaces the module's.
+
+        With a `cache` (`ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that come
+        after those in it, `lengths` [B] of them where rows have fewer, and the result is (output, new cache). The mask
+        is by default the one that the cache was planned for.
         """
         q, k, v = self._project(x, "query", "key", "value")
-        places = dict(q_positions=positions, kv_positions=positions)
-        return self.out(attention(q, k, v, mask=mask, **places, **self._options(deterministic, rngs)))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths)
+        turn = dict(rope=self._rope(rope), interleaved=self.rope_interleaved)
+        sinks = None if self.sink is None else self.sink[...]
+        out, cache = attend(q, k, v, **given, **turn, sinks=sinks, **self._options(deterministic, rngs))
+        return self.out(out) if cache is None else (self.out(out), cache)
 
 
 class LongformerSelfAttention(_Attention):
@@ -151,16 +218,25 @@ class LongformerSelfAttention(_Attention):
         x: Float[Array, "B T D"],
         *,
         token_kinds: Num[Array, "B_or_1 T"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local."""
+        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local.
+
+        `positions`, int [T] or [B, T], are for `rope` alone: windows go by slots. `rope` replaces the module's.
+        """
+        chosen = self._rope(rope)
+        check_rope_positions(chosen, positions)
         # Without kinds nobody is global.
-        names = self.projections if token_kinds is not None else self.projections[:3]
-        qkv = self._project(x, *names)
+        sets = [self.projections[:3], self.projections[3:]][: 1 + (token_kinds is not None)]
+        projected = []
+        for q, k, v in (self._project(x, *names) for names in sets):
+            projected += [*turned(chosen, self.rope_interleaved, positions, q, k), v]
         out = longformer_attention(
-            *qkv,
-            *[None] * (6 - len(qkv)),
+            *projected,
+            *[None] * (6 - len(projected)),
             window=self.window,
             token_kinds=token_kinds,
             dilation=self.dilation,
@@ -202,11 +278,19 @@ class BigBirdSelfAttention(_Attention):
         *,
         token_mask: Num[Array, "B_or_1 T"] | None = None,
         rand_attn: Int[Array, "N_or_1 rows r"] | None = None,
+        positions: Int[Array, "*B T"] | None = None,
+        rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`."""
+        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`.
+
+        `positions`, int [T] or [B, T], are for `rope` alone: blocks go by slots. `rope` replaces the module's.
+        """
         q, k, v = self._project(x, "query", "key", "value")
+        chosen = self._rope(rope)
+        check_rope_positions(chosen, positions)
+        q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
             blocks = bigbird_random_blocks(
@@ -223,6 +307,16 @@ class BigBirdSelfAttention(_Attention):
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic, rngs)
         )
         return self.out(out)
+
+
+class _Norm(nnx.Module):
+    """The root mean square norm of a head."""
+
+    def __init__(self, size: int, eps: float, param_dtype: Any):
+        self.eps, self.scale = eps, nnx.Param(jnp.ones(size, param_dtype))
+
+    def __call__(self, x):
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 def _metadata(axes: tuple[str | None, ...]) -> dict[str, Any]:
