@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import FLOATS, check_extents, is_int, is_known, to_int32
+from longspan._types import FAR
 from longspan.cache.lifetimes import lifetimes
 from longspan.cache.plan import Plan
 from longspan.masks import Mask
@@ -56,12 +57,11 @@ def check_lengths(lengths: Any, batch: int, count: int) -> jax.Array:
 def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
     """How many tokens to take back, and which rows cannot; outside jit those are an error."""
     batch = cache.length.shape[0]
-    if isinstance(n, int) and not isinstance(n, bool):
-        n = np.int32(n)
+    n = np.int32(np.clip(n, -FAR, FAR)) if type(n) is int else n
     if not hasattr(n, "shape") or tuple(n.shape) not in ((), (batch,)) or not is_int(n):
         raise ValueError(f"`n` must be an int, or ints of shape [{batch}], one per row, got {_told(n)}.")
     plan, tied = cache.plan, cache.tables[2]
-    n = jnp.broadcast_to(jnp.clip(to_int32(n, jnp), -1, plan.length + 1), (batch,))
+    n = jnp.broadcast_to(to_int32(n, jnp), (batch,))
     left = cache.length - n
     # What was overwritten on the way to `furthest` is gone, also if rollbacks came in between.
     bad = (n < 0) | (left < (jnp.maximum(cache.furthest - plan.slack, 0) if plan.evicts else 0))

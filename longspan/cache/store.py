@@ -1,12 +1,12 @@
 """`Cache`: keys and values in the slots of a plan, a pytree of static shapes; `View`: what new tokens see of it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from longspan._checks import check_static_size, is_known
 from longspan._types import FAR, Array, no_type_check
@@ -18,6 +18,11 @@ from longspan.masks.base import SLOT
 from longspan.masks.by_slot import KvFlags
 
 FREE = FAR  # the position of a slot without a key: after every query
+
+if TYPE_CHECKING:
+    Leaf = jax.Array
+else:
+    Leaf = Any  # not a shape: JAX rebuilds the object with placeholders, and `vmap` stacks them
 
 
 @jax.tree_util.register_dataclass
@@ -34,10 +39,10 @@ class View:
         (1, 6, 4, 8)
     """
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K Hv"]
-    q_positions: Int[Array, "B T"]
-    kv_positions: Int[Array, "B S"]
+    k: Leaf  # [B, S, K, H]
+    v: Leaf  # [B, S, K, Hv]
+    q_positions: Leaf  # int32 [B, T]
+    kv_positions: Leaf  # int32 [B, S]
     plan: Plan = field(metadata=dict(static=True))
 
     @no_type_check
@@ -75,13 +80,13 @@ class Cache:
         [[0, 4, 3]]
     """
 
-    k: Float[Array, "B C K H"]
-    v: Float[Array, "B C K Hv"]
-    positions: Int[Array, "B C"]  # of the key in each slot; 2**30 - 1: none
-    length: Int[Array, "B"]  # tokens that each row has
-    furthest: Int[Array, "B"]  # the most that it had before a rollback: what they overwrote is gone
-    overflowed: Bool[Array, "B"]  # rows that were asked, inside jit, for what the plan does not have
-    tables: tuple[Any, Any, Any]  # the plan's table, end and tied where it has them: data, not constants
+    k: Leaf  # [B, capacity, K, H]
+    v: Leaf  # [B, capacity, K, Hv]
+    positions: Leaf  # int32 [B, capacity]: of the key in each slot; 2**30 - 1: none
+    length: Leaf  # int32 [B]: tokens that each row has
+    furthest: Leaf  # int32 [B]: the most that it had before a rollback; what they overwrote is gone
+    overflowed: Leaf  # bool [B]: rows that were asked, inside jit, for what the plan does not have
+    tables: Any  # the plan's table, end and tied where it has them: data, not constants
     plan: Plan = field(metadata=dict(static=True))
 
     @no_type_check
@@ -160,11 +165,10 @@ class Cache:
         if table is not None:
             slot = jnp.asarray(table)[inside]
         else:
-            pinned = np.asarray(plan.pinned, np.int32)
-            slot = len(pinned) + inside % np.int32(max(plan.ring, 1))
-            if len(pinned):
-                place = jnp.searchsorted(pinned, inside).astype(np.int32)
-                slot = jnp.where(pinned[jnp.clip(place, 0, len(pinned) - 1)] == inside, place, slot)
+            slot = len(plan.pinned) + inside % np.int32(max(plan.ring, 1))
+            if plan.pinned:
+                mine = inside[..., None] == np.array(plan.pinned, np.int32)[None, None]
+                slot = jnp.where(mine.any(-1), jnp.argmax(mine, -1).astype(np.int32), slot)
         kept = (positions < plan.length) & (slot >= 0)
         # Dead by the end of the append: another of its keys may have the slot.
         last = (total - 1)[:, None] if positions.shape[1] > plan.at_once else inside

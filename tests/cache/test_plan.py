@@ -265,7 +265,10 @@ def test_a_rule_of_ones_own_is_taken_to_see_everything_and_named():
 
 @pytest.mark.parametrize(
     "mask",
-    [ls.Full(), ls.Window(3, 3), ls.Causal(1), ls.Chunk(99), ls.Segments(np.zeros((1, 30), int)), ls.Causal() | ~ls.Causal()],
+    [
+        ls.Full(), ls.Window(3, 3), ls.Causal(1), ls.Chunk(99), ls.Segments(np.zeros((1, 30), int)),
+        ls.Causal() | ~ls.Causal(),
+    ],
     ids=repr,
 )  # fmt: skip
 def test_masks_that_tie_every_position_to_the_next_are_refused_and_the_cure_is_named(mask):
@@ -294,8 +297,6 @@ def test_arrays_of_another_length_are_refused():
 
 
 # What it costs
-
-
 
 
 def counting(mask, monkeypatch):
