@@ -84,12 +84,15 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture(autouse=True)
 def _names_in_doctests(request):
     if isinstance(request.node, pytest.DoctestItem):
+        import tempfile
+
         import jax.numpy as jnp
         import numpy as np
 
         import longspan as ls
 
-        request.getfixturevalue("doctest_namespace").update(jax=jax, jnp=jnp, np=np, ls=ls)
+        names = dict(jax=jax, jnp=jnp, np=np, ls=ls, tempfile=tempfile)
+        request.getfixturevalue("doctest_namespace").update(names)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
+from longspan import cache
 from longspan._attention import bind
 from longspan._checks import is_abstract
 from longspan._types import Array, EngineName, Key, Positions, Query, Value, no_type_check
@@ -67,6 +68,7 @@ def explain(
         kv_tile=kv_tile,
         notes=(*_notes(request), *chosen.notes(request), *_estimate(counts), *_advice(request, work)),
         temporary_bytes=temporary_bytes(chosen, request),
+        **_cache(request),
         **_sizes(request),
         **work,
     )
@@ -121,6 +123,8 @@ class Explanation:
     temporary_bytes: int | None  # what the engine takes for itself, at least; None: little, or not known beforehand
     dense_mask_bytes: int  # what bools [B, N, T, S] would have taken, over the rows and heads told apart
     notes: tuple[str, ...]
+    cache_bytes: int | None = None  # keys and values that decoding would keep; None: no such mask, or no self-attention
+    full_cache_bytes: int | None = None  # what keeping all of them would take
     useful_is_estimate: bool = False  # too many pairs would have to be read; tiles are counted all the same
 
     def __str__(self) -> str:
@@ -136,6 +140,7 @@ class Explanation:
             ("executed FLOPs", _short(self.executed_flops, "FLOP", 1000)),
             ("reads and writes", _short(self.array_bytes, "B", 1024)),
             *self._temporary(),
+            *self._kept(),
             ("a dense mask would take", _short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
@@ -145,6 +150,12 @@ class Explanation:
     def _temporary(self) -> list[tuple[str, str]]:
         known = self.temporary_bytes is not None
         return [("temporary memory", f"at least {_short(self.temporary_bytes, 'B', 1024)}")] if known else []
+
+    def _kept(self) -> list[tuple[str, str]]:
+        if self.cache_bytes is None:
+            return []
+        kept, full = (_short(n, "B", 1024) for n in (self.cache_bytes, self.full_cache_bytes))
+        return [("a cache would take", f"{kept}; one of all keys {full}")]
 
 
 def _notes(request: Request) -> tuple[str, ...]:
@@ -208,6 +219,19 @@ def _sizes(request: Request) -> dict[str, int]:
     more = jax.tree.leaves((request.bias, request.sinks))
     arrays += sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in more)
     return dict(array_bytes=arrays, dense_mask_bytes=request.mask.batch * request.mask.heads * T * S)
+
+
+def _cache(request: Request) -> dict[str, int]:
+    """What a cache of this call's keys and values would take, if its mask can be decoded, position by slot."""
+    B, T, S, _, K, H, Hv = request.dims.values()
+    if T != S or not S or request.has_positions:
+        return {}
+    try:
+        plan = cache.plan(request.mask, S)
+    except ValueError:  # queries see what comes after them
+        return {}
+    call = (B, K, H, request.k.dtype)
+    return dict(cache_bytes=plan.nbytes(*call, v_head_dim=Hv), full_cache_bytes=plan.full_nbytes(*call, v_head_dim=Hv))
 
 
 def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, Any]:

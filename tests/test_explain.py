@@ -288,3 +288,28 @@ def test_a_million_tokens_are_explained_without_a_dense_mask():
     report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Window(511, 0), engine="reference")
     assert report.useful_flops == 2 * 4 * 16 * (512 * 2**20 - 511 * 512 // 2)
     assert report.dense_mask_bytes == 2**40
+
+
+def test_it_shows_what_a_cache_would_take_beside_a_full_one():
+    q, k, v = (jax.ShapeDtypeStruct((3, 389, heads, size), jnp.bfloat16) for heads, size in ((4, 16), (2, 16), (2, 8)))
+    report = ls.explain(q, k, v, mask=ls.Causal() & (ls.Window(99, 0) | ls.Prefix(4)), engine="reference")
+    assert report.cache_bytes == 104 * 3 * 2 * (16 + 8) * 2
+    assert report.full_cache_bytes == 389 * 3 * 2 * (16 + 8) * 2
+    assert "a cache would take       29.25 kB; one of all keys 109.4 kB" in str(report)
+    ids = jax.ShapeDtypeStruct((3, 389), jnp.int32)
+    packed = ls.explain(q, k, v, mask=ls.Causal() & ls.Window(99, 0) & ls.Segments(ids), engine="reference")
+    assert packed.cache_bytes == 100 * 3 * 2 * (16 + 8) * 2
+
+
+@pytest.mark.parametrize("mask", [None, ls.Full(), ls.Window(3, 3), ls.Segments(IDS)], ids=repr)
+def test_masks_that_cannot_be_decoded_have_no_cache(mask):
+    report = ls.explain(*call(), mask=mask, engine="reference")
+    assert report.cache_bytes is None and report.full_cache_bytes is None and "cache" not in str(report)
+
+
+def test_calls_with_positions_of_their_own_or_other_keys_have_no_cache():
+    q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in (5, 9, 9))
+    assert ls.explain(q, k, v, mask=ls.Causal(), engine="reference").cache_bytes is None
+    positions = np.arange(9)[::-1].copy()
+    moved = ls.explain(k, k, v, mask=ls.Causal(), q_positions=positions, engine="reference")
+    assert moved.cache_bytes is None

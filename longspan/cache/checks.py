@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import FLOATS, is_int
+from longspan._checks import FLOATS, check_extents, is_int, is_known, to_int32
+from longspan._types import FAR
 from longspan.cache.lifetimes import lifetimes
 from longspan.cache.plan import Plan
 from longspan.masks import Mask
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
     from longspan.cache.store import Cache
 
 
-def is_concrete(x: Any) -> bool:
-    """Whether an array's values are known here: outside of jit."""
-    return not isinstance(x, jax.core.Tracer)
+def check_dtype(dtype: Any) -> None:
+    """Keys and values are floats."""
+    name = getattr(jnp.dtype(dtype), "name", dtype)
+    if name not in FLOATS:
+        raise TypeError(f"`dtype` must be one of {', '.join(FLOATS)}, got {name}.")
 
 
 def check_new(cache: "Cache", k: Any, v: Any) -> None:
@@ -40,44 +43,52 @@ def check_new(cache: "Cache", k: Any, v: Any) -> None:
 
 
 def check_lengths(lengths: Any, batch: int, count: int) -> jax.Array:
-    """How many of `count` tokens each row has, int32 [B]; what is traced is brought into range."""
+    """How many of `count` tokens each row has, int32 [B]; what is traced may lie outside of that."""
     if not hasattr(lengths, "shape") or tuple(lengths.shape) != (batch,) or not is_int(lengths):
         raise ValueError(f"`lengths` must be ints of shape [{batch}], one per row, got {_told(lengths)}.")
-    if is_concrete(lengths) and ((np.asarray(lengths) < 0) | (np.asarray(lengths) > count)).any():
+    if is_known(lengths) and ((np.asarray(lengths) < 0) | (np.asarray(lengths) > count)).any():
         raise ValueError(
             f"`lengths` must lie between 0 and the {count} tokens that are appended, got "
             f"{np.asarray(lengths).tolist()}."
         )
-    return jnp.clip(lengths, 0, count).astype(np.int32)
+    return jnp.clip(to_int32(lengths, jnp), -1, count + 1)
 
 
 def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
     """How many tokens to take back, and which rows cannot; outside jit those are an error."""
     batch = cache.length.shape[0]
-    if isinstance(n, int) and not isinstance(n, bool):
-        n = np.int32(n)
+    n = np.int32(np.clip(n, -FAR, FAR)) if type(n) is int else n
     if not hasattr(n, "shape") or tuple(n.shape) not in ((), (batch,)) or not is_int(n):
         raise ValueError(f"`n` must be an int, or ints of shape [{batch}], one per row, got {_told(n)}.")
-    n = jnp.asarray(n, np.int32)
-    most = cache.plan.slack if cache.plan.at_once < 2**30 else cache.plan.length
-    bad = (n < 0) | (n > jnp.minimum(most, cache.length))
-    bad = jnp.broadcast_to(bad, (batch,))
-    if is_concrete(bad) and bad.any():
-        _refuse_rollback(cache, np.broadcast_to(np.asarray(n), (batch,)), int(np.argmax(np.asarray(bad))))
+    plan, tied = cache.plan, cache.tables[2]
+    n = jnp.broadcast_to(to_int32(n, jnp), (batch,))
+    left = cache.length - n
+    # What was overwritten on the way to `furthest` is gone, also if rollbacks came in between.
+    bad = (n < 0) | (left < (jnp.maximum(cache.furthest - plan.slack, 0) if plan.evicts else 0))
+    if tied is not None:
+        bad |= (n > 0) & (left < plan.length) & jnp.asarray(tied)[jnp.clip(left, 0, plan.length - 1)]
+    if is_known(bad) and bad.any():
+        row = int(np.argmax(np.asarray(bad)))
+        _refuse_rollback(cache, row, int(n[row]))
     return n, bad
 
 
-def _refuse_rollback(cache: "Cache", n: np.ndarray, row: int) -> None:
-    back, length, kept = int(n[row]), int(cache.length[row]), np.asarray(cache.positions[row])
+def _refuse_rollback(cache: "Cache", row: int, back: int) -> None:
+    plan, length, furthest = cache.plan, int(cache.length[row]), int(cache.furthest[row])
+    left, kept = length - back, np.asarray(cache.positions[row])
     if back < 0:
         raise ValueError(f"`n` must be at least 0, got {back}.")
     if back > length:
         raise ValueError(f"Row {row} has {length} tokens, and {back} are to be taken back.")
-    oldest = int(kept.min(initial=length))
+    if plan.evicts and left < furthest - plan.slack:
+        raise ValueError(
+            f"Going back to {left} tokens would need keys that were evicted: this cache was planned with "
+            f"slack={plan.slack}, row {row} has been at {furthest} tokens, and the oldest position that it keeps is "
+            f"{int(kept.min(initial=length))}. Plan with `slack={furthest - left}` or more."
+        )
     raise ValueError(
-        f"Going back {back} tokens would need keys that were evicted: this cache was planned with "
-        f"slack={cache.plan.slack}, and the oldest position that row {row} keeps is {oldest}. Plan with "
-        f"`slack={back}` or more."
+        f"{plan.mask!r} lets position {left - 1} see position {left}, so they cannot be told apart by a rollback: take "
+        "back whole chunks, and a prefix at once."
     )
 
 
@@ -85,15 +96,16 @@ def check_rows(rows: Any, batch: int) -> Any:
     """Which rows a fork takes, int [n]."""
     if not hasattr(rows, "shape") or len(rows.shape) != 1 or not is_int(rows):
         raise ValueError(f"`rows` must be ints of shape [n], got {_told(rows)}.")
-    if is_concrete(rows) and ((np.asarray(rows) < 0) | (np.asarray(rows) >= batch)).any():
+    if is_known(rows) and ((np.asarray(rows) < 0) | (np.asarray(rows) >= batch)).any():
         raise ValueError(f"`rows` must lie between 0 and {batch - 1}, got {np.asarray(rows).tolist()}.")
     return rows
 
 
-def check_mask(plan: Plan, mask: Any) -> None:
+def check_mask(plan: Plan, mask: Any, batch: int) -> None:
     """A mask that is attended with sees no key after the plan has given its slot away."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
+    check_extents(mask, q_len=plan.length, kv_len=plan.length, batch=batch)
     if jax.tree.structure(mask) == jax.tree.structure(plan.mask):
         return
     mine, theirs = lifetimes(plan.mask, plan.length), lifetimes(mask, plan.length)

@@ -1,19 +1,20 @@
 """Caches in files: safetensors, with a digest of the plan that is compared when they are read."""
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._checks import FLOATS
 from longspan._optional import needs
 from longspan._types import no_type_check
 from longspan.cache.plan import Plan
 from longspan.cache.store import Cache, tables_of
 
-NAMES = ("k", "v", "positions", "length", "overflowed")
+NAMES = ("k", "v", "positions", "length", "furthest", "overflowed")
 FORMAT = "longspan-cache-1"
 
 
@@ -27,13 +28,12 @@ def save(cache: Cache, path: Any) -> None:
     metadata = dict(format=FORMAT, plan=cache.plan.digest, dtype=cache.k.dtype.name)
     if cache.k.dtype == jnp.bfloat16:  # as bits: NumPy's own safetensors do not have it
         tensors |= {name: tensors[name].view(np.uint16) for name in ("k", "v")}
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(handle)
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         save_file(tensors, partial, metadata=metadata)
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 
@@ -70,8 +70,23 @@ def restore(path: Any, plan: Plan) -> Cache:
             f"{path} was saved by a cache of another plan than {plan!r}: restore it with the plan of the same mask, "
             "length and slack."
         )
-    if tensors["k"].shape[1] != plan.capacity:
-        raise ValueError(f"{path} has {tensors['k'].shape[1]} slots, and its plan {plan.capacity}: it is damaged.")
     if metadata.get("dtype") == "bfloat16":
         tensors |= {name: tensors[name].view(jnp.bfloat16) for name in ("k", "v")}
+    _check_tensors(path, plan, tensors)
     return Cache(**{name: jnp.asarray(x) for name, x in tensors.items()}, tables=tables_of(plan), plan=plan)
+
+
+def _check_tensors(path: Any, plan: Plan, tensors: dict[str, np.ndarray]) -> None:
+    """What a cache of the plan would have; how many rows and heads, the file alone knows."""
+    batch, _, heads, _ = tensors["k"].shape if tensors["k"].ndim == 4 else (0, 0, 0, 0)
+    for name, x in tensors.items():
+        wanted, kinds = (batch,), ("bool",) if name == "overflowed" else ("int32",)
+        if name in ("k", "v"):
+            wanted, kinds = (batch, plan.capacity, heads, *x.shape[3:4]), FLOATS
+        elif name == "positions":
+            wanted = (batch, plan.capacity)
+        if x.shape != wanted or x.dtype.name not in kinds:
+            raise ValueError(
+                f"{path} is damaged: `{name}` is {x.dtype}{list(x.shape)}, and in a cache of {plan!r} it would have "
+                f"shape {list(wanted)}."
+            )

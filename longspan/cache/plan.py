@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from longspan._checks import check_static_size
+from longspan._checks import check_extents, check_static_size
 from longspan._types import no_type_check
-from longspan.cache.lifetimes import Lifetimes, lifetimes
+from longspan.cache.lifetimes import Lifetimes, by_structure, is_hashable, lifetimes, without_data
 from longspan.cache.slots import Slots, allocate, slot_of
 from longspan.masks import Mask
 
@@ -34,8 +34,7 @@ class Plan:
     pinned: tuple[int, ...] = ()
     at_once: int = FOREVER  # tokens that can be appended without overwriting what the first of them sees
     steady: bool = True  # every key of the ring lives as long as its slot: `end` need not be asked
-    sees_free: bool = False  # the rule itself would see slots without a key
-    mask: Any = field(default=None, repr=False)
+    mask: Any = field(default=None, repr=False)  # without its data
     table: np.ndarray | None = field(default=None, repr=False)  # int32 [length]: slots, -1: never stored
     end: np.ndarray | None = field(default=None, repr=False)  # int32 [length]: the last step that needs each key
     tied: np.ndarray | None = field(default=None, repr=False)  # bool [length]: must come with the position before it
@@ -58,6 +57,11 @@ class Plan:
     def _row_bytes(self, batch: int, kv_heads: int, head_dim: int, dtype: Any, v_head_dim: int | None) -> int:
         sizes = head_dim + (head_dim if v_head_dim is None else v_head_dim)
         return batch * kv_heads * sizes * np.dtype(dtype).itemsize
+
+    @property
+    def evicts(self) -> bool:
+        """Whether some slot serves one key after another."""
+        return self.at_once < FOREVER
 
     @property
     def form(self) -> str:
@@ -104,6 +108,12 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}. A MaskInfo has one: `info.mask`.")
     length = check_static_size("length", length, 1)
     slack = check_static_size("slack", slack, 0)
+    check_extents(mask, q_len=length, kv_len=length)
+    mask = without_data(mask)
+    return _known(mask, length, slack) if is_hashable(mask) else _plan(mask, length, slack)
+
+
+def _plan(mask: Mask, length: int, slack: int) -> Plan:
     needs = lifetimes(mask, length)
     if length > 1 and needs.tied[1:].all():
         raise ValueError(
@@ -113,6 +123,9 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
     end = np.where(needs.last < 0, -1, np.minimum(needs.last + slack, length - 1))
     slots = allocate(end)
     return _made(mask, length, slack, needs, end, slots)
+
+
+_known = by_structure(_plan)
 
 
 def _made(mask: Mask, length: int, slack: int, needs: Lifetimes, end: np.ndarray, slots: Slots) -> Plan:
@@ -131,7 +144,6 @@ def _made(mask: Mask, length: int, slack: int, needs: Lifetimes, end: np.ndarray
         pinned=slots.pinned,
         at_once=_at_once(key, needs.last, end, slots),
         steady=steady,
-        sees_free=needs.sees_free,
         mask=mask,
         table=slots.table,
         end=None if steady else end.astype(np.int32),
@@ -186,4 +198,4 @@ def _unforgetting(mask: Mask, length: int) -> list[Mask]:
 
 def _remembers(mask: Mask, length: int) -> bool:
     last = lifetimes(mask, length).last
-    return bool((last[: math.ceil(length / 2)] >= length - 1).any())
+    return bool((last[: math.ceil(length / 2)] >= length - 1).all())

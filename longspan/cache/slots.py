@@ -22,8 +22,8 @@ def allocate(end: np.ndarray) -> Slots:
     alive = end >= key
     capacity = most_alive(key[alive], end[alive], len(end))
     pinned = key[alive][_outlives_a_later(end[alive])]
-    for chosen in ((), pinned) if alive.all() else ():
-        ring = np.ones(len(end), bool)
+    for chosen in ((), pinned):
+        ring = alive.copy()
         ring[list(chosen)] = False
         around = capacity - len(chosen)
         if len(chosen) <= MOST_PINNED and around >= 0 and _fits(key[ring], end[ring], around):

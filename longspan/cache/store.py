@@ -1,22 +1,28 @@
 """`Cache`: keys and values in the slots of a plan, a pytree of static shapes; `View`: what new tokens see of it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from longspan._checks import check_static_size
+from longspan._checks import check_static_size, is_known
 from longspan._types import FAR, Array, no_type_check
-from longspan.cache.checks import check_lengths, check_mask, check_new, check_rollback, check_rows, is_concrete
+from longspan.cache.checks import check_dtype, check_lengths, check_mask, check_new, check_rollback, check_rows
+from longspan.cache.lifetimes import sees_free
 from longspan.cache.plan import Plan
 from longspan.masks import Mask, Prefix
 from longspan.masks.base import SLOT
 from longspan.masks.by_slot import KvFlags
 
 FREE = FAR  # the position of a slot without a key: after every query
+
+if TYPE_CHECKING:
+    Leaf = jax.Array
+else:
+    Leaf = Any  # not a shape: JAX rebuilds the object with placeholders, and `vmap` stacks them
 
 
 @jax.tree_util.register_dataclass
@@ -33,10 +39,10 @@ class View:
         (1, 6, 4, 8)
     """
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K Hv"]
-    q_positions: Int[Array, "B T"]
-    kv_positions: Int[Array, "B S"]
+    k: Leaf  # [B, S, K, H]
+    v: Leaf  # [B, S, K, Hv]
+    q_positions: Leaf  # int32 [B, T]
+    kv_positions: Leaf  # int32 [B, S]
     plan: Plan = field(metadata=dict(static=True))
 
     @no_type_check
@@ -46,13 +52,13 @@ class View:
         Args:
             mask: the mask that the cache was planned for, or one that sees no more.
         """
-        check_mask(self.plan, mask)
+        check_mask(self.plan, mask, self.k.shape[0])
         rule = mask
         if SLOT in mask.reads:
             held = self.kv_positions < self.plan.length
             slots = [jnp.clip(p, 0, self.plan.length - 1) for p in (self.q_positions, self.kv_positions)]
             rule = mask.cut(*slots, q_len=self.plan.length, kv_len=self.plan.length) & KvFlags(held)
-        elif self.plan.sees_free:
+        elif sees_free(mask, self.plan.length):
             rule = mask & Prefix(FREE)
         return dict(k=self.k, v=self.v, mask=rule, q_positions=self.q_positions, kv_positions=self.kv_positions)
 
@@ -74,12 +80,13 @@ class Cache:
         [[0, 4, 3]]
     """
 
-    k: Float[Array, "B C K H"]
-    v: Float[Array, "B C K Hv"]
-    positions: Int[Array, "B C"]  # of the key in each slot; 2**30 - 1: none
-    length: Int[Array, "B"]  # tokens appended to each row
-    overflowed: Bool[Array, "B"]  # rows that were asked, inside jit, for what the plan does not have
-    tables: tuple[Any, Any, Any]  # the plan's table, end and tied where it has them: data, not constants
+    k: Leaf  # [B, capacity, K, H]
+    v: Leaf  # [B, capacity, K, Hv]
+    positions: Leaf  # int32 [B, capacity]: of the key in each slot; 2**30 - 1: none
+    length: Leaf  # int32 [B]: tokens that each row has
+    furthest: Leaf  # int32 [B]: the most that it had before a rollback; what they overwrote is gone
+    overflowed: Leaf  # bool [B]: rows that were asked, inside jit, for what the plan does not have
+    tables: Any  # the plan's table, end and tied where it has them: data, not constants
     plan: Plan = field(metadata=dict(static=True))
 
     @no_type_check
@@ -95,9 +102,9 @@ class Cache:
         """
         check_new(self, k, v)
         batch, count = k.shape[:2]
-        lengths = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
-        bad = self._cannot_take(lengths)
-        lengths = jnp.where(bad, 0, lengths)
+        given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
+        bad = self._cannot_take(given) | (given < 0) | (given > count)
+        lengths = jnp.where(bad, 0, given)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
         positions = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
@@ -109,7 +116,9 @@ class Cache:
             old = (self.k, self.v, self.positions)
             parts = [jnp.concatenate(both, axis=1) for both in zip(old, new, strict=True)]
             seen = replace(self, k=parts[0], v=parts[1], positions=parts[2])
-        cache = replace(written, length=self.length + lengths, overflowed=self.overflowed | bad)
+        length = self.length + lengths
+        furthest = jnp.maximum(self.furthest, length)
+        cache = replace(written, length=length, furthest=furthest, overflowed=self.overflowed | bad)
         return cache, View(seen.k, seen.v, q_positions, seen.positions, self.plan)
 
     def _cannot_take(self, lengths) -> jax.Array:
@@ -120,12 +129,12 @@ class Cache:
         if tied is not None:
             ties = jnp.asarray(tied)[jnp.clip(total, 0, self.plan.length - 1)]
             torn = ties & (total < self.plan.length) & (lengths > 0)
-        if is_concrete(beyond) and beyond.any():
+        if is_known(beyond) and beyond.any():
             raise ValueError(
                 f"This cache was planned for {self.plan.length} positions, and {int(total.max())} are asked for. "
                 "Plan a longer one: `ls.cache.plan(mask, length)`."
             )
-        if is_concrete(torn) and torn.any():
+        if is_known(torn) and torn.any():
             row = int(np.argmax(np.asarray(torn)))
             raise ValueError(
                 f"{self.plan.mask!r} lets position {int(total[row]) - 1} see position {int(total[row])}, so they must "
@@ -156,19 +165,17 @@ class Cache:
         if table is not None:
             slot = jnp.asarray(table)[inside]
         else:
-            pinned = jnp.asarray(plan.pinned, np.int32)
-            slot = len(pinned) + inside % np.int32(max(plan.ring, 1))
-            if len(pinned):
-                place = jnp.searchsorted(pinned, inside).astype(np.int32)
-                slot = jnp.where(pinned[jnp.clip(place, 0, len(pinned) - 1)] == inside, place, slot)
+            slot = len(plan.pinned) + inside % np.int32(max(plan.ring, 1))
+            if plan.pinned:
+                mine = inside[..., None] == np.array(plan.pinned, np.int32)[None, None]
+                slot = jnp.where(mine.any(-1), jnp.argmax(mine, -1).astype(np.int32), slot)
         kept = (positions < plan.length) & (slot >= 0)
-        if positions.shape[1] > plan.at_once:
-            # Dead by the end of the append: another of its keys may have the slot.
-            last = (total - 1)[:, None]
-            if end is not None:
-                kept &= jnp.asarray(end)[inside] >= last
-            else:
-                kept &= (slot < len(plan.pinned)) | (inside > last - np.int32(plan.ring))
+        # Dead by the end of the append: another of its keys may have the slot.
+        last = (total - 1)[:, None] if positions.shape[1] > plan.at_once else inside
+        if end is not None:
+            kept &= jnp.asarray(end)[inside] >= last
+        else:
+            kept &= (slot < len(plan.pinned)) | (inside > last - np.int32(plan.ring))
         nowhere = np.int32(plan.capacity) + jnp.arange(positions.shape[1], dtype=np.int32)[None]
         return jnp.where(kept, slot.astype(np.int32), nowhere)
 
@@ -197,9 +204,12 @@ class Cache:
             >>> ls.cache.init(plan, 1, 2, 8, jnp.float32).fork(jnp.zeros(3, int)).k.shape
             (3, 100, 2, 8)
         """
-        rows = check_rows(rows, self.k.shape[0])
-        names = ("k", "v", "positions", "length", "overflowed")
-        return replace(self, **{name: jnp.take(getattr(self, name), rows, axis=0) for name in names})
+        batch = self.k.shape[0]
+        rows = check_rows(rows, batch)
+        inside = jnp.clip(rows, 0, batch - 1)
+        names = ("k", "v", "positions", "length", "furthest", "overflowed")
+        taken = {name: jnp.take(getattr(self, name), inside, axis=0) for name in names}
+        return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside)))
 
     @no_type_check
     def save(self, path: Any) -> None:
@@ -237,6 +247,7 @@ def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_
     if not isinstance(plan, Plan):
         raise TypeError(f"`plan` must be what `ls.cache.plan(mask, length)` gives, got {type(plan).__name__}.")
     names = ("batch", "kv_heads", "head_dim")
+    check_dtype(dtype)
     sizes = [check_static_size(n, x, 1) for n, x in zip(names, (batch, kv_heads, head_dim), strict=True)]
     v_size = sizes[2] if v_head_dim is None else check_static_size("v_head_dim", v_head_dim, 1)
     batch, kv_heads, size = sizes
@@ -245,6 +256,7 @@ def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_
         v=jnp.zeros((batch, plan.capacity, kv_heads, v_size), dtype),
         positions=jnp.full((batch, plan.capacity), FREE, np.int32),
         length=jnp.zeros((batch,), np.int32),
+        furthest=jnp.zeros((batch,), np.int32),
         overflowed=jnp.zeros((batch,), bool),
         tables=tables_of(plan),
         plan=plan,

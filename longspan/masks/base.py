@@ -166,9 +166,9 @@ class Mask(Value):
 
     def loose(self) -> tuple["Mask", ...]:
         """The rules in it of which `nearest_query` knows only a bound: those that hold data, and users' own."""
-        if self.parts():
-            return tuple(leaf for part in self.parts() for leaf in part.loose())
-        return (self,) if self.query_range(np.zeros(1, np.int64)) is None else ()
+        if type(self).nearest_query is Mask.nearest_query and self.query_range(np.zeros(1, np.int64)) is None:
+            return (self,)
+        return tuple(leaf for part in self.parts() for leaf in part.loose())
 
     def of_head(self, head: int) -> "Mask":
         """The rule as one head has it."""

@@ -263,7 +263,7 @@ class Window(_Banded):
         return (-no_less(self.left, 0), no_less(self.right, 0)) if self._dense() else None
 
     def query_range(self, key):
-        return super().query_range(key) if self._dense() else None
+        return super().query_range(key) if self._dense() and not self.loose() else None
 
     def nearest_query(self, key, at, step):
         if self._dense() or self.loose():

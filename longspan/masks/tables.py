@@ -1,6 +1,7 @@
 """Rules by slot whose arrays say who sees whom: `Blocks`, a table of block pairs, and `Dense`, one bool per pair."""
 
 from dataclasses import replace
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -88,15 +89,31 @@ class Blocks(BySlot):
     def nearest_query(self, key, at, step):
         if self.loose():
             return at
-        # Rows of the batch as one: a key is kept for all of them.
-        rows = _rank4(self.table)[:, 0].swapaxes(0, 1).reshape(self.table.shape[-2], -1)
-        return _nearest_listing(rows, self.block_size, key, at, step)
+        size, (listings, count) = self.block_size, self._listings
+        block = np.clip(at // size, -1, count - 2)
+        wanted = key // size * count + block
+        place = np.searchsorted(listings, wanted, side="right") - 1 if step < 0 else np.searchsorted(listings, wanted)
+        found = listings[place]
+        row = found % count
+        query = np.where(row == block, at, row * size + (size - 1 if step < 0 else 0))
+        return np.where(found // count == key // size, query, NOBODY * step)
 
     def loose(self):
         return () if isinstance(self.table, np.ndarray) else (self,)
 
     def of_head(self, head):
-        return self if self.table.shape[-3] == 1 else replace(self, table=self.table[..., head : head + 1, :, :])
+        alike = self.table.shape[-3] == 1 or self.loose()  # of a table that is data only its bounds are known
+        return self if alike else replace(self, table=self.table[..., head : head + 1, :, :])
+
+    @cached_property
+    def _listings(self) -> tuple[np.ndarray, int]:
+        """One number for each listing of a head's table, by kv block and then by q block, between two fences."""
+        # Rows of the batch as one: a key is kept for all of them.
+        table = np.asarray(_rank4(self.table)[:, 0].swapaxes(0, 1).reshape(self.table.shape[-2], -1))
+        rows, entries = np.nonzero(table >= 0)
+        count = len(table) + 2
+        listings = np.unique(table[rows, entries].astype(np.int64) * count + rows)
+        return np.concatenate([[-NOBODY], listings, [NOBODY]]), count
 
     def _pieces(self, q, kv):
         if kv.positions is not None:  # keys are then taken in the order of their positions, where blocks fall apart
@@ -298,22 +315,6 @@ class Dense(BySlot):
     def _arguments(self):
         names = [n for n in ("q_offset", "kv_offset") if getattr(self, n) is not None]
         return [short(self.array), *(f"{name}={short(getattr(self, name))}" for name in names)]
-
-
-def _nearest_listing(table: np.ndarray, size: int, key, at, step: int) -> np.ndarray:
-    """The last query up to `at`, or the first from it on, in a q block whose row lists the key's block."""
-    rows, entries = np.nonzero(table >= 0)
-    count = len(table) + 2
-    # One number for each listing, ordered by kv block and then by q block.
-    listings = np.unique(table[rows, entries].astype(np.int64) * count + rows)
-    block = np.clip(at // size, -1, count - 2)
-    wanted = key // size * count + block
-    place = np.searchsorted(listings, wanted, side="right") - 1 if step < 0 else np.searchsorted(listings, wanted)
-    fenced = np.array([-NOBODY, *listings, NOBODY])
-    found = fenced[place + 1]
-    row = found % count
-    query = np.where(row == block, at, row * size + (size - 1 if step < 0 else 0))
-    return np.where(found // count == key // size, query, NOBODY * step)
 
 
 def _listed_by(xp: Namespace, table, count: int):
