@@ -360,3 +360,59 @@ GALLERY = {
         draft_training, dict(prefix=5, blocks=3, size=4), dict(prefix=128, blocks=12, size=32),
     ),
 }  # fmt: skip
+
+
+class Scored(NamedTuple):
+    """One change of the scores: what a call of `attention` is given for it, and what becomes of one score."""
+
+    sentence: str
+    arguments: Callable[[int], dict]  # of the number of heads
+    score: Callable[[float, int, int, int], float]  # of the raw score, the head, query and key
+
+
+def slopes(heads: int) -> np.ndarray:
+    return (2.0 ** (-8.0 * (np.arange(heads) + 1) / heads)).astype(np.float32)
+
+
+def offsets(heads: int) -> np.ndarray:
+    return np.linspace(-1, 1, heads * 7, dtype=np.float32).reshape(heads, 7)
+
+
+def bucketed(heads: int) -> np.ndarray:
+    return np.sin(np.arange(8 * heads, dtype=np.float32)).reshape(8, heads)
+
+
+def bucket(distance: int) -> int:
+    """Of eight: half for keys after the query; exact up to one, then logarithmic up to a distance of 16."""
+    later, far = 4 * (distance > 0), abs(distance)
+    return later + (far if far < 2 else min(3, 2 + int(np.log(far / 2) / np.log(16 / 2) * 2)))
+
+
+# Scores that are multiplied, as a checkerboard's, are no bias and cannot be written so.
+SCORES = {
+    "ALiBi": Scored(
+        "Each head falls off with the distance at its own slope.",
+        lambda heads: dict(bias=ls.alibi(slopes(heads))),
+        lambda s, h, q, k: s - slopes(2)[h] * abs(q - k),
+    ),
+    "relative position": Scored(
+        "The distance itself is added.",
+        lambda heads: dict(bias=ls.ScoreBias(lambda q, k: q - k), scale=2.0),
+        lambda s, h, q, k: 2 * np.sqrt(5) * s + (q - k),
+    ),
+    "T5 buckets": Scored(
+        "A learned number for each head and bucket of distances.",
+        lambda heads: dict(bias=ls.relative_bias(bucketed(heads), max_distance=16)),
+        lambda s, h, q, k: s + bucketed(2)[bucket(k - q), h],
+    ),
+    "head bias": Scored(
+        "A number for each head and key, here by its remainder.",
+        lambda heads: dict(bias=ls.ScoreBias(lambda b, h, q, k, table: table[h, k % 7], offsets(heads))),
+        lambda s, h, q, k: s + offsets(2)[h, k % 7],
+    ),
+    "soft cap": Scored(
+        "Scores beyond the cap are bent, before any bias.",
+        lambda heads: dict(soft_cap=2.0, bias=ls.alibi(slopes(heads))),
+        lambda s, h, q, k: 2 * np.tanh(s / 2) - slopes(2)[h] * abs(q - k),
+    ),
+}

@@ -9,7 +9,7 @@ import longspan as ls
 from longspan.engines import ENGINES, Request
 from longspan.layout import count, plan
 from longspan.testing import Shape, assert_obeys_laws, make_qkv
-from tests.gallery import GALLERY
+from tests.gallery import GALLERY, SCORES
 
 REALLY_SKIP = ("block diffusion", "flamingo", "natten", "sliding tiles 2d", "sliding tiles 3d", "chosen blocks")
 
@@ -56,12 +56,23 @@ def test_attention_is_that_of_the_reference(exhibit, name):
     np.testing.assert_allclose(got, ls.attention(q, k, v, mask=mask, engine="reference"), rtol=0, atol=5e-6)
 
 
-def test_soft_capping_is_an_argument_of_the_call():
-    q, k, v = make_qkv(Shape(B=1, T=7, S=11, N=1, K=1, H=5), jnp.float32)
-    scores = np.asarray(q, np.float64)[0, :, 0] @ np.asarray(k, np.float64)[0, :, 0].T / np.sqrt(5)
-    powers = np.exp(2 * np.tanh(scores / 2))
-    want = powers / powers.sum(1, keepdims=True) @ np.asarray(v, np.float64)[0, :, 0]
-    np.testing.assert_allclose(ls.attention(q, k, v, soft_cap=2.0)[0, :, 0], want, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_changed_as_a_plain_loop_changes_them(name, engine):
+    scored = SCORES[name]
+    q, k, v = make_qkv(Shape(B=1, T=23, S=29, N=2, K=1, H=5), jnp.float32)
+    arguments = scored.arguments(2)
+    reason = ENGINES[engine].unsupported(Request(q, k, v, ls.Full(), **arguments))
+    if reason is not None:
+        pytest.skip(reason)
+    raw = np.einsum("tnh,sh->nts", np.asarray(q, np.float64)[0], np.asarray(k, np.float64)[0, :, 0]) / np.sqrt(5)
+    scores = np.array([[[scored.score(s, h, i, j) for j, s in enumerate(row)] for i, row in enumerate(rows)]
+                       for h, rows in enumerate(raw)])  # fmt: skip
+    powers = np.exp(scores)
+    want = np.einsum("nts,sh->tnh", powers / powers.sum(-1, keepdims=True), np.asarray(v, np.float64)[0, :, 0])
+    got = ls.attention(q, k, v, engine=engine, **arguments)
+    np.testing.assert_allclose(got[0], want, rtol=0, atol=2e-5)
+    assert scored.sentence.endswith(".")
 
 
 def tiles_with_a_pair(mask, layout):
