@@ -57,9 +57,12 @@ def check_lengths(lengths: Any, batch: int, count: int) -> jax.Array:
 def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
     """How many tokens to take back, and which rows cannot; outside jit those are an error."""
     batch = cache.length.shape[0]
-    n = np.int32(np.clip(n, -FAR, FAR)) if type(n) is int else n
+    n = np.asarray(n) if type(n) is int else n
     if not hasattr(n, "shape") or tuple(n.shape) not in ((), (batch,)) or not is_int(n):
         raise ValueError(f"`n` must be an int, or ints of shape [{batch}], one per row, got {_told(n)}.")
+    n = n if isinstance(n, jax.Array) else np.asarray(np.clip(np.asarray(n, np.int64), -FAR, FAR), np.int32)
+    if is_known(n) and (np.asarray(n) < 0).any():
+        raise ValueError(f"`n` must be at least 0, got {np.asarray(n).min()}.")
     plan, tied = cache.plan, cache.tables[2]
     n = jnp.broadcast_to(to_int32(n, jnp), (batch,))
     left = cache.length - n
@@ -76,8 +79,6 @@ def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
 def _refuse_rollback(cache: "Cache", row: int, back: int) -> None:
     plan, length, furthest = cache.plan, int(cache.length[row]), int(cache.furthest[row])
     left, kept = length - back, np.asarray(cache.positions[row])
-    if back < 0:
-        raise ValueError(f"`n` must be at least 0, got {back}.")
     if back > length:
         raise ValueError(f"Row {row} has {length} tokens, and {back} are to be taken back.")
     if plan.evicts and left < furthest - plan.slack:

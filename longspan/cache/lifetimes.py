@@ -63,9 +63,10 @@ def _of(mask: Mask, length: int) -> Lifetimes:
     last, first = np.full(length, -1), np.full(length, length)
     for rule in _by_head(mask):
         last = np.maximum(last, rule.nearest_query(key, key * 0 + (length - 1), -1))
-        first = np.minimum(first, rule.nearest_query(key, key * 0, 1))
-    seen = (last >= 0) & (first < length)
-    return Lifetimes(np.where(seen, last, -1), _tied(np.where(seen, first, key), key))
+        # Few rules let a query see what comes after it; only there is the first of them looked for.
+        early = key[rule.nearest_query(key, key - 1, -1) >= 0]
+        first[early] = np.minimum(first[early], rule.nearest_query(early, early * 0, 1))
+    return Lifetimes(last, _tied(first, key))
 
 
 _known = by_structure(_of)

@@ -109,17 +109,19 @@ class Cache:
         q_positions = self.length[:, None] + places
         positions = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
         written = self._write(k, v, positions, lengths)
-        if count <= self.plan.at_once:
-            seen = written
-        else:
-            new = (k.astype(self.k.dtype), v.astype(self.v.dtype), positions)
-            old = (self.k, self.v, self.positions)
-            parts = [jnp.concatenate(both, axis=1) for both in zip(old, new, strict=True)]
-            seen = replace(self, k=parts[0], v=parts[1], positions=parts[2])
+        seen = written if count <= self.plan.at_once else self._beside(k, v, positions)
         length = self.length + lengths
         furthest = jnp.maximum(self.furthest, length)
         cache = replace(written, length=length, furthest=furthest, overflowed=self.overflowed | bad)
         return cache, View(seen.k, seen.v, q_positions, seen.positions, self.plan)
+
+    def _beside(self, k, v, positions) -> "Cache":
+        """What was kept and what is new, by position: engines skip only where positions grow. Free slots are last."""
+        new = (k.astype(self.k.dtype), v.astype(self.v.dtype), positions)
+        both = [jnp.concatenate(x, axis=1) for x in zip((self.k, self.v, self.positions), new, strict=True)]
+        order = jnp.argsort(both[2], axis=1)
+        k, v, positions = (jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, order) for x in both)
+        return replace(self, k=k, v=v, positions=positions)
 
     def _cannot_take(self, lengths) -> jax.Array:
         """Rows that would pass the end, or leave tokens that belong together apart. Outside jit that is an error."""

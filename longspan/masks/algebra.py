@@ -14,6 +14,9 @@ from longspan.masks.checks import check_masks
 from longspan.masks.sides import KEYS, QUERIES
 from longspan.masks.spans import Spans, intersect, unite
 
+PATIENCE = 32  # rounds that every key may go in search of a query that all parts of an `And` agree on
+LEAST_PATIENCE = 2**22  # steps of single keys that are always gone: short masks are known exactly
+
 
 class _Composition(Mask):
     """What all compositions share: they are what their parts are."""
@@ -74,14 +77,23 @@ class And(_Composition):
         return any(empty), all(full)
 
     def nearest_query(self, key, at, step):
-        """From one part's nearest to the next part's, until all agree."""
+        """From one part's nearest to the next part's, until all agree, or for so long that it must do as a bound."""
         found, moving = np.array(np.broadcast_to(at, key.shape)), np.arange(key.size)
-        while moving.size:
-            before = found[moving]
-            after = reduce(lambda x, m: m.nearest_query(key[moving], x, step), self.masks, before)
+        patience = max(PATIENCE * key.size, LEAST_PATIENCE)
+        while moving.size and patience > 0:
+            before = after = found[moving]
+            patience -= moving.size
+            for mask in self.masks:
+                after = mask.nearest_query(key[moving], after, step)
+                if (np.abs(after) >= NOBODY).all():
+                    break
             found[moving] = after
             moving = moving[(after != before) & (np.abs(after) < NOBODY)]
         return found
+
+    def loose(self):
+        strides = [mask for mask in self.walk() if mask.strides]  # two of them may take long to agree
+        return (*super().loose(), *(strides if len(strides) > 1 else ()))
 
     def band(self):
         bands = [m.band() for m in self.masks]

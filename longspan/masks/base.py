@@ -35,7 +35,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "of_head",
+    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head",
 )  # fmt: skip
 
 
@@ -169,6 +169,11 @@ class Mask(Value):
         if type(self).nearest_query is Mask.nearest_query and self.query_range(np.zeros(1, np.int64)) is None:
             return (self,)
         return tuple(leaf for part in self.parts() for leaf in part.loose())
+
+    @property
+    def strides(self) -> bool:
+        """Whether the queries that see a key lie apart at a fixed distance."""
+        return False
 
     def of_head(self, head: int) -> "Mask":
         """The rule as one head has it."""

@@ -276,6 +276,10 @@ class Window(_Banded):
     def loose(self):
         return () if all(isinstance(n, int) for n in (self.left, self.right, self.dilation)) else (self,)
 
+    @property
+    def strides(self):
+        return not self._dense()
+
     def _limits(self):
         return -reach(self.left, self.dilation), reach(self.right, self.dilation)
 

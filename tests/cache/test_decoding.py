@@ -203,3 +203,19 @@ def test_free_slots_are_hidden_from_rules_that_would_see_them():
     call = view.of(far)
     kept = {name: np.asarray(call[name]) for name in ("q_positions", "kv_positions")}
     assert truth(call["mask"], 2, 9, **kept, batch=1)[0, 0].sum() == 3
+
+
+PACKED = MASKS[0] & ls.Segments(np.repeat([[0, 1, 2]], 333, axis=1))
+
+
+@pytest.mark.parametrize("mask", [MASKS[0], MASKS[1], PACKED], ids=repr)
+def test_prompts_visit_as_few_tiles_as_the_full_pass_does(mask):
+    """Whether they are the first chunk, before free slots, or one that the ring is not aligned with."""
+    cache, tiles = ls.cache.init(ls.cache.plan(mask, 999), 1, 1, 1, jnp.float32), dict(q_tile=16, kv_tile=16)
+    full = mask.layout(999, 999, **tiles).visits() / 999
+    for count in (331, 333):
+        cache, view = cache.append(*[jnp.ones((1, count, 1, 1))] * 2)
+        call = view.of(mask)
+        positions = {name: call[name] for name in ("q_positions", "kv_positions")}
+        layout = call["mask"].layout(count, call["k"].shape[1], **positions, **tiles)
+        assert layout.visits() <= 1.5 * full * count

@@ -123,6 +123,8 @@ def test_rollbacks_beyond_the_slack_are_refused_and_name_the_oldest_position_kep
     for n in (1.0, np.ones(3, int), True, "1"):
         with pytest.raises(ValueError, match=r"`n` must be an int, or ints of shape \[2\], one per row, got"):
             cache.rollback(n)
+    with pytest.raises(ValueError, match="`n` must be at least 0, got -2"):
+        jax.jit(lambda cache: cache.rollback(-2))(cache)  # an int is known inside jit, too
     back = jax.jit(lambda cache, n: cache.rollback(n))
     for n in ([3, 1], [-1, 1], [2**31 - 1, 1]):
         traced = back(cache, jnp.array(n))

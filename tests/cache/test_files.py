@@ -108,9 +108,3 @@ def test_an_interrupted_save_leaves_the_last_good_file_and_nothing_else(tmp_path
     with pytest.raises(KeyboardInterrupt):
         filled(tokens=(1, 1)).save(path)
     assert path.read_bytes() == good and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_save_that_replaces_keeps_the_permissions_of_new_files(tmp_path):
-    filled().save(tmp_path / "cache")
-    (tmp_path / "other").write_bytes(b"")
-    assert (tmp_path / "cache").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -218,6 +218,10 @@ def test_bytes_are_those_of_the_arrays():
         (ls.Causal() | ls.Prefix(9), "nothing can be dropped: Causal() keeps every key in view"),
         (ls.Causal() & ls.Window(100, 0), "nothing can be dropped: Causal(), Window(100, 0) keeps"),
         (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "known only by bounds: ~(Chunk(3) | Prefix(3))"),
+        (
+            WINDOW & ls.Window(2, 0, dilation=2) & ls.Window(2, 0, dilation=3),
+            "by bounds: Window(2, 0, dilation=2), Window",
+        ),
         (WINDOW, "a key is needed for 4 steps"),
         (PINNED, "a key is needed for 4 steps, but for 2"),
         (ls.Causal() & ls.Chunk(5), "a key is needed for up to 5 steps, at most 5 keys at once"),
@@ -328,13 +332,14 @@ EVEN, ODD = (np.where(np.arange(16384)[None, :, None] % 2 == i, 0, -1) for i in 
         ls.Causal() & ls.Blocks(EVEN, 64) & ls.Blocks(ODD, 64),  # each moves the other one block on
         ls.Causal() & HEAD_WINDOWS & ls.Segments(np.zeros((1, 2**20), np.int32)),
         ls.Causal() & ls.Window(100, 0, dilation=7),
+        ls.Causal() & ls.Window(2**20, 0, dilation=1000) & ls.Window(2**20, 0, dilation=999),  # would go 999 rounds
     ],
     ids=lambda m: repr(m)[:60],
 )
 def test_planning_a_million_tokens_is_linear_work(mask, monkeypatch):
     asked = counting(mask, monkeypatch)
     ls.cache.plan(mask, 2**20)
-    assert sum(asked) <= 40 * 2**20, sum(asked) / 2**20
+    assert sum(asked) <= (150 if mask.loose() else 40) * 2**20
 
 
 def test_equal_structures_are_planned_once():

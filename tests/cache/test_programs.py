@@ -1,5 +1,6 @@
 """Caches inside programs: one trace for a whole generation, in place, sharded without communication."""
 
+import functools
 import re
 from dataclasses import fields, replace
 
@@ -172,3 +173,23 @@ def test_a_cache_is_a_plain_tree():
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     assert jax.eval_shape(lambda: empty(TABLE)).k.shape == cache.k.shape
     assert replace(cache, length=cache.length + 1).length.tolist() == [1] * B
+
+
+def test_a_donated_cache_goes_on_and_new_documents_do_not_retrace():
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(cache, q, k, v, mask):
+        traces.append(1)
+        return step(cache, q, k, v, mask)
+
+    for seed in range(2):
+        mask = WINDOW & ls.Segments(np.sort(np.random.default_rng(seed).integers(0, 3, (B, LENGTH))))
+        cache, kept, donated = empty(mask), empty(mask), None
+        for i in range(9):
+            donated = cache
+            cache, out = run(cache, *new(i), mask)
+            kept, wanted = step(kept, *new(i), mask)
+            np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-6)
+        assert donated is not None and donated.k.is_deleted()
+    assert len(traces) == 1
