@@ -90,13 +90,15 @@ class Blocks(BySlot):
         if self.loose():
             return at
         size, (listings, count) = self.block_size, self._listings
-        block = np.clip(at // size, -1, count - 2)
-        wanted = key // size * count + block
-        place = np.searchsorted(listings, wanted, side="right") - 1 if step < 0 else np.searchsorted(listings, wanted)
+        wanted = key // size * count + np.clip(at // size, -1, count - 2)
+        # Neighbours mostly ask for the same pair of blocks: each run of them is looked up once.
+        starts = np.flatnonzero(np.diff(wanted, prepend=-NOBODY))
+        runs, pair = np.diff(starts, append=len(wanted)), wanted[starts]
+        place = np.searchsorted(listings, pair, side="right") - 1 if step < 0 else np.searchsorted(listings, pair)
         found = listings[place]
-        row = found % count
-        query = np.where(row == block, at, row * size + (size - 1 if step < 0 else 0))
-        return np.where(found // count == key // size, query, NOBODY * step)
+        edge = found % count * size + (size - 1 if step < 0 else 0)
+        query = np.where(found // count == key[starts] // size, edge, NOBODY * step)
+        return np.where(np.repeat(found == pair, runs), at, np.repeat(query, runs))
 
     def loose(self):
         return () if isinstance(self.table, np.ndarray) else (self,)
