@@ -16,7 +16,7 @@ from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws,
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "chosen_blocks.py"
 SHAPE = Shape(B=3, T=37, S=29, N=4, K=2, H=5)
-B, T, S, N, K, H = SHAPE
+B, T, S, N, K, H, _ = SHAPE
 SIZE, ROWS = 6, 7
 
 

@@ -15,7 +15,7 @@ from longspan.layout import count, plan
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 
 SHAPE = Shape(B=3, T=37, S=29, N=4, K=2, H=5)
-B, T, S, N, K, H = SHAPE
+B, T, S, N, K, H, _ = SHAPE
 
 
 def causal(b, h, q_idx, kv_idx):

@@ -115,11 +115,11 @@ AXES = (MASKS, SHAPES, FEATURES, DTYPES, TILINGS)
 EVERY_AXIS = (MASKS, SHAPES, FEATURES | COMPUTED, DTYPES, TILINGS)
 SOME_COMPUTED = [  # the others are in the whole product
     ("causal", "B2-T7-S11-N6-K3-H5", "alibi", "f32", "tiles 3x5"),
-    ("per head", "B3-T37-S29-N4-K4-H17", "alibi", "bf16", "own tiles"),
-    ("none", "B1-T1-S13-N2-K1-H3", "relative", "f32", "own tiles"),
-    ("segments", "B3-T37-S29-N4-K4-H17", "relative", "f64", "tiles 3x5"),
+    ("per head", "B3-T37-S29-N4-K4-H17-Hv11", "alibi", "bf16", "own tiles"),
+    ("none", "B1-T1-S13-N2-K1-H3-Hv9", "relative", "f32", "own tiles"),
+    ("segments", "B3-T37-S29-N4-K4-H17-Hv11", "relative", "f64", "tiles 3x5"),
     ("global", "B2-T7-S11-N6-K3-H5", "score", "f32", "tiles 8x4"),
-    ("lengths", "B3-T37-S29-N4-K4-H17", "score", "bf16", "own tiles"),
+    ("lengths", "B3-T37-S29-N4-K4-H17-Hv11", "score", "bf16", "own tiles"),
 ]
 TESTED = [name for name in ENGINES if name != "reference"]
 

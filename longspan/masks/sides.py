@@ -90,6 +90,8 @@ class Side:
         """What a table [N or 1, blocks, r] or [B or 1, N or 1, blocks, r] lists for some blocks, on one more axis."""
         table = self.table(table).astype(np.int32)
         table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+        if not table.shape[2]:  # nothing to take from
+            return self.xp.full((*table.shape[:2], *blocks.shape[2:], table.shape[3]), -1, np.int32)
         blocks = self.xp.clip(blocks, 0, table.shape[2] - 1)
         if self.whole and blocks.shape[:2] == (1, 1):  # no gather along rows and heads: what is sharded stays so
             return self.xp.take(table, blocks[0, 0], axis=2)
