@@ -1,4 +1,4 @@
-"""Encoders for long documents, and the ones they grew from: Longformer, BigBird, BERT, RoBERTa.
+"""Encoders for long documents (Longformer, BigBird, and BERT, RoBERTa before them) and decoders (Llama).
 
 A model is a config and a task; `longspan.hf` reads and writes both.
 
@@ -18,6 +18,8 @@ from longspan._optional import needs
 needs(__name__, "flax", extra="flax")
 
 from longspan.models.compiled import compiled as compiled
+from longspan.models.decoders.causal_lm import CausalLM as CausalLM
+from longspan.models.decoders.llama import LlamaConfig as LlamaConfig
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.encoder import Encoder as Encoder
