@@ -41,7 +41,7 @@ def extend(
         (1, 1000, 6)
     """
     old = model.config
-    if not old.family.extendable:
+    if isinstance(model, CausalLM) or not old.family.extendable:
         those = " or ".join(family.model_type for family in FAMILIES if family.extendable)
         raise ValueError(f"`extend` makes a Longformer of a {those} model, got a {old.model_type}.")
     if max_positions < old.max_tokens:

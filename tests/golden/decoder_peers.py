@@ -20,6 +20,10 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )  # fmt: skip
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=100.0, partial_rotary_factor=1.0, short_factor=[1.1, 1.7, 2.0],
+    long_factor=[3.0, 9.0, 4.0],
+)  # fmt: skip
 # Name of the golden file -> name of Hugging Face's classes, and what differs from TINY.
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))),
@@ -29,6 +33,32 @@ MODELS: dict[str, tuple[str, dict]] = {
     )),
     "llama_dynamic": ("Llama", dict(
         rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=3.0), max_position_embeddings=16,
+    )),
+    "mistral": ("Mistral", dict(sliding_window=WINDOW)),
+    "mistral_full": ("Mistral", dict(
+        sliding_window=None, head_dim=10,
+        rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16),
+    )),
+    "qwen2": ("Qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen2_full": ("Qwen2", dict(sliding_window=WINDOW, max_window_layers=1, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(head_dim=10, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
+    "qwen3_bias": ("Qwen3", dict(head_dim=8, attention_bias=True)),
+    "gemma2": ("Gemma2", dict(
+        num_hidden_layers=5, head_dim=10, query_pre_attn_scalar=7, sliding_window=WINDOW, attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+    )),
+    "gemma3_text": ("Gemma3Text", dict(
+        num_hidden_layers=11, sliding_window_pattern=3, head_dim=10, query_pre_attn_scalar=7, sliding_window=WINDOW,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    )),
+    "phi3": ("Phi3", dict(sliding_window=WINDOW)),
+    "phi3_long": ("Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)),
+    "phi3_short": ("Phi3", dict(
+        rope_parameters=LONGROPE | dict(partial_rotary_factor=0.7, short_factor=[1.1, 1.7], long_factor=[3.0, 9.0]),
+        original_max_position_embeddings=64,
     )),
 }  # fmt: skip
 
@@ -61,14 +91,14 @@ def cases() -> dict[str, dict[str, np.ndarray]]:
 def version_4(config: dict) -> dict:
     """The same config as version 4 of transformers wrote it."""
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | dict(torch_dtype="float32")
-    rope = dict(config["rope_parameters"])
+    rope, word = dict(config["rope_parameters"]), "type"
     if "full_attention" in rope:
         old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = dict(rope["full_attention"])
+        rope, word = dict(rope["full_attention"]), "rope_type"
     old["rope_theta"] = rope.pop("rope_theta")
     old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if old["rope_scaling"]:
-        rope["type"] = rope.pop("rope_type")
+        rope[word] = rope.pop("rope_type")
     return old
 
 

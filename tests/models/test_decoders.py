@@ -17,7 +17,7 @@ from safetensors import safe_open
 from longspan import hf, models
 from longspan.hf.config import from_json
 from longspan.hf.save import tensors_of
-from longspan.models.decoders.runs import runs
+from longspan.models.decoders.runs import Run, runs
 from tests.golden import decoder_peers as peers
 
 TOLERANCE = 1e-5
@@ -46,8 +46,6 @@ def test_both_spellings_of_a_config_mean_the_same(name, tmp_path):
 def test_a_cached_pass_is_the_full_pass(name, case):
     """A prompt in two ragged pieces, padded as the case is, and then token by token."""
     model, inputs = load(name), peers.cases()[case]
-    if any(model.config.rope(kind)["rope_type"] in ("dynamic", "longrope") for kind in set(model.config.kinds)):
-        pytest.skip("its frequencies follow from the length that a cache is made for")
     ids, lengths = rows_of(inputs), np.array(peers.LENGTHS)
     cache, got = model.init_cache(2, peers.T), [[], []]
     for counts in ([11, 2], [19, 14], *[[1, 1]] * 7):
@@ -91,16 +89,17 @@ def test_what_a_file_leaves_out_is_the_peers_default():
     defaults = json.loads((peers.HERE / "defaults.json").read_text())
     for theirs in defaults.values():
         ours, named = (from_json(raw) for raw in (dict(model_type=theirs["model_type"]), theirs))
-        resolved = dict(extra="", head_dim=None, num_key_value_heads=None)
+        resolved = dict(extra="", head_dim=None, num_key_value_heads=None, layer_types=None, sliding_window=None)
         assert {**vars(ours), **resolved} == {**vars(named), **resolved}
-        assert (ours.heads, ours.kinds, ours.scale) == (named.heads, named.kinds, named.scale)
+        masks = [[config.mask(kind) for kind in config.kinds] for config in (ours, named)]
+        assert (ours.heads, ours.kinds, ours.scale, masks[0]) == (named.heads, named.kinds, named.scale, masks[1])
 
 
 def test_packed_documents_are_what_they_are_alone():
     for name in peers.MODELS:
-        if "dynamic" in name or "longrope" in name:
-            continue
         model, ids = load(name), peers.cases()["right"]["input_ids"][:1]
+        if any(model.config.rope(kind)["rope_type"] in ("dynamic", "longrope") for kind in model.config.kinds):
+            continue  # their frequencies follow from the length of a row
         segments = np.repeat([[3, 0, 7, -1]], [9, 17, 6, 5], axis=1)
         packed = real(logits(model, dict(input_ids=ids, segment_ids=segments)), dict(attention_mask=segments >= 0))
         alone = [logits(model, dict(input_ids=ids[:, a:b]))[0] for a, b in ((0, 9), (9, 26), (26, 32))]
@@ -132,7 +131,8 @@ def test_positions_may_be_given_and_only_their_differences_count():
 def test_layers_are_found_to_repeat():
     local, last = "abcdef", "xyz"
     assert [(run.kinds, run.count) for run in runs("g" * 32)] == [(("g",), 32)]
-    assert [(run.start, run.count, len(run.kinds)) for run in runs(("l" * 5 + "g") * 8)] == [(0, 8, 6)]
+    for count in (1, 8):
+        assert runs(("l" * 5 + "g") * count) == (Run(0, tuple("lllllg"), count),)
     assert sum(len(run.kinds) for run in runs(("l" * 5 + "g") * 4 + "ll")) == 7
     assert [(run.start, run.count) for run in runs("f" * 21 + "s" * 7)] == [(0, 21), (21, 7)]
     for kinds in (local + last, "aab" * 3 + "ba" * 4, "a"):
@@ -140,14 +140,16 @@ def test_layers_are_found_to_repeat():
         assert numbered == dict(enumerate(kinds))
 
 
-def test_the_program_of_48_layers_is_as_long_as_that_of_6():
+@pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma2Config, models.Gemma3Config])
+def test_the_program_of_48_layers_is_as_long_as_that_of_6(kind):
     def size(layers):
-        model = nnx.eval_shape(lambda: models.CausalLM(tiny(num_hidden_layers=layers), rngs=nnx.Rngs(0)))
+        config = kind(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers)
+        model = nnx.eval_shape(lambda: models.CausalLM(config, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(model)
         jaxpr = jax.make_jaxpr(lambda state, ids: nnx.merge(graph, state)(ids).logits)(
             state, jax.ShapeDtypeStruct((1, 7), jnp.int32)
         )
-        return len(str(jaxpr).splitlines())
+        return str(jaxpr).count(" = ")
 
     assert size(48) == size(6)
 
@@ -157,6 +159,7 @@ def test_the_program_of_48_layers_is_as_long_as_that_of_6():
     [
         (dict(quantization_config=dict(quant_method="awq")), r"quantization_config \(awq\)"),
         (dict(rope_scaling=dict(rope_type="spiral")), "rope_type='spiral' is not one of"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5: a llama rotates all"),
         (dict(num_local_experts=8), "no mixtures of experts"),
         (dict(hidden_act="mish"), "hidden_act='mish'"),
         (dict(num_attention_heads=5, head_dim=8), "multiple of num_key_value_heads=2"),
@@ -168,6 +171,53 @@ def test_the_program_of_48_layers_is_as_long_as_that_of_6():
 def test_a_config_that_would_compute_something_else_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         from_json({**golden("llama")[1], **changes})
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0: Gemma 3 has no soft cap"),
+        ("gemma3_text", dict(rope_parameters=dict(rope_type="default")), "must have 'full_attention' and 'sliding"),
+        ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention=true"),
+        ("gemma2", dict(layer_types=["full_attention"]), "`layer_types` must name the kinds of num_hidden_layers=5"),
+        ("qwen2", dict(layer_types=["chunked_attention"] * 3), "`layer_types` has 'chunked_attention'"),
+        ("qwen2", dict(sliding_window=None), "need a `sliding_window`, an int from 1 on, got None"),
+        ("mistral", dict(sliding_window=0), "need a `sliding_window`, an int from 1 on, got 0"),
+        ("phi3", dict(rope_parameters=dict(rope_type="linear", factor=2.0)), "rope_type='linear'"),
+    ],
+)
+def test_a_family_refuses_what_it_does_not_have(name, changes, words):
+    with pytest.raises(ValueError, match=words):
+        from_json({**golden(name)[1], **changes})
+
+
+@pytest.mark.parametrize("word", ["su", "yarn", "longrope"])
+def test_old_names_of_longrope_are_read(word):
+    config = {k: v for k, v in golden("phi3_long")[1].items() if k != "rope_parameters"}
+    scaling = dict(type=word, short_factor=[1.1, 1.7, 2.0], long_factor=[3.0, 9.0, 4.0])
+    old = from_json({**config, "rope_theta": 100.0, "rope_scaling": scaling})
+    for length in (16, 17):
+        ours, named = (c.frequencies("full_attention", length) for c in (old, load("phi3_long").config))
+        np.testing.assert_array_equal(ours[0], named[0])
+        assert ours[1] == named[1] > 1
+
+
+def test_windows_are_all_that_their_layers_keep():
+    capacity = {name: slots(load(name).init_cache(2, 1000)) for name in ("llama", "mistral", "qwen2", "gemma3_text")}
+    assert capacity["llama"] == [(3, 1000)]
+    assert capacity["mistral"] == [(3, 5)]
+    assert capacity["qwen2"] == [(1, 1000), (1, 5), (1, 5)]
+    assert capacity["gemma3_text"] == [(3, 5), (3, 5), (3, 1000), (2, 5)]
+
+
+def slots(caches):
+    return [(cache.k.shape[0], cache.k.shape[2]) for run in caches for cache in run]
+
+
+def test_an_extended_decoder_is_refused():
+    with pytest.raises(ValueError, match="makes a Longformer of a bert or roberta model, got a llama"):
+        hf.extend(load("llama"))
 
 
 def test_a_file_of_16_bits_is_computed_in_float32_on_a_cpu_unless_asked(tmp_path):
@@ -249,10 +299,6 @@ def test_a_cache_says_what_it_cannot_take():
 def test_labels_are_refused(tmp_path):
     with pytest.raises(ValueError, match="`id2label` names labels, which a llama has none of"):
         hf.save(load("llama"), tmp_path, id2label=["no", "yes"])
-
-
-def tiny(**changes):
-    return models.LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, intermediate_size=5, **changes)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """What all decoders are made of (`DecoderConfig`), and what tells their families apart (`DecoderFamily`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -57,9 +57,18 @@ class DecoderConfig:
             )
         rope = self.rope_parameters or dict(rope_type="default", rope_theta=10000.0)
         object.__setattr__(self, "rope_parameters", frozen(rope))
-        for kind in set(self.kinds):
+        for kind in dict.fromkeys(self.kinds):
             self.mask(kind)
+            self._check_share(kind)
             self.frequencies(kind)
+
+    def _check_share(self, kind: str) -> None:
+        share = self.rope(kind).get("partial_rotary_factor")
+        if not self.family.partial_rotation and share not in (None, 1):
+            raise ValueError(
+                f"partial_rotary_factor={share}: a {self.model_type} rotates all features of its heads, and Hugging "
+                "Face's ignores it in some types of rope. Leave it out."
+            )
 
     @property
     def family(self) -> "DecoderFamily":
@@ -103,20 +112,16 @@ class DecoderConfig:
         """The layers by their repeating pattern."""
         return runs(self.kinds)
 
-    @property
-    def window(self) -> int | None:
-        """The keys that a query of a sliding layer sees, its own among them."""
-        return None
-
     def mask(self, kind: str) -> Mask:
         """The rule of a kind of layers."""
         if kind == FULL:
             return Causal()
         if kind != SLIDING:
             raise ValueError(f"`layer_types` has {kind!r}, which is not one of '{FULL}', '{SLIDING}'.")
-        if self.window is None:
-            raise ValueError("Sliding layers need a `sliding_window`, the number of keys that a query sees, got None.")
-        return Causal() & Window(self.window - 1, 0)
+        window = getattr(self, "sliding_window", None)
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise ValueError(f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 on, got {window!r}.")
+        return Causal() & Window(window - 1, 0)
 
     def frequencies(self, kind: str, seq_len: int | None = None) -> tuple[Any, float]:
         """The rotary frequencies of a kind of layers; those of some types depend on the length."""
@@ -128,10 +133,42 @@ class DecoderConfig:
         return self.rope_parameters
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerTypes(DecoderConfig):
+    """A decoder whose file may name the kind of each layer."""
+
+    layer_types: Sequence[str] | None = None
+
+    def __post_init__(self):
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+            if len(self.layer_types) != self.num_hidden_layers:
+                raise ValueError(
+                    f"`layer_types` must name the kinds of num_hidden_layers={self.num_hidden_layers} layers, got "
+                    f"{len(self.layer_types)}."
+                )
+        super().__post_init__()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return tuple(self.layer_types)
+        return tuple(self.default_kind(number) for number in range(self.num_hidden_layers))
+
+    def default_kind(self, number: int) -> str:
+        """The kind of a layer where a file names none."""
+        raise NotImplementedError
+
+
 def read_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The rotary parameters, and errors for what would compute something else."""
     refuse(content, where)
     return dict(rope_parameters=one_rope(content))
+
+
+def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`read_rope`, and a window, of which null is not the default."""
+    return read_rope(content, where) | dict(sliding_window=content.get("sliding_window"))
 
 
 def refuse(content: Mapping[str, Any], where: str) -> None:
@@ -148,7 +185,14 @@ def refuse(content: Mapping[str, Any], where: str) -> None:
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    return both_spellings(config.rope_parameters)
+    """The rotary parameters in both spellings, and `write_sizes`."""
+    return both_spellings(config.rope_parameters) | write_sizes(config)
+
+
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """Sizes that a null does not stand for everywhere."""
+    _, kv_heads, size = config.heads
+    return dict(num_key_value_heads=kv_heads, head_dim=size)
 
 
 # Our names of a layer's parameters, which are those of most families.
@@ -191,6 +235,7 @@ class DecoderFamily(Family):
     branch_norms: bool = False  # both branches of a layer are normalised again before they are added
     qk_norm: bool = False  # queries and keys are normalised, head by head
     scaled_embeddings: bool = False  # by the root of the hidden size
+    partial_rotation: bool = False  # a share of the features of a head may be rotated alone
     fused: bool = False  # queries, keys and values are one matrix, and so are the MLP's gate and its input
 
     def layers_of(self, config: DecoderConfig, path: tuple) -> tuple[str, range | None]:

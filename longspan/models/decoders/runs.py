@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 LONGEST = 12  # layers of a pattern; real ones have 1 to 6
+LOOP = 4  # what a loop costs, in layers: at this price five local layers and a global one stay one pattern
 
 
 class Run(NamedTuple):
@@ -26,7 +27,7 @@ class Run(NamedTuple):
 
 
 def runs(kinds: Sequence[str]) -> tuple[Run, ...]:
-    """The layers as runs, with as few layers in all patterns together as there can be.
+    """The layers as runs, with as few layers in all patterns together, and as few loops, as there can be.
 
     Example:
         >>> [(run.kinds, run.count) for run in runs("aabaabaabaa")]
@@ -37,14 +38,14 @@ def runs(kinds: Sequence[str]) -> tuple[Run, ...]:
 
 @lru_cache(maxsize=64)
 def _runs(kinds: tuple[str, ...]) -> tuple[Run, ...]:
-    best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())]  # of the first layers: patterns' layers, runs, the runs
+    best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())]  # of the first layers: cost, runs, the runs
     for end in range(1, len(kinds) + 1):
         best.append(min((_with(best[run.start], run) for run in _ending(kinds, end)), key=lambda b: b[:2]))
     return best[-1][2]
 
 
 def _with(before: tuple[int, int, tuple[Run, ...]], run: Run) -> tuple[int, int, tuple[Run, ...]]:
-    return before[0] + len(run.kinds), before[1] + 1, (*before[2], run)
+    return before[0] + len(run.kinds) + LOOP, before[1] + 1, (*before[2], run)
 
 
 def _ending(kinds: tuple[str, ...], end: int) -> list[Run]:
