@@ -43,6 +43,7 @@ def make_model(checkpoint: str | None, length: int, window: int, seed: int) -> m
     rngs = nnx.Rngs(seed)
     if checkpoint is not None:
         model = hf.load(checkpoint, task="sequence_classification", num_labels=4, rngs=rngs)
+        assert isinstance(model, models.Model)  # of the task, a head on an encoder
         if model.config.model_type in ("bert", "roberta"):
             model = hf.extend(model, max_positions=max(length, model.config.max_tokens), window=window)
         return model

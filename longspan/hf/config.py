@@ -41,7 +41,8 @@ def from_json(raw: Mapping[str, Any], *, where: str = "config.json", **changes) 
     fields = _shared_fields(family.config)
     values = {field: content[field] for field in fields if content.get(field) is not None}
     values |= family.read(content, where)
-    values["num_labels"] = _number_of_labels(raw, where)
+    if has_labels(family.config):
+        values["num_labels"] = _number_of_labels(raw, where)
     read = fields | {"model_type", "architectures", "num_labels", *family.spelled_otherwise}
     values["extra"] = json.dumps({k: v for k, v in raw.items() if k not in read})
     try:
@@ -58,10 +59,15 @@ def to_json(config: Any, architecture: str) -> dict[str, Any]:
     raw |= dict(model_type=config.model_type, architectures=[architecture])
     raw |= {name: getattr(config, name) for name in sorted(_shared_fields(type(config)))}
     raw |= config.family.write(config)
-    if len(raw.get("id2label") or "12") != config.num_labels:
+    if has_labels(type(config)) and len(raw.get("id2label") or "12") != config.num_labels:
         raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
         raw["label2id"] = {f"LABEL_{i}": i for i in range(config.num_labels)}
     return raw
+
+
+def has_labels(config: type[Any]) -> bool:
+    """Whether models of this config may have a head with labels."""
+    return any(f.name == "num_labels" for f in dataclasses.fields(config))
 
 
 def _shared_fields(config: type[Any]) -> set[str]:

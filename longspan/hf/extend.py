@@ -6,14 +6,18 @@ import json
 import jax.numpy as jnp
 from flax import nnx
 
-from longspan.models import Encoder, LongformerConfig, MaskedLM, Model, QuestionAnswering, SequenceClassifier
+from longspan.models import CausalLM, Encoder, LongformerConfig, MaskedLM, Model, QuestionAnswering, SequenceClassifier
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders.longformer import LONGFORMER
 from longspan.models.families import FAMILIES
 
 
 def extend(
-    model: Encoder | Model, max_positions: int = 4096, window: int = 256, *, sep_token_id: int | None = None
+    model: Encoder | Model | CausalLM,
+    max_positions: int = 4096,
+    window: int = 256,
+    *,
+    sep_token_id: int | None = None,
 ) -> Encoder | Model:
     """A Longformer with a BERT's or RoBERTa's parameters: the recipe of the Longformer paper (arXiv:2004.05150, §5).
 
@@ -37,7 +41,7 @@ def extend(
         (1, 1000, 6)
     """
     old = model.config
-    if not old.family.extendable:
+    if isinstance(model, CausalLM) or not old.family.extendable:
         those = " or ".join(family.model_type for family in FAMILIES if family.extendable)
         raise ValueError(f"`extend` makes a Longformer of a {those} model, got a {old.model_type}.")
     if max_positions < old.max_tokens:

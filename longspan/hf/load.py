@@ -16,7 +16,7 @@ from longspan._checks import FLOATS, check_choice
 from longspan.hf.config import read_config
 from longspan.hf.names import HEADS, body_name, head_prefixes, parameters, task_of
 from longspan.hf.tensors import KINDS, Tensors
-from longspan.models import Encoder, Model
+from longspan.models import CausalLM, Encoder, Model
 from longspan.models._family import Family, Task
 from longspan.models.encoders.bigbird import RANDOM_BLOCKS
 
@@ -31,8 +31,8 @@ def load(
     task: str | None = None,
     num_labels: int | None = None,
     rngs: nnx.Rngs | None = None,
-) -> Encoder | Model:
-    """The BERT, RoBERTa, Longformer or BigBird in a directory that Hugging Face's `save_pretrained` or `save` wrote.
+) -> Encoder | Model | CausalLM:
+    """The model in a directory that Hugging Face's `save_pretrained` or `save` wrote, of a family in `longspan.models`.
 
     What the file holds besides (tables of positions, another task's head, an unused pooler) is ignored, and the logger
     "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all. The
@@ -40,11 +40,12 @@ def load(
 
     Args:
         directory: with a `config.json`, and a `model.safetensors` or its shards and their index.
-        dtype: of the parameters and of the computation; by default the one in the file.
+        dtype: of the parameters and of the computation; by default the one in the file, but
+            float32 for a decoder on a CPU, where matrices of 16 bits are read more slowly.
         random_blocks: for a BigBird: "trained" attends to the random blocks it was trained with, "hf_eval" to none, as
             Hugging Face does in eval mode (every random block is then the first block).
-        task: "encoder", "masked_lm", "sequence_classification", "token_classification" or "question_answering"; by
-            default the one in the config's `architectures`.
+        task: "encoder", "masked_lm", "sequence_classification", "token_classification" or "question_answering"; for a
+            decoder "causal_lm"; by default the one in the config's `architectures`.
         num_labels: of a classification head that the file does not have.
         rngs: makes a new head, with random parameters, if the file has none for the `task`.
 
@@ -71,7 +72,7 @@ def load(
         tensors = Tensors.open(where, stack)
         _check_depth(config, tensors, where)
         config = _untie_if_different(config, chosen, tensors)
-        dtype = tensors.dtype_of(family.word_embeddings) if dtype is None else jnp.dtype(dtype)
+        dtype = _default_dtype(family, tensors) if dtype is None else jnp.dtype(dtype)
         options = dict(_pooler(chosen, config, tensors), dtype=dtype, param_dtype=dtype)
         # Without values until it is known to fit, and to the end if the file has all of them.
         model = nnx.eval_shape(lambda: chosen.model(config, **options, rngs=nnx.Rngs(0)))
@@ -81,6 +82,12 @@ def load(
         _fill(model, tensors, sources, dtype)
     model.set_attributes(source=str(where.resolve()))
     return model
+
+
+def _default_dtype(family: Family, tensors: Tensors) -> Any:
+    if family.float32_on_cpu and jax.default_backend() == "cpu":
+        return jnp.dtype(jnp.float32)
+    return tensors.dtype_of(family.word_embeddings)
 
 
 def _check_depth(config: Any, tensors: Tensors, where: Path) -> None:

@@ -38,14 +38,14 @@ def parameters(model: Any) -> Iterator[Parameter]:
     """All tensors that a file of this model has, layer by layer."""
     family, task = model.config.family, task_of(model)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        ours, shape, transposed = ".".join(map(str, path)), tuple(variable.shape), path[-1] == "kernel"
-        in_head = bool(task.names) and path[0] != "encoder"
-        stacked = not in_head and "layers" in path
-        shape = shape[1:] if stacked else shape
+        (ours, layers), transposed = family.layers_of(model.config, path), path[-1] == "kernel"
+        in_head = any(ours.startswith(start) for start, _ in task.names)
+        shape = tuple(variable.shape) if layers is None else tuple(variable.shape)[1:]
         shape = shape[::-1] if transposed else shape
         name = _file_name(ours, task.names) if in_head else body_name(ours.removeprefix("encoder."), family)
-        for layer in range(variable.shape[0]) if stacked else [None]:
-            yield Parameter(name.format(layer), path, layer, shape, in_head, transposed)
+        for index, number in enumerate([None] if layers is None else layers):
+            layer = None if layers is None else index
+            yield Parameter(name.format(number), path, layer, shape, in_head, transposed)
 
 
 def body_name(ours: str, family: Family) -> str:

@@ -12,15 +12,15 @@ import numpy as np
 from flax import nnx
 
 from longspan.hf.beside import files_beside
-from longspan.hf.config import to_json
+from longspan.hf.config import has_labels, to_json
 from longspan.hf.names import parameters, prefix, task_of
 from longspan.hf.replace import replace_all
 from longspan.hf.tensors import INDEX, WEIGHTS
-from longspan.models import Encoder, Model, QuestionAnswering
+from longspan.models import CausalLM, Encoder, Model, QuestionAnswering
 
 
 def save(
-    model: Encoder | Model,
+    model: Encoder | Model | CausalLM,
     directory: str | os.PathLike,
     *,
     tokenizer: str | os.PathLike | None = None,
@@ -37,7 +37,7 @@ def save(
     `.saving-` folder there, until the next save that succeeds.)
 
     Args:
-        model: an `Encoder` or a model with a head.
+        model: an `Encoder`, a model with a head, or a `CausalLM`.
         directory: is made if it is not there.
         tokenizer: a directory whose tokenizer to copy, in place of one that is there.
         id2label: the labels' names, in order or by number; by default those of the config that was loaded.
@@ -62,6 +62,8 @@ def save(
     raw.pop("torch_dtype", None)
     raw["dtype"] = next(iter(tensors.values())).dtype.name
     if id2label is not None:
+        if not has_labels(type(config)):
+            raise ValueError(f"`id2label` names labels, which a {config.model_type} has none of. Leave it out.")
         raw |= _labels(id2label, config.num_labels)
     where = Path(directory)
     files = {

@@ -1,4 +1,4 @@
-"""Encoders for long documents, and the ones they grew from: Longformer, BigBird, BERT, RoBERTa.
+"""Encoders (BERT, RoBERTa, Longformer, BigBird) and decoders (Llama, Mistral, Qwen, Gemma, Phi-3).
 
 A model is a config and a task; `longspan.hf` reads and writes both.
 
@@ -18,6 +18,14 @@ from longspan._optional import needs
 needs(__name__, "flax", extra="flax")
 
 from longspan.models.compiled import compiled as compiled
+from longspan.models.decoders.causal_lm import CausalLM as CausalLM
+from longspan.models.decoders.gemma2 import Gemma2Config as Gemma2Config
+from longspan.models.decoders.gemma3 import Gemma3Config as Gemma3Config
+from longspan.models.decoders.llama import LlamaConfig as LlamaConfig
+from longspan.models.decoders.mistral import MistralConfig as MistralConfig
+from longspan.models.decoders.phi3 import Phi3Config as Phi3Config
+from longspan.models.decoders.qwen2 import Qwen2Config as Qwen2Config
+from longspan.models.decoders.qwen3 import Qwen3Config as Qwen3Config
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.encoder import Encoder as Encoder

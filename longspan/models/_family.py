@@ -52,7 +52,13 @@ class Family:
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = _nothing
     write: Callable[[Any], dict[str, Any]] = _nothing
     extendable: bool = False  # whether `hf.extend` makes a Longformer of it
+    float32_on_cpu: bool = False  # whether that is its dtype there unless a caller names another; else the file's
 
     @property
     def model_type(self) -> str:
         return self.config.model_type
+
+    def layers_of(self, config: Any, path: tuple) -> tuple[str, range | None]:
+        """Our name of a parameter, and the numbers of the layers on its first axis; None if it is no layer's."""
+        layers = range(config.num_hidden_layers) if "layers" in path else None
+        return ".".join(map(str, path)), layers

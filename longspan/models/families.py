@@ -1,9 +1,19 @@
 """The families whose checkpoints Longspan knows."""
 
 from longspan.models._family import Family
+from longspan.models.decoders.gemma2 import GEMMA2
+from longspan.models.decoders.gemma3 import GEMMA3
+from longspan.models.decoders.llama import LLAMA
+from longspan.models.decoders.mistral import MISTRAL
+from longspan.models.decoders.phi3 import PHI3
+from longspan.models.decoders.qwen2 import QWEN2
+from longspan.models.decoders.qwen3 import QWEN3
 from longspan.models.encoders.bert import BERT
 from longspan.models.encoders.bigbird import BIG_BIRD
 from longspan.models.encoders.longformer import LONGFORMER
 from longspan.models.encoders.roberta import ROBERTA
 
-FAMILIES: tuple[Family, ...] = (BERT, ROBERTA, LONGFORMER, BIG_BIRD)
+FAMILIES: tuple[Family, ...] = (
+    *(BERT, ROBERTA, LONGFORMER, BIG_BIRD),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3),
+)

@@ -26,3 +26,4 @@ class Output:
     logits: Any = None  # [B, num_labels], [B, T, num_labels] or [B, T, vocab_size]
     start_logits: Any = None  # [B, T]
     end_logits: Any = None  # [B, T]
+    cache: Any = None  # of a decoder that was given one: with the tokens of the call

@@ -11,7 +11,7 @@ from longspan import hf, models
 from longspan.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = dict(vocab_size=7, hidden_size=6, num_attention_heads=2, num_hidden_layers=1, intermediate_size=5)
+TINY = dict(vocab_size=7, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=5)
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 
 

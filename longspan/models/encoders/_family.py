@@ -80,7 +80,9 @@ def refuse_decoders(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """No fields: every one of an encoder's is spelled as in `config.json`. Raises for what makes it no encoder."""
     for name in ("is_decoder", "add_cross_attention"):
         if raw.get(name):
-            raise ValueError(f"{where} has {name}=true. Longspan has encoders only: set it to false if it is one.")
+            raise ValueError(
+                f"{where} has {name}=true. Longspan has only encoders of this family: set it to false if it is one."
+            )
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise ValueError(f"{where} has position_embedding_type={kind!r}. Longspan knows 'absolute' only.")

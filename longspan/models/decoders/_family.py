@@ -1,0 +1,246 @@
+"""What all decoders are made of (`DecoderConfig`), and what tells their families apart (`DecoderFamily`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from longspan._checks import check_choice
+from longspan.masks import Causal, Mask, Window
+from longspan.models._family import Family
+from longspan.models._fields import check_counts, check_flags, check_reals
+from longspan.models.activations import ACTIVATIONS
+from longspan.models.decoders.rope import BESIDE, both_spellings, frozen, one_rope
+from longspan.models.decoders.runs import Run, runs
+from longspan.rope import frequencies
+
+# Metadata of a config's field that no `config.json` has, at least not under this name.
+OURS = {"in_json": False}
+FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's words for kinds of layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The numbers of every decoder, under the names of `config.json`; the defaults are Llama's."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: Any = field(default=None, metadata=OURS)
+    extra: str = field(default="{}", metadata=OURS)
+
+    model_type: ClassVar[str]
+
+    def __post_init__(self):
+        check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        check_counts(self, "max_position_embeddings")
+        check_counts(self, *(name for name in ("num_key_value_heads", "head_dim") if getattr(self, name) is not None))
+        check_reals(self, "rms_norm_eps", "initializer_range")
+        check_flags(self, "tie_word_embeddings")
+        check_choice("hidden_act", self.hidden_act, tuple(sorted(ACTIVATIONS)))
+        heads, kv_heads, _ = self.heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}. Change one of them."
+            )
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={heads}. Or give `head_dim`."
+            )
+        rope = self.rope_parameters or dict(rope_type="default", rope_theta=10000.0)
+        object.__setattr__(self, "rope_parameters", frozen(rope))
+        for kind in dict.fromkeys(self.kinds):
+            self.mask(kind)
+            self._check_share(kind)
+            self.frequencies(kind)
+
+    def _check_share(self, kind: str) -> None:
+        share = self.rope(kind).get("partial_rotary_factor")
+        if not self.family.partial_rotation and share not in (None, 1):
+            raise ValueError(
+                f"partial_rotary_factor={share}: a {self.model_type} rotates all features of its heads, and Hugging "
+                "Face's ignores it in some types of rope. Leave it out."
+            )
+
+    @property
+    def family(self) -> "DecoderFamily":
+        """The record of what tells its family from the others."""
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """How many heads of queries and of keys, and their size."""
+        heads = self.num_attention_heads
+        size = self.hidden_size // heads if self.head_dim is None else self.head_dim
+        return heads, heads if self.num_key_value_heads is None else self.num_key_value_heads, size
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.heads[2] ** -0.5
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The soft cap of scores."""
+        return None
+
+    @property
+    def final_soft_cap(self) -> float | None:
+        """The soft cap of logits."""
+        return None
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether there are biases: of queries, keys and values; of what attention puts out; of the MLP."""
+        return False, False, False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return (FULL,) * self.num_hidden_layers
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers by their repeating pattern."""
+        return runs(self.kinds)
+
+    def mask(self, kind: str) -> Mask:
+        """The rule of a kind of layers."""
+        if kind == FULL:
+            return Causal()
+        if kind != SLIDING:
+            raise ValueError(f"`layer_types` has {kind!r}, which is not one of '{FULL}', '{SLIDING}'.")
+        window = getattr(self, "sliding_window", None)
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise ValueError(f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 on, got {window!r}.")
+        return Causal() & Window(window - 1, 0)
+
+    def frequencies(self, kind: str, seq_len: int | None = None) -> tuple[Any, float]:
+        """The rotary frequencies of a kind of layers; those of some types depend on the length."""
+        most = self.max_position_embeddings
+        return frequencies(self.rope(kind), self.heads[2], max_position_embeddings=most, seq_len=seq_len)
+
+    def rope(self, kind: str) -> Mapping[str, Any]:
+        """The rotary parameters of a kind of layers."""
+        return self.rope_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTypes(DecoderConfig):
+    """A decoder whose file may name the kind of each layer."""
+
+    layer_types: Sequence[str] | None = None
+
+    def __post_init__(self):
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+            if len(self.layer_types) != self.num_hidden_layers:
+                raise ValueError(
+                    f"`layer_types` must name the kinds of num_hidden_layers={self.num_hidden_layers} layers, got "
+                    f"{len(self.layer_types)}."
+                )
+        super().__post_init__()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        if self.layer_types is not None:
+            return tuple(self.layer_types)
+        return tuple(self.default_kind(number) for number in range(self.num_hidden_layers))
+
+    def default_kind(self, number: int) -> str:
+        """The kind of a layer where a file names none."""
+        raise NotImplementedError
+
+
+def read_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The rotary parameters, and errors for what would compute something else."""
+    refuse(content, where)
+    return dict(rope_parameters=one_rope(content))
+
+
+def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`read_rope`, and a window, of which null is not the default."""
+    return read_rope(content, where) | dict(sliding_window=content.get("sliding_window"))
+
+
+def refuse(content: Mapping[str, Any], where: str) -> None:
+    """Raises for what Longspan's decoders do not have."""
+    if content.get("quantization_config"):
+        method = dict(content["quantization_config"]).get("quant_method")
+        raise ValueError(
+            f"{where} has a quantization_config ({method}). Longspan reads floats only: load the checkpoint that it "
+            "was quantized from, or write a dequantized one."
+        )
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if content.get(name):
+            raise ValueError(f"{where} has {name}={content[name]!r}. Longspan has no mixtures of experts.")
+
+
+def write_rope(config: DecoderConfig) -> dict[str, Any]:
+    """The rotary parameters in both spellings, and `write_sizes`."""
+    return both_spellings(config.rope_parameters) | write_sizes(config)
+
+
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """Sizes that a null does not stand for everywhere."""
+    _, kv_heads, size = config.heads
+    return dict(num_key_value_heads=kv_heads, head_dim=size)
+
+
+# Our names of a layer's parameters, which are those of most families.
+LAYER = (
+    ("attention.query.", "self_attn.q_proj."),
+    ("attention.key.", "self_attn.k_proj."),
+    ("attention.value.", "self_attn.v_proj."),
+    ("attention.qkv.", "self_attn.qkv_proj."),
+    ("attention.out.", "self_attn.o_proj."),
+    ("attention.query_norm.", "self_attn.q_norm."),
+    ("attention.key_norm.", "self_attn.k_norm."),
+    ("mlp.gate.", "mlp.gate_proj."),
+    ("mlp.up.", "mlp.up_proj."),
+    ("mlp.gate_up.", "mlp.gate_up_proj."),
+    ("mlp.down.", "mlp.down_proj."),
+)
+PRE_NORMS = (("attention_norm.", "input_layernorm."), ("mlp_norm.", "post_attention_layernorm."))
+
+
+def names_of(*layer: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """The names of a body whose layers have these."""
+    inside = tuple((f"layers.{ours}", f"layers.{{}}.{theirs}") for ours, theirs in layer)
+    return (("embed.", "embed_tokens."), *inside, ("norm.", "norm."))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderFamily(Family):
+    """A family of decoders: how its layers differ from Llama's."""
+
+    prefix: str = "model."
+    names: tuple[tuple[str, str], ...] = names_of(*LAYER, *PRE_NORMS)
+    word_embeddings: str = "embed_tokens.weight"
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    float32_on_cpu: bool = True
+    spelled_otherwise: tuple[str, ...] = BESIDE
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]] = read_rope
+    write: Callable[[Any], dict[str, Any]] = write_rope
+
+    norm_adds_one: bool = False  # norms multiply by 1 + weight, in float32; else by the weight, after rounding
+    branch_norms: bool = False  # both branches of a layer are normalised again before they are added
+    qk_norm: bool = False  # queries and keys are normalised, head by head
+    scaled_embeddings: bool = False  # by the root of the hidden size
+    partial_rotation: bool = False  # a share of the features of a head may be rotated alone
+    fused: bool = False  # queries, keys and values are one matrix, and so are the MLP's gate and its input
+
+    def layers_of(self, config: DecoderConfig, path: tuple) -> tuple[str, range | None]:
+        """See `Family`. Layers are stacked by their place in a repeating pattern."""
+        if path[0] != "layers":
+            return super().layers_of(config, path)
+        stacks = [run.numbers(place) for run in config.runs for place in range(len(run.kinds))]
+        return ".".join(map(str, (path[0], *path[2:]))), stacks[path[1]]

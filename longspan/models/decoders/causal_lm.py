@@ -1,0 +1,166 @@
+"""The decoder that all families share: embeddings, layers, and the logits of the next token."""
+
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int, Shaped
+
+from longspan import cache as caches
+from longspan._types import Array as AnyArray
+from longspan.models._rngs import check_rngs
+from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
+from longspan.models.decoders.layer import run_layers, stack
+from longspan.models.decoders.norm import RMSNorm
+from longspan.models.layers import embed, linear
+from longspan.models.output import Output
+
+
+class CausalLM(nnx.Module):
+    """A decoder that predicts the next token at each place, of the family that the config is of.
+
+    Layers have the mask and the rotary positions of their kind. Those that repeat are scanned, so that the time to
+    compile does not grow with their number.
+
+    Args:
+        config: for example a `LlamaConfig`.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+        rngs: initial parameters.
+
+    Example:
+        >>> from flax import nnx
+        >>> from longspan import models
+        >>> config = models.LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> model = models.CausalLM(config, rngs=nnx.Rngs(0))
+        >>> model(jnp.array([[3, 7, 5]])).logits.shape
+        (1, 3, 11)
+        >>> output = model(jnp.array([[3, 7, 5]]), cache=model.init_cache(batch=1, length=100))
+        >>> model(jnp.array([[2]]), cache=output.cache).logits.shape
+        (1, 1, 11)
+    """
+
+    task: ClassVar[str] = "causal_lm"  # its name in `hf.load`
+    suffixes: ClassVar[tuple[str, ...]] = ("ForCausalLM",)  # of Hugging Face's names for it
+
+    config: Any  # of the family
+
+    def __init__(self, config: DecoderConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        check_rngs(rngs)
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.source: str | None = None
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        self.embed = embed(config, config.vocab_size, **kinds, rngs=rngs)
+        self.layers = nnx.List(
+            stack(config, kind, run.count, **kinds, rngs=rngs) for run in config.runs for kind in run.kinds
+        )
+        self.norm = RMSNorm(config, config.hidden_size, **kinds)
+        shape = config.hidden_size, config.vocab_size
+        tied = config.tie_word_embeddings
+        self.head = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds, rngs=rngs)
+
+    def __call__(
+        self,
+        input_ids: Int[AnyArray, "B T"] | None = None,
+        attention_mask: Shaped[AnyArray, "B T"] | None = None,
+        positions: Int[AnyArray, "B_or_1 T"] | None = None,
+        inputs_embeds: Float[AnyArray, "B T D"] | None = None,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        cache: Any = None,
+        *,
+        remat: bool = False,
+    ) -> Output:
+        """The logits [B, T, vocab_size] of the token after each token; with a `cache` also the new one.
+
+        Ids outside of their tables are an error, unless they are traced: then they are not known, and give NaN.
+
+        Args:
+            input_ids: token ids, an array.
+            attention_mask: nonzero for tokens, 0 for padding, which may come before them or after them; bools, ints or
+                floats. The logits at padding mean nothing.
+            positions: of the tokens, for rotations; by default tokens are counted in each row, and in each document.
+            inputs_embeds: embeddings instead of `input_ids`, as they are: a family that scales its own does not scale
+                these.
+            segment_ids: the document of each token in packed rows, negative for padding: no token sees another
+                document.
+            cache: what `init_cache` gave, or the call before, for the tokens that come after those in it. Rows may
+                have different numbers of them, by `attention_mask`.
+            remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
+        """
+        config = self.config
+        shape = check_inputs(config, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache)
+        x = self._embedded(input_ids, inputs_embeds)
+        if cache is None:
+            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids)
+            return self._output(*self._run(x, tokens, None, remat))
+        if attention_mask is None:
+            return self._output(*self._run(x, cached_tokens_of(config, shape, cache, None), cache, remat))
+        # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
+        order, lengths = tokens_first(attention_mask)
+        x = jnp.take_along_axis(x, order[..., None], axis=1)
+        x, cache = self._run(x, cached_tokens_of(config, shape, cache, lengths), cache, remat)
+        return self._output(jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1), cache)
+
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> tuple:
+        """Empty caches of all layers, for `batch` rows of up to `length` tokens each.
+
+        A layer keeps what its mask will look at again: a sliding one its window, whatever the length.
+
+        Args:
+            batch: rows.
+            length: tokens of a row, prompt and answer.
+            dtype: of keys and values; by default the model's.
+
+        Returns:
+            By run of repeating layers, and by place in the repeating pattern, a `Cache` with the repetitions as the
+            first axis of its arrays. A call gives it back in `output.cache`.
+
+        Example:
+            >>> from flax import nnx
+            >>> from longspan import models
+            >>> config = models.LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=3)
+            >>> model = models.CausalLM(config, rngs=nnx.Rngs(0))
+            >>> model.init_cache(batch=5, length=100)[0][0].k.shape
+            (3, 5, 100, 2, 4)
+        """
+        _, kv_heads, size = self.config.heads
+        kind_of_cache = self.dtype if dtype is None else dtype
+
+        def stacked(kind: str, count: int):
+            plan = caches.plan(self.config.mask(kind), length)
+            one = caches.init(plan, batch, kv_heads, size, kind_of_cache)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
+
+        return tuple(tuple(stacked(kind, run.count) for kind in run.kinds) for run in self.config.runs)
+
+    def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
+        if inputs_embeds is not None:
+            return jnp.asarray(inputs_embeds, self.dtype)
+        x = self.embed(jnp.asarray(input_ids, jnp.int32))
+        if not self.config.family.scaled_embeddings:
+            return x
+        # Rounded first, as the families do that scale: √2304 is 48 in float32 as well as in bfloat16, √3072 is not.
+        return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
+
+    def _run(self, x, tokens, cache, remat: bool) -> tuple[jax.Array, Any]:
+        parts = iter([nnx.split(layer) for layer in self.layers])
+        groups = [[next(parts) for _ in run.kinds] for run in self.config.runs]
+        graphs = tuple(tuple(graph for graph, _ in group) for group in groups)
+        states = tuple(tuple(state for _, state in group) for group in groups)
+        counts = tuple(run.count for run in self.config.runs)
+        return _run_layers(graphs, counts, remat, states, x, tokens, cache)
+
+    def _output(self, x, cache) -> Output:
+        x = self.norm(x)
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        cap = self.config.final_soft_cap
+        if cap is not None:
+            logits = jnp.tanh(logits / cap) * cap
+        return Output(last_hidden_state=x, logits=logits, cache=cache)
+
+
+# Jitted, or a call outside of `jit` would compile the scans every time: their bodies are new functions in each.
+_run_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))(run_layers)

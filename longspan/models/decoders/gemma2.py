@@ -1,0 +1,132 @@
+"""Gemma 2 (arXiv:2408.00118): windows in every second layer, soft caps, four norms per layer that multiply by 1 + w."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from longspan.models._fields import check_flags, check_reals
+from longspan.models.decoders._family import (
+    FULL,
+    LAYER,
+    OURS,
+    SLIDING,
+    DecoderConfig,
+    DecoderFamily,
+    LayerTypes,
+    names_of,
+    read_window,
+    write_rope,
+)
+from longspan.models.decoders.llama import CAUSAL_LM
+from longspan.models.decoders.rope import BESIDE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Config(LayerTypes):
+    """A Gemma 2: layers 0, 2, 4, ... see a window.
+
+    The names are those of `config.json`, explained in `LlamaConfig`; the defaults are Gemma-2-2B, but for
+    `num_key_value_heads`.
+
+    Args:
+        hidden_act: the activation, which `config.json` calls `hidden_activation`.
+        query_pre_attn_scalar: scores are divided by its root.
+        sliding_window: the keys that a query of a sliding layer sees, its own among them.
+        layer_types: the kind of each layer; by default they alternate, the first one sliding.
+        attn_logit_softcapping: the soft cap of scores, or None.
+        final_logit_softcapping: the soft cap of logits, or None.
+
+    Example:
+        >>> from longspan import models
+        >>> models.Gemma2Config(num_hidden_layers=3).kinds
+        ('sliding_attention', 'full_attention', 'sliding_attention')
+    """
+
+    vocab_size: int = 256000
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    head_dim: int | None = 256
+    hidden_act: str = field(default="gelu_pytorch_tanh", metadata=OURS)
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    query_pre_attn_scalar: int | float = 256
+    sliding_window: int | None = 4096
+    layer_types: Sequence[str] | None = None
+    attn_logit_softcapping: int | float | None = 50.0
+    final_logit_softcapping: int | float | None = 30.0
+
+    model_type: ClassVar[str] = "gemma2"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_flags(self, "attention_bias")
+        check_reals(self, "query_pre_attn_scalar")
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        check_reals(self, *(name for name in caps if getattr(self, name) is not None))
+
+    @property
+    def family(self) -> DecoderFamily:
+        return GEMMA2
+
+    @property
+    def scale(self) -> float:
+        return self.query_pre_attn_scalar**-0.5
+
+    @property
+    def soft_cap(self) -> float | None:
+        return self.attn_logit_softcapping
+
+    @property
+    def final_soft_cap(self) -> float | None:
+        return self.final_logit_softcapping
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return self.attention_bias, self.attention_bias, False
+
+    def default_kind(self, number: int) -> str:
+        return FULL if number % 2 else SLIDING
+
+
+def read_gemma(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a Gemma's file may set to null, and its activation."""
+    if content.get("use_bidirectional_attention"):
+        raise ValueError(
+            f"{where} has use_bidirectional_attention=true, an encoder. Longspan has decoders of this family."
+        )
+    read = read_window(content, where)
+    read |= {name: content.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return read | dict(hidden_act=content.get("hidden_activation") or "gelu_pytorch_tanh")
+
+
+def write_gemma(config: DecoderConfig) -> dict[str, Any]:
+    """The rotary parameters, and its activation under the other name."""
+    return write_rope(config) | dict(hidden_activation=config.hidden_act)
+
+
+NAMES = names_of(
+    *LAYER,
+    ("attention_norm.", "input_layernorm."),
+    ("attention_out_norm.", "post_attention_layernorm."),
+    ("mlp_norm.", "pre_feedforward_layernorm."),
+    ("mlp_out_norm.", "post_feedforward_layernorm."),
+)
+
+GEMMA2 = DecoderFamily(
+    config=Gemma2Config,
+    name="Gemma2",
+    tasks=(CAUSAL_LM,),
+    names=NAMES,
+    defaults=dict(
+        num_key_value_heads=4, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+    ),
+    spelled_otherwise=(*BESIDE, "hidden_activation"),
+    read=read_gemma,
+    write=write_gemma,
+    norm_adds_one=True,
+    branch_norms=True,
+    scaled_embeddings=True,
+)

@@ -1,0 +1,100 @@
+"""What a call gives a decoder, checked before anything is computed from it, and the place of every token."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan._checks import is_int, is_known
+from longspan.cache import Cache
+from longspan.masks import Segments, positions_from_segments
+from longspan.models._inputs import check_shape, shape_of_input
+from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.attention import Tokens
+
+
+def check_inputs(
+    config: DecoderConfig,
+    input_ids: Any,
+    attention_mask: Any,
+    positions: Any,
+    inputs_embeds: Any,
+    segment_ids: Any,
+    cache: Any,
+) -> tuple[int, int]:
+    """The batch and the number of tokens, after checking that all arguments are of one call that the model can run."""
+    shape = shape_of_input(config, input_ids, inputs_embeds)
+    for name, array in (("attention_mask", attention_mask), ("segment_ids", segment_ids)):
+        if array is not None:
+            check_shape(name, array, [shape])
+    if positions is not None:
+        check_shape("positions", positions, [shape, (1, shape[1])])
+        if not is_int(positions):
+            raise ValueError(f"`positions` must be ints, got {positions.dtype}.")
+    if cache is not None:
+        _check_cache(config, cache, shape, attention_mask)
+        for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+            if array is not None:
+                raise ValueError(
+                    f"`{name}` and `cache` were both given, but a cache counts the tokens of each row itself, all of "
+                    f"one document. Leave `{name}` out."
+                )
+    return shape
+
+
+def tokens_of(config: DecoderConfig, shape: tuple[int, int], attention_mask, positions, segment_ids) -> Tokens:
+    """The masks and the positions of a call without a cache.
+
+    Masks go by slots: padding at either end and packed documents leave the distances inside of a document alone.
+    """
+    masks = {kind: config.mask(kind) for kind in dict.fromkeys(config.kinds)}
+    ids = _documents(shape, attention_mask, segment_ids)
+    if ids is not None:
+        masks = {kind: mask & Segments(ids) for kind, mask in masks.items()}
+    if positions is None:
+        positions = jnp.arange(shape[1], dtype=np.int32) if ids is None else positions_from_segments(ids)
+    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
+
+
+def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], cache, lengths) -> Tokens:
+    """The positions of new tokens, which are those that every cache is about to give them."""
+    first = cache[0][0]
+    at = first.length[0][:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
+    return Tokens({}, ropes_of(config, first.plan.length), at, lengths)
+
+
+def ropes_of(config: DecoderConfig, seq_len: int) -> dict[str, tuple[Any, Any]]:
+    """The rotary frequencies and factors of all kinds of layers, for rows of this length."""
+    return {kind: config.frequencies(kind, seq_len) for kind in dict.fromkeys(config.kinds)}
+
+
+def tokens_first(attention_mask: Any) -> tuple[jax.Array, jax.Array]:
+    """The order [B, T] in which each row's tokens come before its padding, and how many they are."""
+    valid = jnp.asarray(attention_mask).astype(bool)
+    return jnp.argsort(~valid, axis=1, stable=True), jnp.sum(valid, axis=1, dtype=np.int32)
+
+
+def _documents(shape: tuple[int, int], attention_mask, segment_ids) -> jax.Array | None:
+    """The document of every token, -1 for padding; None if all are of one."""
+    if attention_mask is None:
+        return None if segment_ids is None else jnp.asarray(segment_ids)
+    ids = jnp.zeros(shape, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+    return jnp.where(jnp.asarray(attention_mask).astype(bool), ids, np.int32(-1))
+
+
+def _check_cache(config: DecoderConfig, cache: Any, shape: tuple[int, int], attention_mask: Any) -> None:
+    sizes = [len(run.kinds) for run in config.runs]
+    is_ours = isinstance(cache, tuple) and [len(run) for run in cache if isinstance(run, tuple)] == sizes
+    if not is_ours or not all(isinstance(one, Cache) for run in cache for one in run):
+        raise TypeError(f"`cache` must be what `model.init_cache(batch, length)` gives, got {type(cache).__name__}.")
+    first = cache[0][0]
+    if first.length.shape[1] != shape[0]:
+        raise ValueError(f"`cache` has {first.length.shape[1]} rows and the input {shape[0]}. Give each row its own.")
+    new = shape[1] if attention_mask is None else jnp.asarray(attention_mask).astype(bool).sum(axis=1)
+    total = first.length[0] + new
+    if is_known(total) and int(total.max()) > first.plan.length:
+        raise ValueError(
+            f"The cache was made for {first.plan.length} tokens, and {int(total.max())} are asked for. Make a longer "
+            "one: `model.init_cache(batch, length)`."
+        )

@@ -1,0 +1,153 @@
+"""Tiny Hugging Face decoders and the inputs on which we compare with them. Needs torch and transformers to run them.
+
+Weights are not stored but drawn, from a generator that NumPy keeps as it is forever, by the names that a file has.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent / "decoders"
+VOCAB, WINDOW, T = 29, 5, 37  # seven windows
+LENGTHS = (37, 23)
+TINY = dict(
+    vocab_size=VOCAB, hidden_size=24, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3,
+    intermediate_size=20, max_position_embeddings=71, pad_token_id=None, bos_token_id=None, eos_token_id=3,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=100.0, partial_rotary_factor=1.0, short_factor=[1.1, 1.7, 2.0],
+    long_factor=[3.0, 9.0, 4.0],
+)  # fmt: skip
+# Name of the golden file -> name of Hugging Face's classes, and what differs from TINY.
+MODELS: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))),
+    "llama3": ("Llama", dict(
+        rope_parameters=LLAMA3, head_dim=10, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+        hidden_act="gelu",
+    )),
+    "llama_dynamic": ("Llama", dict(
+        rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=3.0), max_position_embeddings=16,
+    )),
+    "mistral": ("Mistral", dict(sliding_window=WINDOW)),
+    "mistral_full": ("Mistral", dict(
+        sliding_window=None, head_dim=10,
+        rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16),
+    )),
+    "qwen2": ("Qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen2_full": ("Qwen2", dict(sliding_window=WINDOW, max_window_layers=1, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(head_dim=10, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
+    "qwen3_bias": ("Qwen3", dict(head_dim=8, attention_bias=True)),
+    "gemma2": ("Gemma2", dict(
+        num_hidden_layers=5, head_dim=10, query_pre_attn_scalar=7, sliding_window=WINDOW, attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+    )),
+    "gemma3_text": ("Gemma3Text", dict(
+        num_hidden_layers=11, sliding_window_pattern=3, head_dim=10, query_pre_attn_scalar=7, sliding_window=WINDOW,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    )),
+    "phi3": ("Phi3", dict(sliding_window=WINDOW)),
+    "phi3_long": ("Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)),
+    "phi3_short": ("Phi3", dict(
+        rope_parameters=LONGROPE | dict(partial_rotary_factor=0.7, short_factor=[1.1, 1.7], long_factor=[3.0, 9.0]),
+        original_max_position_embeddings=64,
+    )),
+}  # fmt: skip
+
+
+def weights(shapes: dict[str, list[int]], model_type: str) -> dict[str, np.ndarray]:
+    """Wide ones: with the usual 0.02, attention is nearly uniform, and a wrong mask hides in the rounding."""
+    arrays = {}
+    for name, shape in shapes.items():
+        draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+        if name.endswith("norm.weight"):
+            array = 0.3 * np.tanh(draw) + (0.0 if model_type.startswith("gemma") else 1.0)
+        else:
+            array = draw * (0.7 if "embed_tokens" in name else 0.3)
+        arrays[name] = array.astype(np.float32)
+    return arrays
+
+
+def cases() -> dict[str, dict[str, np.ndarray]]:
+    """Ragged batches, padded on the right and on the left."""
+    rng = np.random.RandomState(0)
+    found = {}
+    for side in ("right", "left"):
+        ids, mask = rng.randint(4, VOCAB, (2, T)), np.zeros((2, T), np.int64)
+        for row, length in enumerate(LENGTHS):
+            mask[row, slice(0, length) if side == "right" else slice(T - length, T)] = 1
+        found[side] = dict(input_ids=ids * mask, attention_mask=mask)
+    return found
+
+
+def version_4(config: dict) -> dict:
+    """The same config as version 4 of transformers wrote it."""
+    old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | dict(torch_dtype="float32")
+    rope, word = dict(config["rope_parameters"]), "type"
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope, word = dict(rope["full_attention"]), "rope_type"
+    old["rope_theta"] = rope.pop("rope_theta")
+    old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if old["rope_scaling"]:
+        rope[word] = rope.pop("rope_type")
+    return old
+
+
+def write(directory: Path, config: dict, arrays: dict[str, np.ndarray]) -> Path:
+    """A checkpoint as `save_pretrained` writes it."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(arrays, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def hugging_face(directory: Path):
+    """The peer's model in a directory."""
+    import transformers
+
+    (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
+    # Eager: the others have no soft caps.
+    return getattr(transformers, architecture).from_pretrained(directory, attn_implementation="eager").eval()
+
+
+def run(model, case: dict[str, np.ndarray]) -> np.ndarray:
+    """The logits [tokens, vocab_size] of what is not padding."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits.numpy()
+    return logits[case["attention_mask"].astype(bool)]
+
+
+def gradients(model, case: dict[str, np.ndarray], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of the loss below, by name in a file: the inner product with the parameter's own weights, and its norm."""
+    import torch
+
+    logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits
+    (logits * torch.from_numpy(cotangent(case))).sum().backward()
+    found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: summary(found[name], arrays[name]) for name in arrays if name in found}
+
+
+def cotangent(case: dict[str, np.ndarray]) -> np.ndarray:
+    """Of the logits: the loss is their inner product with it."""
+    draw = np.random.RandomState(7).standard_normal((*case["input_ids"].shape, VOCAB))
+    return (draw * case["attention_mask"][..., None]).astype(np.float32)
+
+
+def summary(gradient: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Two numbers in place of an array: along a direction, and in length."""
+    direction = np.random.RandomState(11).standard_normal(weight.shape)
+    gradient = gradient.astype(np.float64)
+    return np.array([np.sum(gradient * direction), np.linalg.norm(gradient)])

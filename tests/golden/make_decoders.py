@@ -1,0 +1,62 @@
+"""Writes what Hugging Face's decoders compute, for tests that have neither. Run it where they are installed:
+
+    python tests/golden/make_decoders.py [names]
+
+A model is one file: logits of the cases in `decoder_peers`, summaries of gradients, and in the metadata the config as
+`save_pretrained` writes it and the shapes of all tensors. `defaults.json` is what their configs hold that say nothing.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import decoder_peers as peers
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+
+def main() -> None:
+    # Here, because the test suite, which looks for doctests in every file, has neither.
+    import torch
+    import transformers
+
+    torch.use_deterministic_algorithms(True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name in sys.argv[1:] or peers.MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            arrays, metadata = golden(name, Path(folder))
+        path = peers.HERE / f"{name}.safetensors"
+        save_file(arrays, path, metadata={**metadata, **versions})
+        print(f"{name}: {path.stat().st_size / 1024:.0f} KiB")
+    names = dict.fromkeys(family for family, _ in peers.MODELS.values())
+    defaults = {name: getattr(transformers, f"{name}Config")().to_dict() for name in names}
+    (peers.HERE / "defaults.json").write_text(json.dumps(defaults, indent=1, sort_keys=True) + "\n")
+
+
+def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays and the metadata of a golden file."""
+    import transformers
+
+    family, changes = peers.MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**peers.TINY, **changes})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    shapes = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
+    tensors = peers.weights(shapes, raw["model_type"])
+    model = peers.hugging_face(peers.write(folder, raw, tensors))
+    arrays = {f"logits.{case}": peers.run(model, inputs) for case, inputs in peers.cases().items()}
+    check_version_4(peers.hugging_face(peers.write(folder / "v4", peers.version_4(raw), tensors)), arrays)
+    found = peers.gradients(model, peers.cases()["left"], tensors)
+    arrays |= {f"grad.{k}": v for k, v in found.items()}
+    return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
+
+
+def check_version_4(model, arrays: dict[str, np.ndarray]) -> None:
+    """The old spelling means the same to the peer, so it must to us."""
+    for case, inputs in peers.cases().items():
+        np.testing.assert_array_equal(peers.run(model, inputs), arrays[f"logits.{case}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The comparisons of decoders, live, with the torch and transformers that are installed (`make parity`)."""
+
+import decoder_peers as peers
+import numpy as np
+import pytest
+
+from longspan import hf
+from tests.models.test_decoders import assert_close, directory, load, logits, real
+
+pytestmark = [
+    pytest.mark.parity,
+    # The peer's own warnings are not ours to mend.
+    pytest.mark.filterwarnings("default"),
+]
+
+
+@pytest.mark.parametrize("name", peers.MODELS)
+def test_hugging_face_gives_what_the_golden_files_say(name):
+    peer = peers.hugging_face(directory(name))
+    for inputs in peers.cases().values():
+        assert_close(real(logits(load(name), inputs), inputs), peers.run(peer, inputs))
+
+
+@pytest.mark.parametrize("name", peers.MODELS)
+def test_hugging_face_loads_what_we_save(name, tmp_path):
+    hf.save(load(name), tmp_path)
+    inputs = peers.cases()["left"]
+    want, got = (peers.run(peers.hugging_face(where), inputs) for where in (directory(name), tmp_path))
+    np.testing.assert_array_equal(got, want)
