@@ -68,11 +68,11 @@ def to_json(config: Any, architecture: str) -> dict[str, Any]:
 
 def _own_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Family]:
     """The family of a `config.json`, and what of it is its own, if it is one of a larger model."""
-    name = raw.get("model_type")
+    name: Any = raw.get("model_type")
     for family in FAMILIES:
         if name == family.model_type:
             return raw, family
-        if name in family.inside:
+        if isinstance(name, str) and name in family.inside:
             inner = raw.get(family.inside[name])
             if not isinstance(inner, dict):
                 raise ValueError(f"{where} has {family.inside[name]}={inner!r:.200}, which must be an object.")

@@ -252,18 +252,19 @@ def test_an_extended_decoder_is_refused():
         hf.extend(load("llama"))
 
 
-def test_a_file_of_16_bits_is_computed_in_float32_on_a_cpu_unless_asked(tmp_path):
-    hf.save(hf.load(directory("llama"), dtype="bfloat16"), tmp_path)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "phi3"])
+def test_a_file_of_16_bits_is_computed_in_float32_on_a_cpu_unless_asked(name, tmp_path):
+    hf.save(hf.load(directory(name), dtype="bfloat16"), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"BF16"}  # noqa: SIM118
     inputs = peers.cases()["left"]
-    for dtype, used in ((None, "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")):
+    for dtype, used in ((None, "float32"), ("bfloat16", "bfloat16")):
         model = hf.load(tmp_path, dtype=dtype)
         assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model, nnx.Param))} == {used}
         got = logits(model, inputs)
         assert got.dtype == used
-        want = golden("llama")[0]["logits.left"]
-        assert np.abs(real(got, inputs).astype(np.float32) - want).max() < 0.2 * np.abs(want).max()
+        want = golden(name)[0]["logits.left"]
+        assert np.abs(real(got, inputs).astype(np.float32) - want).mean() < 0.03 * np.abs(want).max()
 
 
 def test_a_base_models_file_loads_where_logits_are_tied_and_misses_a_head_otherwise(tmp_path):
