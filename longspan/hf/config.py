@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longspan.models._family import Family
 from longspan.models.families import FAMILIES
+
+# What a larger model's config says of all of its parts.
+OF_ALL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
 
 
 def read_config(directory: Path, **changes) -> tuple[Any, list[str]]:
@@ -32,11 +36,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def from_json(raw: Mapping[str, Any], *, where: str = "config.json", **changes) -> Any:
     """The config that the content of a `config.json` describes, with the changes that mean something to its family."""
-    known = {family.model_type: family for family in FAMILIES}
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{where} has model_type={name!r}. Longspan knows {', '.join(map(repr, sorted(known)))}.")
-    family = known[name]
+    raw, family = _own_part(raw, where)
+    name = family.model_type
     content = {**family.defaults, **raw}
     fields = _shared_fields(family.config)
     values = {field: content[field] for field in fields if content.get(field) is not None}
@@ -63,6 +64,21 @@ def to_json(config: Any, architecture: str) -> dict[str, Any]:
         raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
         raw["label2id"] = {f"LABEL_{i}": i for i in range(config.num_labels)}
     return raw
+
+
+def _own_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Family]:
+    """The family of a `config.json`, and what of it is its own, if it is one of a larger model."""
+    name: Any = raw.get("model_type")
+    for family in FAMILIES:
+        if name == family.model_type:
+            return raw, family
+        if isinstance(name, str) and name in family.inside:
+            inner = raw.get(family.inside[name])
+            if not isinstance(inner, dict):
+                raise ValueError(f"{where} has {family.inside[name]}={inner!r:.200}, which must be an object.")
+            return {**{key: raw[key] for key in OF_ALL_PARTS if key in raw}, **inner}, family
+    known = sorted(name for family in FAMILIES for name in (family.model_type, *family.inside))
+    raise ValueError(f"{where} has model_type={name!r}. Longspan knows {', '.join(map(repr, known))}.")
 
 
 def has_labels(config: type[Any]) -> bool:

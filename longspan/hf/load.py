@@ -163,6 +163,8 @@ class _Report:
                 self.ignored["a pooler that this model does not use"].append(name)
             elif name in tied:
                 self.ignored["tied to the word embeddings"].append(name)
+            elif name.startswith(family.outside):
+                self.ignored["of the larger model that this one is a part of"].append(name)
             elif name.startswith(family.unused) or (name.startswith(HEADS) and not name.startswith(own)):
                 self.ignored["another task's head"].append(name)
             else:
@@ -194,6 +196,7 @@ _IGNORED = {
     "tables of constants": logging.INFO,
     "tied to the word embeddings": logging.INFO,
     "a pooler that this model does not use": logging.INFO,
+    "of the larger model that this one is a part of": logging.INFO,
     "another task's head": logging.WARNING,
     "in a shard, but not listed there by the index": logging.WARNING,
     "no such head in the file, so it is new": logging.WARNING,

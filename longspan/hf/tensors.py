@@ -59,7 +59,7 @@ class Tensors:
 
     def find_in_body(self, name: str) -> str | None:
         """The name in the file of one of the body's tensors, which may have a prefix, or none."""
-        prefixes = sorted({family.prefix for family in FAMILIES})
+        prefixes = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})
         return next((n for n in [*(p + name for p in prefixes), name] if n in self.where), None)
 
     def shape(self, name: str) -> tuple[int, ...]:

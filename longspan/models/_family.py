@@ -39,6 +39,10 @@ class Family:
     config: type[Any]
     name: str  # of Hugging Face's classes: this, and a suffix of the task
     prefix: str  # of the body's tensors in a model with a head
+    other_prefixes: tuple[str, ...] = ()  # that they have in files of larger models
+    # The larger models that hold one of these, by their `model_type`: where in their `config.json` its config is.
+    inside: Mapping[str, str] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()  # what the names of the larger models' other tensors begin with
     names: Names  # of the body's parameters
     word_embeddings: str  # the tensor that is tied to a head, and whose dtype is the file's
     tasks: tuple[Task, ...]  # the first is the one for a config that names none

@@ -39,7 +39,10 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
         (1, 2)
     """
     if not isinstance(model, Encoder | Model):
-        raise TypeError(f"`compiled` takes one of longspan.models' models, got {type(model).__name__}. Use `nnx.jit`.")
+        raise TypeError(
+            f"`compiled` takes one of longspan.models' encoders, with a head or without, got {type(model).__name__}. "
+            "Use `nnx.jit`."
+        )
     known: Any = model
     signature, parts = inspect.signature(known.__call__), _Parts(known)
 

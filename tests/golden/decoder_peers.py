@@ -62,6 +62,13 @@ MODELS: dict[str, tuple[str, dict]] = {
     )),
 }  # fmt: skip
 
+# Text inside of a model that sees, whose file has names of its own.
+VISION = "gemma3"
+EYES = dict(
+    hidden_size=6, intermediate_size=4, num_attention_heads=2, num_hidden_layers=1, image_size=8, patch_size=4,
+    vision_use_head=False,
+)  # fmt: skip
+
 
 def weights(shapes: dict[str, list[int]], model_type: str) -> dict[str, np.ndarray]:
     """Wide ones: with the usual 0.02, attention is nearly uniform, and a wrong mask hides in the rounding."""

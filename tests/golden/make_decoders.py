@@ -23,7 +23,7 @@ def main() -> None:
 
     torch.use_deterministic_algorithms(True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name in sys.argv[1:] or peers.MODELS:
+    for name in sys.argv[1:] or [*peers.MODELS, peers.VISION]:
         with tempfile.TemporaryDirectory() as folder:
             arrays, metadata = golden(name, Path(folder))
         path = peers.HERE / f"{name}.safetensors"
@@ -36,20 +36,31 @@ def main() -> None:
 
 def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The arrays and the metadata of a golden file."""
-    import transformers
-
-    family, changes = peers.MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**peers.TINY, **changes})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model_of(name).save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     shapes = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
     tensors = peers.weights(shapes, raw["model_type"])
     model = peers.hugging_face(peers.write(folder, raw, tensors))
     arrays = {f"logits.{case}": peers.run(model, inputs) for case, inputs in peers.cases().items()}
+    if name == peers.VISION:
+        return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
     check_version_4(peers.hugging_face(peers.write(folder / "v4", peers.version_4(raw), tensors)), arrays)
     found = peers.gradients(model, peers.cases()["left"], tensors)
     arrays |= {f"grad.{k}": v for k, v in found.items()}
     return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
+
+
+def model_of(name: str):
+    """A model whose weights mean nothing yet."""
+    import transformers
+
+    if name == peers.VISION:
+        text = {**peers.TINY, **peers.MODELS["gemma3_text"][1]}
+        config = transformers.Gemma3Config(text_config=text, vision_config=peers.EYES, mm_tokens_per_image=4)
+        return transformers.Gemma3ForConditionalGeneration(config)
+    family, changes = peers.MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**peers.TINY, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def check_version_4(model, arrays: dict[str, np.ndarray]) -> None:

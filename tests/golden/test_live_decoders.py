@@ -14,14 +14,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", peers.MODELS)
+@pytest.mark.parametrize("name", [*peers.MODELS, peers.VISION])
 def test_hugging_face_gives_what_the_golden_files_say(name):
     peer = peers.hugging_face(directory(name))
     for inputs in peers.cases().values():
         assert_close(real(logits(load(name), inputs), inputs), peers.run(peer, inputs))
 
 
-@pytest.mark.parametrize("name", peers.MODELS)
+@pytest.mark.parametrize("name", [*peers.MODELS, peers.VISION])
 def test_hugging_face_loads_what_we_save(name, tmp_path):
     hf.save(load(name), tmp_path)
     inputs = peers.cases()["left"]

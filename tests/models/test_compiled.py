@@ -120,7 +120,10 @@ def test_it_checks_what_a_call_checks():
         run(IDS, rngs=0)
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'labels'"):
         run(IDS, labels=IDS)
-    with pytest.raises(TypeError, match=re.escape("takes one of longspan.models' models, got Linear. Use `nnx.jit`.")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape("takes one of longspan.models' encoders, with a head or without, got Linear. Use `nnx.jit`."),
+    ):
         models.compiled(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 
 
