@@ -37,20 +37,33 @@ class PoolRunner final : public Runner {
     for (int64_t i = 0; i < helpers; ++i)
       pool_.Schedule([shared, fn, ctx, scratch_bytes] { work(*shared, fn, ctx, scratch_bytes); });
     work(*shared, fn, ctx, scratch_bytes);
-    std::unique_lock<std::mutex> lock(shared->mutex);
-    shared->all_done.wait(lock, [&] { return shared->done == tasks; });
-    return !shared->failed;
+    // What is left is at most one task of each helper: waking up from sleep would often take longer.
+    for (int spin = 0; spin < kSpins && shared->done.load() != tasks; ++spin) pause();
+    if (shared->done.load() != tasks) {
+      std::unique_lock<std::mutex> lock(shared->mutex);
+      shared->all_done.wait(lock, [&] { return shared->done.load() == tasks; });
+    }
+    return !shared->failed.load();
   }
 
  private:
   struct Shared {
     std::atomic<int64_t> next{0};
     int64_t tasks = 0;
+    std::atomic<int64_t> done{0};
+    std::atomic<bool> failed{false};  // some task was not run for lack of memory
     std::mutex mutex;
     std::condition_variable all_done;
-    int64_t done = 0;
-    bool failed = false;  // some task was not run for lack of memory
   };
+  static constexpr int kSpins = 4096;  // 50 to 150 microseconds
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
   ffi::ThreadPool& pool_;
 
   // A thread keeps its scratch for the next call: the system would hand out and zero its pages anew each time.
@@ -82,10 +95,10 @@ class PoolRunner final : public Runner {
       if (!failed) fn(ctx, i, scratch);
     }
     if (!finished) return;
+    if (failed) shared.failed.store(true);
+    if (shared.done.fetch_add(finished) + finished != shared.tasks) return;
     std::lock_guard<std::mutex> lock(shared.mutex);
-    shared.done += finished;
-    shared.failed |= failed;
-    if (shared.done == shared.tasks) shared.all_done.notify_all();
+    shared.all_done.notify_all();
   }
 };
 
@@ -244,6 +257,55 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
   return ffi::Error::Success();
 }
 
+// One matrix of a product, or the layer's of a stack of them.
+std::string to_matrix(const Array& w, const Array& y, int64_t layer, bool by_outer, int64_t rows, int64_t inner,
+                      Matrix& m) {
+  const int first = w.rank - 2;
+  if (w.rank != 2 && w.rank != 3) return "a matrix must have two axes, or three with its layer";
+  if (w.type != F32 && w.type != BF16) return "a matrix must be float32 or bfloat16";
+  if (w.rank == 3 && (layer < 0 || layer >= w.dims[0])) return "there is no such layer";
+  m.outer = w.dims[by_outer ? first : first + 1];
+  if (w.dims[by_outer ? first + 1 : first] != inner) return "a matrix does not fit x";
+  if (y.type != F32 || y.rank != 2 || y.dims[0] != rows || y.dims[1] != m.outer) return "a result does not fit";
+  const int64_t bytes = w.type == BF16 ? 2 : 4;
+  m.data = static_cast<const char*>(w.data) + (w.rank == 3 ? layer : 0) * inner * m.outer * bytes;
+  m.type = w.type;
+  m.y = static_cast<float*>(writable(y));
+  return "";
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  const auto layer = attrs.get<int64_t>("layer"), by_outer = attrs.get<int64_t>("by_outer");
+  if (!layer.has_value() || !by_outer.has_value()) return invalid("a product needs `layer` and `by_outer`");
+  if (args.size() < 2 || args.size() > 1 + size_t(kMaxMatrices) || rets.size() != args.size() - 1)
+    return invalid("a product has x and one to eight matrices, and a result for each");
+  std::string error;
+  auto x = args.get<ffi::AnyBuffer>(0);
+  const auto rows = x.has_value() ? to_array(*x, error) : std::nullopt;
+  if (!rows || rows->type != F32 || rows->rank != 2 || rows->dims[0] > kMaxRows)
+    return invalid("x must be float32 [rows, inner] with at most 64 rows");
+  Matrix matrices[kMaxMatrices];
+  const Product p = {static_cast<const float*>(rows->data),
+                     rows->dims[0],
+                     rows->dims[1],
+                     int64_t(rets.size()),
+                     *by_outer != 0,
+                     matrices};
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto w = args.get<ffi::AnyBuffer>(i + 1);
+    auto y = rets.get<ffi::AnyBuffer>(i);
+    const auto given = w.has_value() ? to_array(*w, error) : std::nullopt;
+    const auto result = y.has_value() ? to_array(**y, error) : std::nullopt;
+    if (!given || !result) return invalid("a matrix or a result is no buffer");
+    error = to_matrix(*given, *result, *layer, p.by_outer, p.rows, p.inner, matrices[i]);
+    if (!error.empty()) return invalid(error);
+  }
+  const Kernel* kernel = choose_kernel(std::getenv("LONGSPAN_CPU_ISA"), error);
+  if (!kernel) return invalid(error);
+  PoolRunner runner(pool);
+  return kernel->product(p, runner) ? ffi::Error::Success() : exhausted();
+}
+
 }  // namespace
 }  // namespace longspan
 
@@ -259,6 +321,7 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
 LONGSPAN_HANDLER(longspan_forward, longspan::forward)
 LONGSPAN_HANDLER(longspan_backward, longspan::backward)
 LONGSPAN_HANDLER(longspan_bias_gradient, longspan::bias_gradient)
+LONGSPAN_HANDLER(longspan_product, longspan::product)
 
 LONGSPAN_EXPORT int32_t longspan_abi() { return longspan::kAbi; }
 

@@ -5,6 +5,7 @@
 #include "forward_job.h"
 #include "isa.h"
 #include "problem.h"
+#include "product.h"
 #include "simd.h"
 
 #define LONGSPAN_NAME_(x) #x
@@ -37,9 +38,14 @@ bool bias_gradient(const Problem& p, const BiasGradient& g, Runner& runner) {
   return p.type == F64 ? bias_gradient_of<double>(p, g, runner) : bias_gradient_of<float>(p, g, runner);
 }
 
+bool product(const Product& p, Runner& runner) {
+  ProductJob job(p);
+  return job.run(runner);
+}
+
 }  // namespace
 
 extern const Kernel kernel;
-const Kernel kernel = {LONGSPAN_NAME(LONGSPAN_ISA), kVectorBytes, forward, backward, bias_gradient};
+const Kernel kernel = {LONGSPAN_NAME(LONGSPAN_ISA), kVectorBytes, forward, backward, bias_gradient, product};
 
 }  // namespace longspan::LONGSPAN_ISA

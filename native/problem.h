@@ -168,15 +168,34 @@ struct Runner {
   ~Runner() = default;
 };
 
+// One matrix of a product: y = x W, with W [inner, outer], or [outer, inner] if it lies by what comes out.
+struct Matrix {
+  const void* data = nullptr;
+  Type type = F32;  // or BF16
+  int64_t outer = 0;
+  float* y = nullptr;  // [rows, outer]
+};
+
+// A few rows times some matrices that share them: what a decoder does with a new token of each row.
+struct Product {
+  const float* x = nullptr;  // [rows, inner]
+  int64_t rows = 0, inner = 0, count = 0;
+  bool by_outer = false;
+  const Matrix* matrices = nullptr;
+};
+
 struct Kernel {
   const char* name;
   int vector_bytes;
   bool (*forward)(const Problem&, const Forward&, Runner&);  // false: out of memory
   bool (*backward)(const Problem&, const Backward&, Runner&);
   bool (*bias_gradient)(const Problem&, const BiasGradient&, Runner&);
+  bool (*product)(const Product&, Runner&);
 };
 
 constexpr int kMaxHead = 256;
+constexpr int kMaxRows = 64;     // of a product: with more, arithmetic would be what takes the time
+constexpr int kMaxMatrices = 8;  // of a product
 constexpr int kMaxStack = 32;
 constexpr int kMaxNested = 64;  // PerHead inside PerHead
 constexpr int kPadBytes = 64;   // rows of scratch_dk and scratch_dv are padded to this many bytes

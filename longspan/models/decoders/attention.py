@@ -13,6 +13,7 @@ from longspan.cache import Cache
 from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.norm import RMSNorm
+from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear
 from longspan.rope import rotate
 
@@ -46,26 +47,29 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, cache: Cache | None
+        self, x: Float[Array, "B T D"], tokens: Tokens, cache: Cache | None, at: int | None = None
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        q, k, v = self._project(x)
-        (inv_freq, factor), at = tokens.ropes[self.kind], tokens.positions
-        q, k = (rotate(x, at, inv_freq, attention_factor=factor) for x in (q, k))
+        """The output, and the cache with the new tokens; of a stack, that of layer `at`."""
+        q, k, v = self._project(x, at)
+        (inv_freq, factor), places = tokens.ropes[self.kind], tokens.positions
+        q, k = (rotate(x, places, inv_freq, attention_factor=factor) for x in (q, k))
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         if cache is None:
             out = attention(q, k, v, mask=tokens.masks[self.kind], **options)
         else:
             cache, view = cache.append(k, v, tokens.lengths)
             out = attention(q, **view.of(cache.plan.mask), **options)
-        return self.out(out.reshape(*out.shape[:2], -1)), cache
+        (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
+        return out, cache
 
-    def _project(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x: Float[Array, "B T D"], at: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads, kv_heads, size = self.config.heads
         if self.config.family.fused:
-            parts = jnp.split(self.qkv(x), np.cumsum([heads * size, kv_heads * size]).tolist(), axis=-1)
+            (qkv,) = linear_each([self.qkv], x, at)
+            parts = jnp.split(qkv, np.cumsum([heads * size, kv_heads * size]).tolist(), axis=-1)
         else:
-            parts = [self.query(x), self.key(x), self.value(x)]
+            parts = linear_each([self.query, self.key, self.value], x, at)
         q, k, v = (part.reshape(*x.shape[:2], -1, size) for part in parts)
         if self.config.family.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = self.query_norm(q, at), self.key_norm(k, at)
         return q, k, v

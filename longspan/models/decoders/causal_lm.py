@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
 from longspan import cache as caches
@@ -13,10 +14,14 @@ from longspan._types import Array as AnyArray
 from longspan.models._rngs import check_rngs
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
-from longspan.models.decoders.layer import run_layers, stack
+from longspan.models.decoders.layer import run_layers, stack, step_layers
 from longspan.models.decoders.norm import RMSNorm
+from longspan.models.decoders.products import is_native, times
 from longspan.models.layers import embed, linear
 from longspan.models.output import Output
+
+
+FEW = 64  # tokens of a step of decoding, at most: `MOST_ROWS` in longspan/engines/cpu/product.py
 
 
 class CausalLM(nnx.Module):
@@ -95,14 +100,16 @@ class CausalLM(nnx.Module):
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
             tokens = tokens_of(config, shape, attention_mask, positions, segment_ids)
-            return self._output(*self._run(x, tokens, None, remat))
+            return self._output(*self._run(x, tokens, None, remat=remat))
+        step = not remat and self._reads_in_place(shape[0] * shape[1])
         if attention_mask is None:
-            return self._output(*self._run(x, cached_tokens_of(config, shape, cache, None), cache, remat))
+            tokens = cached_tokens_of(config, shape, cache, None)
+            return self._output(*self._run(x, tokens, cache, step=step, remat=remat), step=step)
         # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
         order, lengths = tokens_first(attention_mask)
         x = jnp.take_along_axis(x, order[..., None], axis=1)
-        x, cache = self._run(x, cached_tokens_of(config, shape, cache, lengths), cache, remat)
-        return self._output(jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1), cache)
+        x, cache = self._run(x, cached_tokens_of(config, shape, cache, lengths), cache, step=step, remat=remat)
+        return self._output(jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1), cache, step=step)
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> tuple:
         """Empty caches of all layers, for `batch` rows of up to `length` tokens each.
@@ -115,26 +122,20 @@ class CausalLM(nnx.Module):
             dtype: of keys and values; by default the model's.
 
         Returns:
-            By run of repeating layers, and by place in the repeating pattern, a `Cache` with the repetitions as the
-            first axis of its arrays. A call gives it back in `output.cache`.
+            The `Cache` of each layer. A call gives them back in `output.cache`; donate them to a jitted one.
 
         Example:
             >>> from flax import nnx
             >>> from longspan import models
             >>> config = models.LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=3)
             >>> model = models.CausalLM(config, rngs=nnx.Rngs(0))
-            >>> model.init_cache(batch=5, length=100)[0][0].k.shape
-            (3, 5, 100, 2, 4)
+            >>> [cache.k.shape for cache in model.init_cache(batch=5, length=100)]
+            [(5, 100, 2, 4), (5, 100, 2, 4), (5, 100, 2, 4)]
         """
         _, kv_heads, size = self.config.heads
         kind_of_cache = self.dtype if dtype is None else dtype
-
-        def stacked(kind: str, count: int):
-            plan = caches.plan(self.config.mask(kind), length)
-            one = caches.init(plan, batch, kv_heads, size, kind_of_cache)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
-
-        return tuple(tuple(stacked(kind, run.count) for kind in run.kinds) for run in self.config.runs)
+        plans = {kind: caches.plan(self.config.mask(kind), length) for kind in dict.fromkeys(self.config.kinds)}
+        return tuple(caches.init(plans[kind], batch, kv_heads, size, kind_of_cache) for kind in self.config.kinds)
 
     def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
         if inputs_embeds is not None:
@@ -145,22 +146,40 @@ class CausalLM(nnx.Module):
         # Rounded first, as the families do that scale: √2304 is 48 in float32 as well as in bfloat16, √3072 is not.
         return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
 
-    def _run(self, x, tokens, cache, remat: bool) -> tuple[jax.Array, Any]:
+    def _run(self, x, tokens, cache, *, step: bool = False, remat: bool = False) -> tuple[jax.Array, Any]:
         parts = iter([nnx.split(layer) for layer in self.layers])
         groups = [[next(parts) for _ in run.kinds] for run in self.config.runs]
         graphs = tuple(tuple(graph for graph, _ in group) for group in groups)
         states = tuple(tuple(state for _, state in group) for group in groups)
-        counts = tuple(run.count for run in self.config.runs)
-        return _run_layers(graphs, counts, remat, states, x, tokens, cache)
+        if step:
+            return _step_layers(graphs, self.config.runs, states, x, tokens, cache)
+        return _run_layers(graphs, self.config.runs, remat, states, x, tokens, cache)
 
-    def _output(self, x, cache) -> Output:
+    def _reads_in_place(self, count: int) -> bool:
+        """Whether so many tokens are a step of decoding, which is not scanned: that copies matrices and caches."""
+        if count > FEW:
+            return False
+        if jax.default_backend() != "cpu":
+            return True
+        table = self.embed.embedding.get_raw_value()
+        devices = jax.device_count() if isinstance(table, Tracer) else len(table.sharding.device_set)
+        return devices == 1 and is_native(count, self.dtype, table.dtype)
+
+    def _output(self, x, cache, *, step: bool = False) -> Output:
         x = self.norm(x)
-        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        return Output(last_hidden_state=x, logits=self._logits(x, step=step), cache=cache)
+
+    def _logits(self, x, *, step: bool) -> jax.Array:
+        if not step:
+            logits = self.embed.attend(x) if self.head is None else self.head(x)
+        elif self.head is None:
+            logits = times(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
+        else:
+            logits = times(x, [self.head.kernel[...]])[0].astype(self.dtype)
         cap = self.config.final_soft_cap
-        if cap is not None:
-            logits = jnp.tanh(logits / cap) * cap
-        return Output(last_hidden_state=x, logits=logits, cache=cache)
+        return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
 # Jitted, or a call outside of `jit` would compile the scans every time: their bodies are new functions in each.
 _run_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))(run_layers)
+_step_layers = functools.partial(jax.jit, static_argnums=(0, 1))(step_layers)

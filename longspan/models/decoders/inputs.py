@@ -59,8 +59,8 @@ def tokens_of(config: DecoderConfig, shape: tuple[int, int], attention_mask, pos
 
 def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], cache, lengths) -> Tokens:
     """The positions of new tokens, which are those that every cache is about to give them."""
-    first = cache[0][0]
-    at = first.length[0][:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
+    first = cache[0]
+    at = first.length[:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
     return Tokens({}, ropes_of(config, first.plan.length), at, lengths)
 
 
@@ -84,15 +84,14 @@ def _documents(shape: tuple[int, int], attention_mask, segment_ids) -> jax.Array
 
 
 def _check_cache(config: DecoderConfig, cache: Any, shape: tuple[int, int], attention_mask: Any) -> None:
-    sizes = [len(run.kinds) for run in config.runs]
-    is_ours = isinstance(cache, tuple) and [len(run) for run in cache if isinstance(run, tuple)] == sizes
-    if not is_ours or not all(isinstance(one, Cache) for run in cache for one in run):
+    is_ours = isinstance(cache, tuple) and len(cache) == config.num_hidden_layers
+    if not is_ours or not all(isinstance(one, Cache) for one in cache):
         raise TypeError(f"`cache` must be what `model.init_cache(batch, length)` gives, got {type(cache).__name__}.")
-    first = cache[0][0]
-    if first.length.shape[1] != shape[0]:
-        raise ValueError(f"`cache` has {first.length.shape[1]} rows and the input {shape[0]}. Give each row its own.")
+    first = cache[0]
+    if first.length.shape[0] != shape[0]:
+        raise ValueError(f"`cache` has {first.length.shape[0]} rows and the input {shape[0]}. Give each row its own.")
     new = shape[1] if attention_mask is None else jnp.asarray(attention_mask).astype(bool).sum(axis=1)
-    total = first.length[0] + new
+    total = first.length + new
     if is_known(total) and int(total.max()) > first.plan.length:
         raise ValueError(
             f"The cache was made for {first.plan.length} tokens, and {int(total.max())} are asked for. Make a longer "

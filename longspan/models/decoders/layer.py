@@ -1,5 +1,6 @@
 """A decoder's layer: attention and a gated network, each added to its input, and normalised before."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Attention, Tokens
 from longspan.models.decoders.norm import RMSNorm
+from longspan.models.decoders.products import linear_each
+from longspan.models.decoders.runs import Run
 from longspan.models.layers import by_pieces, linear
 
 
@@ -30,12 +33,13 @@ class Layer(nnx.Module):
             self.mlp_out_norm = RMSNorm(config, config.hidden_size, **kinds)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, cache: Cache | None
+        self, x: Float[Array, "B T D"], tokens: Tokens, cache: Cache | None, at: int | None = None
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        attended, cache = self.attention(self.attention_norm(x), tokens, cache)
-        x = x + (self.attention_out_norm(attended) if self.config.family.branch_norms else attended)
-        hidden = by_pieces(self.mlp, self.mlp_norm(x))
-        return x + (self.mlp_out_norm(hidden) if self.config.family.branch_norms else hidden), cache
+        """The output, and the cache with the new tokens; of a stack, that of layer `at`."""
+        attended, cache = self.attention(self.attention_norm(x, at), tokens, cache, at)
+        x = x + (self.attention_out_norm(attended, at) if self.config.family.branch_norms else attended)
+        hidden = by_pieces(partial(self.mlp, at=at), self.mlp_norm(x, at))
+        return x + (self.mlp_out_norm(hidden, at) if self.config.family.branch_norms else hidden), cache
 
 
 class GatedMLP(nnx.Module):
@@ -52,9 +56,14 @@ class GatedMLP(nnx.Module):
             self.up = linear(config, config.hidden_size, inner, **kinds)
         self.down = linear(config, inner, config.hidden_size, **kinds)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1) if self.config.family.fused else (self.gate(x), self.up(x))
-        return self.down(ACTIVATIONS[self.config.hidden_act](gate) * up)
+    def __call__(self, x: Float[Array, "B T D"], at: int | None = None) -> Float[Array, "B T D"]:
+        """The output; of a stack, that of layer `at`."""
+        if self.config.family.fused:
+            (both,) = linear_each([self.gate_up], x, at)
+            gate, up = jnp.split(both, 2, axis=-1)
+        else:
+            gate, up = linear_each([self.gate, self.up], x, at)
+        return linear_each([self.down], ACTIVATIONS[self.config.hidden_act](gate) * up, at)[0]
 
 
 def stack(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
@@ -68,22 +77,22 @@ def stack(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, r
     return make(rngs)
 
 
-def run_layers(graphs: tuple, counts: tuple[int, ...], remat: bool, states: Any, x: jax.Array, tokens: Tokens, caches):
+def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x: jax.Array, tokens: Tokens, caches):
     """What all layers make of x, and their caches.
 
     By scans: each pattern is compiled once, and with `remat` the results of one are in memory at a time.
 
     Args:
         graphs: the structures of the stacks, by run.
-        counts: how often each run repeats its pattern.
+        runs: the layers by their repeating pattern.
         remat: whether the backward pass computes each step again.
         states: the parameters of the stacks, by run.
         x: embeddings.
         tokens: what all layers know of the batch.
-        caches: by run, and by place in its pattern; or None.
+        caches: of each layer; or None.
     """
-    after = []
-    for number, graph in enumerate(graphs):
+    after: dict[int, Cache] = {}
+    for run, graph, state in zip(runs, graphs, states, strict=True):
 
         def step(x, one, graph=graph):
             state, cache = one
@@ -93,7 +102,24 @@ def run_layers(graphs: tuple, counts: tuple[int, ...], remat: bool, states: Any,
                 new.append(kept)
             return x, None if cache is None else tuple(new)
 
-        cache = None if caches is None else caches[number]
-        x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (states[number], cache), counts[number])
-        after.append(new)
-    return x, None if caches is None else tuple(after)
+        stacked = None if caches is None else tuple(_stacked(caches, run, place) for place in range(len(graph)))
+        x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (state, stacked), run.count)
+        for place, cache in enumerate(new or ()):
+            after |= {n: jax.tree.map(lambda x, i=i: x[i], cache) for i, n in enumerate(run.numbers(place))}
+    return x, None if caches is None else tuple(after[number] for number in range(len(after)))
+
+
+def _stacked(caches: tuple[Cache, ...], run: Run, place: int) -> Cache:
+    return jax.tree.map(lambda *each: jnp.stack(each), *(caches[number] for number in run.numbers(place)))
+
+
+def step_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, caches):
+    """`run_layers` one after another: nothing is stacked or copied, and compiling takes longer the more there are."""
+    after: dict[int, Cache] = {}
+    for run, graph, state in zip(runs, graphs, states, strict=True):
+        layers = [nnx.merge(structure, own) for structure, own in zip(graph, state, strict=True)]
+        for at in range(run.count):
+            for place, layer in enumerate(layers):
+                number = run.numbers(place)[at]
+                x, after[number] = layer(x, tokens, caches[number], at)
+    return x, tuple(after[number] for number in range(len(after)))

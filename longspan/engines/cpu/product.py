@@ -1,0 +1,37 @@
+"""A few rows times matrices that are read where they lie: what decoding spends its time on."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan.engines.cpu import library
+
+MOST_ROWS = 64  # kMaxRows in native/problem.h
+WEIGHTS = ("float32", "bfloat16")
+
+
+def can_multiply(rows: int, *dtypes) -> bool:
+    """Whether `products` takes so many rows, and matrices of these dtypes."""
+    fits = 0 < rows <= MOST_ROWS and all(jnp.dtype(dtype).name in WEIGHTS for dtype in dtypes)
+    return fits and library.missing() is None
+
+
+def products(
+    x: jax.Array, matrices: Sequence[jax.Array], layer: int = 0, *, by_outer: bool = False
+) -> tuple[jax.Array, ...]:
+    """[x @ matrix[layer] for matrix in matrices], float32, for rows x [rows, inner].
+
+    XLA would copy a layer's matrices out of their stack to multiply with them, which takes longer than multiplying.
+
+    Args:
+        x: float32 [rows, inner].
+        matrices: stacks [layers, inner, outer], or single matrices [inner, outer].
+        layer: which of each stack.
+        by_outer: whether they are transposed, [layers, outer, inner].
+    """
+    sizes = [matrix.shape[-2 if by_outer else -1] for matrix in matrices]
+    results = tuple(jax.ShapeDtypeStruct((x.shape[0], size), np.float32) for size in sizes)
+    attributes = dict(layer=np.int64(layer), by_outer=np.int64(by_outer))
+    return tuple(library.call("longspan_product", results, (x, *matrices), **attributes))
