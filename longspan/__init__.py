@@ -4,6 +4,7 @@ Write a mask once; the same object runs block-sparse attention, explains itself 
 """
 
 import importlib as _importlib
+from collections.abc import Callable as _Callable
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from longspan import hf as hf
     from longspan import models as models
     from longspan import nn as nn
+    from longspan.models.generate import generate as generate
 
 __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "alibi",
@@ -119,12 +121,14 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
 ]
 
 # Rooms that need an optional dependency, and which: they are loaded when somebody asks for them.
-_LAZY = {"hf": "flax", "models": "flax", "nn": "flax"}
+_LAZY = {"generate": "flax", "hf": "flax", "models": "flax", "nn": "flax"}
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one of the package's
 
-    def __getattr__(name: str) -> _ModuleType:
+    def __getattr__(name: str) -> _ModuleType | _Callable:
+        if name == "generate":
+            return _importlib.import_module("longspan.models.generate").generate
         if name in _LAZY:
             return _importlib.import_module(f"longspan.{name}")
         raise AttributeError(f"module 'longspan' has no attribute {name!r}")

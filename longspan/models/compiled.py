@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 import jax
 from flax import nnx
 
+from longspan.models._graph import Graph
 from longspan.models._rngs import check_call_rngs, dropout_stream
 from longspan.models.encoders.encoder import Encoder
 from longspan.models.encoders.inputs import check_inputs
@@ -71,19 +72,6 @@ def _call(parts: "_Parts", options: tuple, arrays: dict[str, Any], rngs: Any) ->
     return output
 
 
-class _Graph:
-    """A model's structure, hashed once: jit asks for the hash at every call."""
-
-    def __init__(self, graph: Any):
-        self.graph, self._hash = graph, hash(graph)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Graph) and self.graph == other.graph)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
 class _Parts:
     """A model's structure and its parameters.
 
@@ -94,14 +82,14 @@ class _Parts:
     def __init__(self, model: Any):
         self.model, self._before = model, None
 
-    def now(self) -> tuple[_Graph, Any]:
+    def now(self) -> tuple[Graph, Any]:
         if self._before is None or not all(_same(vars(x), then) for x, then in self._before):
             self._split()
         return self._graph, jax.tree.unflatten(self._tree, [x.get_raw_value() for x in self._variables])
 
     def _split(self) -> None:
         graph, state = nnx.split(_without_source(self.model))
-        self._graph, self._tree = _Graph(graph), jax.tree.structure(state)
+        self._graph, self._tree = Graph(graph), jax.tree.structure(state)
         nodes = dict(nnx.iter_graph(self.model))
         self._variables = [nodes[path] for path, _ in nnx.to_flat_state(state)]
         values = [x.get_raw_value() for x in self._variables]
@@ -124,7 +112,7 @@ def _without_source(model: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(structure: _Graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
+def _run(structure: Graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
     """The output, and how far the stream has counted."""
     stream = None if stream_graph is None else nnx.merge(stream_graph, stream_state)
     output = nnx.merge(structure.graph, state)(**arrays, **dict(zip(OPTIONS, options, strict=True)), rngs=stream)

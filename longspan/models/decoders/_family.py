@@ -98,6 +98,12 @@ class DecoderConfig:
         return None
 
     @property
+    def longest(self) -> int | None:
+        """How many positions there are; None if rotations stretch with the length."""
+        stretch = all(self.rope(kind).get("rope_type") == "dynamic" for kind in self.kinds)
+        return None if stretch else self.max_position_embeddings
+
+    @property
     def biases(self) -> tuple[bool, bool, bool]:
         """Whether there are biases: of queries, keys and values; of what attention puts out; of the MLP."""
         return False, False, False

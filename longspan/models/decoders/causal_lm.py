@@ -132,10 +132,7 @@ class CausalLM(nnx.Module):
             >>> [cache.k.shape for cache in model.init_cache(batch=5, length=100)]
             [(5, 100, 2, 4), (5, 100, 2, 4), (5, 100, 2, 4)]
         """
-        _, kv_heads, size = self.config.heads
-        kind_of_cache = self.dtype if dtype is None else dtype
-        plans = {kind: caches.plan(self.config.mask(kind), length) for kind in dict.fromkeys(self.config.kinds)}
-        return tuple(caches.init(plans[kind], batch, kv_heads, size, kind_of_cache) for kind in self.config.kinds)
+        return empty_caches(self.config, batch, length, self.dtype if dtype is None else dtype)
 
     def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
         if inputs_embeds is not None:
@@ -178,6 +175,13 @@ class CausalLM(nnx.Module):
             logits = times(x, [self.head.kernel[...]])[0].astype(self.dtype)
         cap = self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
+def empty_caches(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[caches.Cache, ...]:
+    """A cache for each layer, planned from its mask."""
+    _, kv_heads, size = config.heads
+    plans = {kind: caches.plan(config.mask(kind), length) for kind in dict.fromkeys(config.kinds)}
+    return tuple(caches.init(plans[kind], batch, kv_heads, size, dtype) for kind in config.kinds)
 
 
 # Jitted, or a call outside of `jit` would compile the scans every time: their bodies are new functions in each.

@@ -57,11 +57,11 @@ def tokens_of(config: DecoderConfig, shape: tuple[int, int], attention_mask, pos
     return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
 
 
-def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], cache, lengths) -> Tokens:
+def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], cache, lengths, ropes=None) -> Tokens:
     """The positions of new tokens, which are those that every cache is about to give them."""
     first = cache[0]
     at = first.length[:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
-    return Tokens({}, ropes_of(config, first.plan.length), at, lengths)
+    return Tokens({}, ropes_of(config, first.plan.length) if ropes is None else ropes, at, lengths)
 
 
 def ropes_of(config: DecoderConfig, seq_len: int) -> dict[str, tuple[Any, Any]]:

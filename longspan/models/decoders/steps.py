@@ -1,0 +1,141 @@
+"""The compiled programs of generation: a prompt goes into the caches chunk by chunk, then tokens come out a few at a time.
+
+Parameters are arguments, caches are donated: neither is copied.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from longspan.cache import Cache
+from longspan.models._graph import Graph
+from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.causal_lm import CausalLM, empty_caches
+from longspan.models.decoders.inputs import cached_tokens_of
+from longspan.models.decoders.sampling import Sampling, choose
+
+BURST = 8  # tokens of a row between two looks of the host
+NOTHING = -1  # in the place of a token: the row has finished
+
+
+class Rules(NamedTuple):
+    """What stays the same for all tokens of an answer."""
+
+    sampling: Sampling
+    stop: Any  # int32 [n]: tokens after which a row has finished
+    keys: Any  # of each row, or None
+    ropes: dict[str, tuple[Any, Any]]  # (inv_freq [B, D/2], factor) by kind of layer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Where the rows of a batch are."""
+
+    tokens: Any  # int32 [B]: the newest, not in the caches yet
+    left: Any  # int32 [B]: how many may still come; 0: finished
+    number: Any  # int32: how many came
+    seen: Any  # bool [B, vocab_size], or None
+
+
+class Compiled(NamedTuple):
+    """What the programs of a model are compiled by."""
+
+    graph: Graph
+    step: bool  # whether a token is computed layer by layer, with matrices read in place
+
+
+class Kept(NamedTuple):
+    """The caches of all layers. Those of one kind hold the same positions in the same slots, so that is kept once."""
+
+    keys_and_values: tuple[tuple[Any, Any], ...]  # of each layer
+    slots: dict[str, Cache]  # by kind of layer: a cache without keys and values
+
+    @classmethod
+    def of(cls, config: DecoderConfig, caches: tuple[Cache, ...]) -> "Kept":
+        """What is to be kept of caches."""
+        slots = {kind: replace(cache, k=None, v=None) for kind, cache in zip(config.kinds, caches, strict=True)}
+        return cls(tuple((cache.k, cache.v) for cache in caches), slots)
+
+    def caches(self, config: DecoderConfig) -> tuple[Cache, ...]:
+        """The cache of each layer."""
+        each = zip(config.kinds, self.keys_and_values, strict=True)
+        return tuple(replace(self.slots[kind], k=k, v=v) for kind, (k, v) in each)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def start(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[Kept, jax.Array]:
+    """Caches without tokens, and room for what the last token of each prompt becomes."""
+    kept = Kept.of(config, empty_caches(config, batch, length, dtype))
+    return kept, jnp.zeros((batch, config.hidden_size), dtype)
+
+
+@partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
+def prefill(of: Compiled, params, kept: Kept, last, ids, lengths, ropes) -> tuple[Kept, jax.Array]:
+    """The caches with some tokens more of each row, and `last` of the rows that had any: their last hidden state.
+
+    Args:
+        of: the program.
+        params: the model's.
+        kept: the caches.
+        last: [B, D].
+        ids: int32 [B, n].
+        lengths: int32 [B]: how many of them each row has.
+        ropes: as in `Rules`.
+    """
+    model = nnx.merge(of.graph.graph, params)
+    x, kept = _hidden(model, kept, ids, lengths, ropes, step=False)
+    newest = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    return kept, jnp.where(lengths[:, None] > 0, newest, last)
+
+
+@partial(jax.jit, static_argnums=(0,))
+def first(of: Compiled, params, last, seen, left, rules: Rules) -> State:
+    """The first token of each row's answer, from the last of its prompt."""
+    state = State(jnp.zeros_like(left), left, np.int32(0), seen)
+    return _chosen(nnx.merge(of.graph.graph, params), last[:, None], state, rules, of.step)
+
+
+@partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
+def burst(of: Compiled, params, kept: Kept, state: State, rules: Rules) -> tuple[Kept, State, jax.Array]:
+    """A few tokens more, int32 [BURST, B], until all rows have finished; `NOTHING` where they had before."""
+    model = nnx.merge(of.graph.graph, params)
+
+    def more(carry):
+        number, _, state, _ = carry
+        return (number < BURST) & jnp.any(state.left > 0)
+
+    def one(carry):
+        number, kept, state, tokens = carry
+        alive = state.left > 0
+        x, kept = _hidden(model, kept, state.tokens[:, None], alive.astype(np.int32), rules.ropes, step=of.step)
+        state = _chosen(model, x, state, rules, of.step)
+        return number + 1, kept, state, tokens.at[number].set(jnp.where(alive, state.tokens, np.int32(NOTHING)))
+
+    tokens = jnp.full((BURST, state.tokens.shape[0]), NOTHING, np.int32)
+    _, kept, state, tokens = jax.lax.while_loop(more, one, (np.int32(0), kept, state, tokens))
+    return kept, state, tokens
+
+
+def _hidden(model: CausalLM, kept: Kept, ids, lengths, ropes, *, step: bool) -> tuple[jax.Array, Kept]:
+    caches = kept.caches(model.config)
+    tokens = cached_tokens_of(model.config, ids.shape, caches, lengths, ropes)
+    x, caches = model._run(model._embedded(ids, None), tokens, caches, step=step)
+    return x, Kept.of(model.config, caches)
+
+
+def _chosen(model: CausalLM, x: jax.Array, state: State, rules: Rules, step: bool) -> State:
+    """The state with a token more in each row, from what the layers made [B, 1, D] of the one before."""
+    logits = model._logits(model.norm(x), step=step)[:, 0]
+    tokens = choose(rules.sampling, logits, state.seen, rules.keys, state.number)
+    stops = jnp.any(tokens[:, None] == rules.stop[None], axis=1)
+    left = jnp.where(stops, 0, jnp.maximum(state.left - 1, 0))
+    seen = state.seen
+    if seen is not None:
+        seen = seen | (jnp.arange(logits.shape[1])[None] == tokens[:, None])
+    return State(tokens, left, state.number + 1, seen)
