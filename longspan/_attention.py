@@ -205,6 +205,18 @@ def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key,
     )
 
 
+def planned(q, k, v, *, mask, q_positions=None, kv_positions=None, scale=None, soft_cap=None) -> BlockLayout:
+    """The layout that `attention` plans for such a call, for many calls alike; q, k and v may be shapes alone."""
+    request = bind(q, k, v, mask, None, scale, soft_cap, None, 0.0, None, q_positions, kv_positions)
+    return _layout_of(request, choose("auto", request)[0])
+
+
+def _layout_of(request: Request, engine: Engine) -> BlockLayout:
+    """In JAX even if the mask is static: NumPy tables would become constants that grow with the length."""
+    positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
+    return plan(request.mask, request.dims["T"], request.dims["S"], *engine.tiles(request), **positions, xp=jnp)
+
+
 def _on_auto_axes(request: Request, dropout_key, *, engine: Engine):
     """Runs where XLA places intermediate values by itself, also if the caller's mesh has explicit axes."""
     placed = jax.typeof(request.q).sharding
@@ -223,10 +235,7 @@ def _run(request: Request, dropout_key, *, engine: Engine):
     if 0 in dims.values():
         return without_pairs(request)
     if layout is None:
-        # In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
-        q_tile, kv_tile = engine.tiles(request)
-        positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
-        layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions, xp=jnp)
+        layout = _layout_of(request, engine)
     if request.dropout is not None:
         request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, dims["B"], dims["N"]))
     return attend(engine, replace(request, layout=None), layout)

@@ -52,15 +52,51 @@ class View:
         Args:
             mask: the mask that the cache was planned for, or one that sees no more.
         """
-        check_mask(self.plan, mask, self.k.shape[0])
-        rule = mask
-        if SLOT in mask.reads:
-            held = self.kv_positions < self.plan.length
-            slots = [jnp.clip(p, 0, self.plan.length - 1) for p in (self.q_positions, self.kv_positions)]
-            rule = mask.cut(*slots, q_len=self.plan.length, kv_len=self.plan.length) & KvFlags(held)
-        elif sees_free(mask, self.plan.length):
-            rule = mask & Prefix(FREE)
-        return dict(k=self.k, v=self.v, mask=rule, q_positions=self.q_positions, kv_positions=self.kv_positions)
+        return dict(k=self.k, v=self.v) | _seen(self, mask, self.k.shape[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """New tokens of a plan: where their keys and values go, and what they will see. Caches of one plan share it."""
+
+    slots: Leaf  # int32 [B, n]: where each is written; the capacity and beyond: nowhere
+    q_positions: Leaf  # int32 [B, n]
+    kv_positions: Leaf  # int32 [B, S]
+    order: Any  # int32 [B, S] of what was kept and what is new, by position; None: the cache itself shows it all
+    plan: Plan = field(metadata=dict(static=True))
+
+    def write(self, buffer: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The buffer [B, capacity, ...] with what is new [B, n, ...] in its slots, and what is seen [B, S, ...]."""
+        new, written = new.astype(buffer.dtype), buffer
+        if self.plan.capacity:
+            # By batch row: indices over the batch would make sharded rows be gathered.
+            written = jax.vmap(_put)(buffer, new, self.slots)
+        if self.order is None:
+            return written, written
+        both = jnp.concatenate([buffer, new], axis=1)
+        return written, jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(both, self.order)
+
+    def of(self, mask: Mask) -> dict[str, Any]:
+        """The mask, cut to these tokens where it reads slots, and the positions: what `attention` takes besides."""
+        return _seen(self, mask, self.q_positions.shape[0])
+
+
+def _put(buffer, rows, where):
+    return buffer.at[where].set(rows, mode="drop", unique_indices=True)
+
+
+def _seen(what: View | Step, mask: Mask, batch: int) -> dict[str, Any]:
+    plan, q_positions, kv_positions = what.plan, what.q_positions, what.kv_positions
+    check_mask(plan, mask, batch)
+    rule = mask
+    if SLOT in mask.reads:
+        held = kv_positions < plan.length
+        slots = [jnp.clip(p, 0, plan.length - 1) for p in (q_positions, kv_positions)]
+        rule = mask.cut(*slots, q_len=plan.length, kv_len=plan.length) & KvFlags(held)
+    elif sees_free(mask, plan.length):
+        rule = mask & Prefix(FREE)
+    return dict(mask=rule, q_positions=q_positions, kv_positions=kv_positions)
 
 
 @jax.tree_util.register_dataclass
@@ -101,27 +137,36 @@ class Cache:
             lengths: int [B]: how many of the n tokens each row has; the rest is padding. By default n.
         """
         check_new(self, k, v)
-        batch, count = k.shape[:2]
+        cache, step = self.advance(k.shape[1], lengths)
+        (k, seen_k), (v, seen_v) = step.write(self.k, k), step.write(self.v, v)
+        return replace(cache, k=k, v=v), View(seen_k, seen_v, step.q_positions, step.kv_positions, self.plan)
+
+    def advance(self, count: int, lengths: Any = None) -> tuple["Cache", Step]:
+        """The cache with the positions of new tokens, and where their keys and values are to be written.
+
+        `append` in two parts, for many caches of one plan: what they hold where is the same, and computed once.
+
+        Args:
+            count: how many tokens.
+            lengths: how many of them each row has, as in `append`.
+        """
+        batch = self.length.shape[0]
         given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
         bad = self._cannot_take(given) | (given < 0) | (given > count)
         lengths = jnp.where(bad, 0, given)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
-        positions = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
-        written = self._write(k, v, positions, lengths)
-        seen = written if count <= self.plan.at_once else self._beside(k, v, positions)
+        new = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
+        slots, order = self._slots(new, self.length + lengths), None
+        if count > self.plan.at_once:
+            # By position: engines skip only where positions grow. Free slots are last.
+            order = jnp.argsort(jnp.concatenate([self.positions, new], axis=1), axis=1)
+        step = Step(slots, q_positions, self.positions, order, self.plan)
+        positions, seen = step.write(self.positions, new)
         length = self.length + lengths
         furthest = jnp.maximum(self.furthest, length)
-        cache = replace(written, length=length, furthest=furthest, overflowed=self.overflowed | bad)
-        return cache, View(seen.k, seen.v, q_positions, seen.positions, self.plan)
-
-    def _beside(self, k, v, positions) -> "Cache":
-        """What was kept and what is new, by position: engines skip only where positions grow. Free slots are last."""
-        new = (k.astype(self.k.dtype), v.astype(self.v.dtype), positions)
-        both = [jnp.concatenate(x, axis=1) for x in zip((self.k, self.v, self.positions), new, strict=True)]
-        order = jnp.argsort(both[2], axis=1)
-        k, v, positions = (jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, order) for x in both)
-        return replace(self, k=k, v=v, positions=positions)
+        cache = replace(self, positions=positions, length=length, furthest=furthest, overflowed=self.overflowed | bad)
+        return cache, replace(step, kv_positions=seen)
 
     def _cannot_take(self, lengths) -> jax.Array:
         """Rows that would pass the end, or leave tokens that belong together apart. Outside jit that is an error."""
@@ -144,24 +189,11 @@ class Cache:
             )
         return beyond | torn
 
-    def _write(self, k, v, positions, lengths) -> "Cache":
-        """The new keys in their slots; those of one append that are dead by its end leave no trace."""
-        if not self.plan.capacity:
-            return self
-        slots = self._slots(positions, self.length + lengths)
-
-        def put(buffer, rows, where):
-            return buffer.at[where].set(rows.astype(buffer.dtype), mode="drop", unique_indices=True)
-
-        # By batch row: indices over the batch would make sharded rows be gathered.
-        written = [
-            jax.vmap(put)(buffer, rows, slots)
-            for buffer, rows in ((self.k, k), (self.v, v), (self.positions, positions))
-        ]
-        return replace(self, k=written[0], v=written[1], positions=written[2])
-
     def _slots(self, positions, total):
-        """Where to write each new key; `capacity` and beyond: nowhere, all different."""
+        """Where to write each new key; `capacity` and beyond: nowhere, all different.
+
+        Those of one append that are dead by its end leave no trace.
+        """
         plan, (table, end, _) = self.plan, self.tables
         inside = jnp.clip(positions, 0, plan.length - 1)
         if table is not None:

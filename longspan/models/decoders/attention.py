@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan._attention import attention
-from longspan.cache import Cache
+from longspan.cache.store import Step
+from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.norm import RMSNorm
@@ -19,12 +20,12 @@ from longspan.rope import rotate
 
 
 class Tokens(NamedTuple):
-    """What all layers know of a batch. Masks go by slots or by a cache's positions, rotations by positions."""
+    """What all layers know of a batch, by kind of layer. Masks go by slots, or by the positions of a cache."""
 
-    masks: dict[str, Mask]  # by kind of layer; not asked for with a cache, which has its own
-    ropes: dict[str, tuple[Any, Any]]  # (inv_freq, factor) by kind of layer
-    positions: Any  # int32 [T] or [B, T]
-    lengths: Any = None  # int32 [B]: how many tokens of each row a cache keeps
+    masks: dict[str, Mask | BlockLayout]
+    ropes: dict[str, tuple[Any, Any]]  # (inv_freq, factor)
+    positions: Any  # int32 [T] or [B, T]: for rotations
+    steps: dict[str, Step] | None = None  # into the caches, if there are any
 
 
 class Attention(nnx.Module):
@@ -47,20 +48,20 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, cache: Cache | None, at: int | None = None
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """The output, and the cache with the new tokens; of a stack, that of layer `at`."""
+        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: int | None = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`."""
         q, k, v = self._project(x, at)
         (inv_freq, factor), places = tokens.ropes[self.kind], tokens.positions
         q, k = (rotate(x, places, inv_freq, attention_factor=factor) for x in (q, k))
+        if tokens.steps is not None:
+            write = tokens.steps[self.kind].write
+            (kept_k, k), (kept_v, v) = write(kept[0], k), write(kept[1], v)
+            kept = kept_k, kept_v
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
-        if cache is None:
-            out = attention(q, k, v, mask=tokens.masks[self.kind], **options)
-        else:
-            cache, view = cache.append(k, v, tokens.lengths)
-            out = attention(q, **view.of(cache.plan.mask), **options)
+        out = attention(q, k, v, mask=tokens.masks[self.kind], **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
-        return out, cache
+        return out, kept
 
     def _project(self, x: Float[Array, "B T D"], at: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads, kv_heads, size = self.config.heads

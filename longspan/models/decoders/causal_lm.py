@@ -14,12 +14,12 @@ from longspan._types import Array as AnyArray
 from longspan.models._rngs import check_rngs
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
+from longspan.models.decoders.kept import Kept
 from longspan.models.decoders.layer import run_layers, stack, step_layers
 from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import is_native, times
 from longspan.models.layers import embed, linear
 from longspan.models.output import Output
-
 
 FEW = 64  # tokens of a step of decoding, at most: `MOST_ROWS` in longspan/engines/cpu/product.py
 
@@ -101,15 +101,16 @@ class CausalLM(nnx.Module):
         if cache is None:
             tokens = tokens_of(config, shape, attention_mask, positions, segment_ids)
             return self._output(*self._run(x, tokens, None, remat=remat))
-        step = not remat and self._reads_in_place(shape[0] * shape[1])
-        if attention_mask is None:
-            tokens = cached_tokens_of(config, shape, cache, None)
-            return self._output(*self._run(x, tokens, cache, step=step, remat=remat), step=step)
-        # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
-        order, lengths = tokens_first(attention_mask)
-        x = jnp.take_along_axis(x, order[..., None], axis=1)
-        x, cache = self._run(x, cached_tokens_of(config, shape, cache, lengths), cache, step=step, remat=remat)
-        return self._output(jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1), cache, step=step)
+        step, order, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
+        if attention_mask is not None:
+            # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
+            order, lengths = tokens_first(attention_mask)
+            x = jnp.take_along_axis(x, order[..., None], axis=1)
+        tokens, kept = cached_tokens_of(config, shape, Kept.of(config, cache), lengths, self.dtype)
+        x, pairs = self._run(x, tokens, kept.pairs, step=step, remat=remat)
+        if order is not None:
+            x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
+        return self._output(x, kept._replace(pairs=pairs).caches(config), step=step)
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> tuple:
         """Empty caches of all layers, for `batch` rows of up to `length` tokens each.
@@ -143,14 +144,14 @@ class CausalLM(nnx.Module):
         # Rounded first, as the families do that scale: √2304 is 48 in float32 as well as in bfloat16, √3072 is not.
         return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
 
-    def _run(self, x, tokens, cache, *, step: bool = False, remat: bool = False) -> tuple[jax.Array, Any]:
+    def _run(self, x, tokens, kept, *, step: bool = False, remat: bool = False) -> tuple[jax.Array, Any]:
         parts = iter([nnx.split(layer) for layer in self.layers])
         groups = [[next(parts) for _ in run.kinds] for run in self.config.runs]
         graphs = tuple(tuple(graph for graph, _ in group) for group in groups)
         states = tuple(tuple(state for _, state in group) for group in groups)
         if step:
-            return _step_layers(graphs, self.config.runs, states, x, tokens, cache)
-        return _run_layers(graphs, self.config.runs, remat, states, x, tokens, cache)
+            return _step_layers(graphs, self.config.runs, states, x, tokens, kept)
+        return _run_layers(graphs, self.config.runs, remat, states, x, tokens, kept)
 
     def _reads_in_place(self, count: int) -> bool:
         """Whether so many tokens are a step of decoding, which is not scanned: that copies matrices and caches."""

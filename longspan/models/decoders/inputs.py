@@ -12,6 +12,7 @@ from longspan.masks import Segments, positions_from_segments
 from longspan.models._inputs import check_shape, shape_of_input
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Tokens
+from longspan.models.decoders.kept import Kept, layouts
 
 
 def check_inputs(
@@ -54,14 +55,15 @@ def tokens_of(config: DecoderConfig, shape: tuple[int, int], attention_mask, pos
         masks = {kind: mask & Segments(ids) for kind, mask in masks.items()}
     if positions is None:
         positions = jnp.arange(shape[1], dtype=np.int32) if ids is None else positions_from_segments(ids)
-    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
+    return Tokens({**masks}, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
 
 
-def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], cache, lengths, ropes=None) -> Tokens:
-    """The positions of new tokens, which are those that every cache is about to give them."""
-    first = cache[0]
-    at = first.length[:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
-    return Tokens({}, ropes_of(config, first.plan.length) if ropes is None else ropes, at, lengths)
+def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], kept: Kept, lengths, dtype, ropes=None):
+    """The new tokens, whose positions are those that the caches give them, and what is kept, with those."""
+    at = kept.length[:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
+    kept, steps = kept.advanced(shape[1], lengths)
+    ropes = ropes_of(config, kept.capacity) if ropes is None else ropes
+    return Tokens(layouts(config, steps, dtype), ropes, at, steps), kept
 
 
 def ropes_of(config: DecoderConfig, seq_len: int) -> dict[str, tuple[Any, Any]]:

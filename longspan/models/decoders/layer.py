@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from longspan.cache import Cache
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Attention, Tokens
@@ -33,13 +32,13 @@ class Layer(nnx.Module):
             self.mlp_out_norm = RMSNorm(config, config.hidden_size, **kinds)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, cache: Cache | None, at: int | None = None
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """The output, and the cache with the new tokens; of a stack, that of layer `at`."""
-        attended, cache = self.attention(self.attention_norm(x, at), tokens, cache, at)
+        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: int | None = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`."""
+        attended, kept = self.attention(self.attention_norm(x, at), tokens, kept, at)
         x = x + (self.attention_out_norm(attended, at) if self.config.family.branch_norms else attended)
         hidden = by_pieces(partial(self.mlp, at=at), self.mlp_norm(x, at))
-        return x + (self.mlp_out_norm(hidden, at) if self.config.family.branch_norms else hidden), cache
+        return x + (self.mlp_out_norm(hidden, at) if self.config.family.branch_norms else hidden), kept
 
 
 class GatedMLP(nnx.Module):
@@ -77,8 +76,8 @@ def stack(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, r
     return make(rngs)
 
 
-def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x: jax.Array, tokens: Tokens, caches):
-    """What all layers make of x, and their caches.
+def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x: jax.Array, tokens: Tokens, kept):
+    """What all layers make of x, and their keys and values.
 
     By scans: each pattern is compiled once, and with `remat` the results of one are in memory at a time.
 
@@ -89,37 +88,38 @@ def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x
         states: the parameters of the stacks, by run.
         x: embeddings.
         tokens: what all layers know of the batch.
-        caches: of each layer; or None.
+        kept: keys and values of each layer; or None.
     """
-    after: dict[int, Cache] = {}
+    after: dict[int, Any] = {}
     for run, graph, state in zip(runs, graphs, states, strict=True):
 
         def step(x, one, graph=graph):
-            state, cache = one
+            state, pairs = one
             new = []
             for place, structure in enumerate(graph):
-                x, kept = nnx.merge(structure, state[place])(x, tokens, None if cache is None else cache[place])
-                new.append(kept)
-            return x, None if cache is None else tuple(new)
+                x, pair = nnx.merge(structure, state[place])(x, tokens, None if pairs is None else pairs[place])
+                new.append(pair)
+            return x, None if pairs is None else tuple(new)
 
-        stacked = None if caches is None else tuple(_stacked(caches, run, place) for place in range(len(graph)))
+        stacked = None if kept is None else tuple(_stacked(kept, run, place) for place in range(len(graph)))
         x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (state, stacked), run.count)
-        for place, cache in enumerate(new or ()):
-            after |= {n: jax.tree.map(lambda x, i=i: x[i], cache) for i, n in enumerate(run.numbers(place))}
-    return x, None if caches is None else tuple(after[number] for number in range(len(after)))
+        for place, (k, v) in enumerate(new or ()):
+            after |= {number: (k[at], v[at]) for at, number in enumerate(run.numbers(place))}
+    return x, None if kept is None else tuple(after[number] for number in range(len(after)))
 
 
-def _stacked(caches: tuple[Cache, ...], run: Run, place: int) -> Cache:
-    return jax.tree.map(lambda *each: jnp.stack(each), *(caches[number] for number in run.numbers(place)))
+def _stacked(kept: tuple, run: Run, place: int) -> tuple[jax.Array, jax.Array]:
+    own = [kept[number] for number in run.numbers(place)]
+    return jnp.stack([k for k, _ in own]), jnp.stack([v for _, v in own])
 
 
-def step_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, caches):
+def step_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, kept):
     """`run_layers` one after another: nothing is stacked or copied, and compiling takes longer the more there are."""
-    after: dict[int, Cache] = {}
+    after: dict[int, Any] = {}
     for run, graph, state in zip(runs, graphs, states, strict=True):
         layers = [nnx.merge(structure, own) for structure, own in zip(graph, state, strict=True)]
         for at in range(run.count):
             for place, layer in enumerate(layers):
                 number = run.numbers(place)[at]
-                x, after[number] = layer(x, tokens, caches[number], at)
+                x, after[number] = layer(x, tokens, kept[number], at)
     return x, tuple(after[number] for number in range(len(after)))

@@ -1,4 +1,4 @@
-"""The matrix products of a layer: XLA's, or for a few tokens on a CPU products with matrices as they lie in their stack.
+"""The matrix products of a layer: XLA's, or for a few tokens on a CPU those with matrices as they lie in their stack.
 
 Layers are stacked, so that compiling them takes no longer the more there are. For one new token nearly all of the time
 goes into reading matrices, and XLA would copy each out of its stack first.

@@ -1,9 +1,9 @@
-"""The compiled programs of generation: a prompt goes into the caches chunk by chunk, then tokens come out a few at a time.
+"""The compiled programs of generation: prompts go into the caches chunk by chunk, then tokens come out a few at a time.
 
 Parameters are arguments, caches are donated: neither is copied.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from longspan.cache import Cache
 from longspan.models._graph import Graph
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.causal_lm import CausalLM, empty_caches
 from longspan.models.decoders.inputs import cached_tokens_of
+from longspan.models.decoders.kept import Kept
 from longspan.models.decoders.sampling import Sampling, choose
 
 BURST = 8  # tokens of a row between two looks of the host
@@ -48,24 +48,6 @@ class Compiled(NamedTuple):
 
     graph: Graph
     step: bool  # whether a token is computed layer by layer, with matrices read in place
-
-
-class Kept(NamedTuple):
-    """The caches of all layers. Those of one kind hold the same positions in the same slots, so that is kept once."""
-
-    keys_and_values: tuple[tuple[Any, Any], ...]  # of each layer
-    slots: dict[str, Cache]  # by kind of layer: a cache without keys and values
-
-    @classmethod
-    def of(cls, config: DecoderConfig, caches: tuple[Cache, ...]) -> "Kept":
-        """What is to be kept of caches."""
-        slots = {kind: replace(cache, k=None, v=None) for kind, cache in zip(config.kinds, caches, strict=True)}
-        return cls(tuple((cache.k, cache.v) for cache in caches), slots)
-
-    def caches(self, config: DecoderConfig) -> tuple[Cache, ...]:
-        """The cache of each layer."""
-        each = zip(config.kinds, self.keys_and_values, strict=True)
-        return tuple(replace(self.slots[kind], k=k, v=v) for kind, (k, v) in each)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -123,10 +105,9 @@ def burst(of: Compiled, params, kept: Kept, state: State, rules: Rules) -> tuple
 
 
 def _hidden(model: CausalLM, kept: Kept, ids, lengths, ropes, *, step: bool) -> tuple[jax.Array, Kept]:
-    caches = kept.caches(model.config)
-    tokens = cached_tokens_of(model.config, ids.shape, caches, lengths, ropes)
-    x, caches = model._run(model._embedded(ids, None), tokens, caches, step=step)
-    return x, Kept.of(model.config, caches)
+    tokens, kept = cached_tokens_of(model.config, ids.shape, kept, lengths, model.dtype, ropes)
+    x, pairs = model._run(model._embedded(ids, None), tokens, kept.pairs, step=step)
+    return x, kept._replace(pairs=pairs)
 
 
 def _chosen(model: CausalLM, x: jax.Array, state: State, rules: Rules, step: bool) -> State:
