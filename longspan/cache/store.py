@@ -66,9 +66,9 @@ class Step:
     order: Any  # int32 [B, S] of what was kept and what is new, by position; None: the cache itself shows it all
     plan: Plan = field(metadata=dict(static=True))
 
-    def write(self, buffer: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def write(self, buffer: Any, new: Any) -> tuple[Any, Any]:
         """The buffer [B, capacity, ...] with what is new [B, n, ...] in its slots, and what is seen [B, S, ...]."""
-        new, written = new.astype(buffer.dtype), buffer
+        new, written = jnp.asarray(new).astype(buffer.dtype), buffer
         if self.plan.capacity:
             # By batch row: indices over the batch would make sharded rows be gathered.
             written = jax.vmap(_put)(buffer, new, self.slots)

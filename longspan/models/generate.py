@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from longspan._types import Array
+from longspan._types import Array, no_type_check
 from longspan.models._graph import Graph
 from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.requests import check_lengths, check_model, check_options, check_prompts, stop_tokens_of
@@ -20,6 +20,7 @@ from longspan.models.decoders.steps import NOTHING, Compiled, Rules, burst, firs
 STOPS = 8  # the number of stop tokens is rounded up to a multiple, so that another one compiles nothing
 
 
+@no_type_check
 def generate(
     model: CausalLM,
     prompts: Sequence[Int[Array, "T"] | Sequence[int]],
@@ -139,7 +140,7 @@ def chunk_size(left: int, most: int) -> int:
     return fitting[0] if fitting else sizes[-1]
 
 
-def _number(value: float | None) -> Any:
+def _number(value: Any) -> Any:
     return None if value is None else np.float32(value)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 HERE = Path(__file__).parent / "decoders"
 VOCAB, WINDOW, T = 29, 5, 37  # seven windows
 LENGTHS = (37, 23)
+NEW = 13  # tokens of an answer
 TINY = dict(
     vocab_size=VOCAB, hidden_size=24, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3,
     intermediate_size=20, max_position_embeddings=71, pad_token_id=None, bos_token_id=None, eos_token_id=3,
@@ -61,6 +62,9 @@ MODELS: dict[str, tuple[str, dict]] = {
         original_max_position_embeddings=64,
     )),
 }  # fmt: skip
+
+# Their rotations depend on the length, and the peer's cached pass disagrees with its own full pass.
+BY_LENGTH = ("llama_dynamic", "phi3_long", "phi3_short")
 
 # Text inside of a model that sees, whose file has names of its own.
 VISION = "gemma3"
@@ -135,6 +139,38 @@ def run(model, case: dict[str, np.ndarray]) -> np.ndarray:
     with torch.no_grad():
         logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits.numpy()
     return logits[case["attention_mask"].astype(bool)]
+
+
+def prompts() -> list[np.ndarray]:
+    """The rows of a batch without their padding."""
+    case = cases()["right"]
+    return [row[mask.astype(bool)] for row, mask in zip(case["input_ids"], case["attention_mask"], strict=True)]
+
+
+def answer(model, prompt: np.ndarray) -> np.ndarray:
+    """The likeliest `NEW` tokens after a prompt, each by a full pass over as many tokens as the last one has.
+
+    So frequencies that follow from the length are the same for all of them. They must win by more than rounding.
+    """
+    ids = np.concatenate([prompt, np.zeros(NEW, prompt.dtype)])
+    for at in range(len(prompt), len(ids)):
+        logits = run(model, dict(input_ids=ids[None], attention_mask=np.ones((1, len(ids)), np.int64)))[at - 1]
+        second, best = np.sort(logits)[-2:]
+        assert best - second > 1e-4 * np.abs(logits).max(), (best, second)
+        ids[at] = np.argmax(logits)
+    return ids[len(prompt) :]
+
+
+def cached_answer(model, prompt: np.ndarray) -> np.ndarray:
+    """What the peer's own `generate` gives."""
+    import torch
+
+    ids = torch.from_numpy(prompt[None])
+    with torch.no_grad():
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
+    return found[0, len(prompt) :].numpy()
 
 
 def gradients(model, case: dict[str, np.ndarray], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,8 +2,9 @@
 
     python tests/golden/make_decoders.py [names]
 
-A model is one file: logits of the cases in `decoder_peers`, summaries of gradients, and in the metadata the config as
-`save_pretrained` writes it and the shapes of all tensors. `defaults.json` is what their configs hold that say nothing.
+A model is one file: logits of the cases in `decoder_peers`, greedy answers, summaries of gradients, and in the metadata
+the config as `save_pretrained` writes it and the shapes of all tensors. `defaults.json` is what their configs hold that
+say nothing.
 """
 
 import json
@@ -42,6 +43,11 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
     tensors = peers.weights(shapes, raw["model_type"])
     model = peers.hugging_face(peers.write(folder, raw, tensors))
     arrays = {f"logits.{case}": peers.run(model, inputs) for case, inputs in peers.cases().items()}
+    for row, prompt in enumerate(peers.prompts()):
+        fresh = peers.hugging_face(folder)  # the frequencies of some remember the longest row of before
+        arrays[f"answer.{row}"] = peers.answer(fresh, prompt).astype(np.int32)
+        if name not in peers.BY_LENGTH:
+            np.testing.assert_array_equal(peers.cached_answer(model, prompt), arrays[f"answer.{row}"])
     if name == peers.VISION:
         return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
     check_version_4(peers.hugging_face(peers.write(folder / "v4", peers.version_4(raw), tensors)), arrays)

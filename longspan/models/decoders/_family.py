@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from longspan._checks import check_choice
-from longspan.masks import Causal, Mask, Window
+from longspan.masks import Causal, Mask, Segments, Window
 from longspan.models._family import Family
 from longspan.models._fields import check_counts, check_flags, check_reals
 from longspan.models.activations import ACTIVATIONS
@@ -128,6 +128,10 @@ class DecoderConfig:
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise ValueError(f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 on, got {window!r}.")
         return Causal() & Window(window - 1, 0)
+
+    def packed_mask(self, kind: str, ids: Any) -> Mask:
+        """The rule of a kind of layers where rows hold documents and padding, ids [B, T]: no token sees another one."""
+        return self.mask(kind) & Segments(ids)
 
     def frequencies(self, kind: str, seq_len: int | None = None) -> tuple[Any, float]:
         """The rotary frequencies of a kind of layers; those of some types depend on the length."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan._checks import is_int, is_known
 from longspan.cache import Cache
-from longspan.masks import Segments, positions_from_segments
+from longspan.masks import positions_from_segments
 from longspan.models._inputs import check_shape, shape_of_input
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Tokens
@@ -49,13 +49,11 @@ def tokens_of(config: DecoderConfig, shape: tuple[int, int], attention_mask, pos
 
     Masks go by slots: padding at either end and packed documents leave the distances inside of a document alone.
     """
-    masks = {kind: config.mask(kind) for kind in dict.fromkeys(config.kinds)}
-    ids = _documents(shape, attention_mask, segment_ids)
-    if ids is not None:
-        masks = {kind: mask & Segments(ids) for kind, mask in masks.items()}
+    kinds, ids = dict.fromkeys(config.kinds), _documents(shape, attention_mask, segment_ids)
+    masks = {kind: config.mask(kind) if ids is None else config.packed_mask(kind, ids) for kind in kinds}
     if positions is None:
         positions = jnp.arange(shape[1], dtype=np.int32) if ids is None else positions_from_segments(ids)
-    return Tokens({**masks}, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
+    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
 
 
 def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], kept: Kept, lengths, dtype, ropes=None):

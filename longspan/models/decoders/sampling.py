@@ -22,7 +22,7 @@ class Sampling:
     repetition_penalty: Any = None
 
 
-def choose(sampling: Sampling, logits: jax.Array, seen: jax.Array | None, keys: Any, number: jax.Array) -> jax.Array:
+def choose(sampling: Sampling, logits: jax.Array, seen: Any, keys: Any, number: Any) -> jax.Array:
     """The next token of each row, int32 [B].
 
     The rules come in Hugging Face's order, each on what the one before left.
@@ -52,7 +52,7 @@ def choose(sampling: Sampling, logits: jax.Array, seen: jax.Array | None, keys: 
     return jax.vmap(jax.random.categorical)(own, scores).astype(np.int32)
 
 
-def _keep(scores: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+def _keep(scores: jax.Array, weights: jax.Array, goal: Any) -> jax.Array:
     """The greatest scores that together weigh at least `goal`, with all that equal the last of them; -inf elsewhere.
 
     The last one is found bit by bit, from the top: sorting a vocabulary takes ten times as long.

@@ -1,0 +1,319 @@
+"""`ls.generate`: Hugging Face's greedy answers, from golden files; laws of sampling; what is compiled, copied, refused."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import longspan as ls
+from longspan import hf, models
+from longspan.engines.cpu import library
+from longspan.models import generate as room
+from longspan.models.decoders import steps
+from longspan.models.decoders.sampling import Sampling, choose
+from tests.golden import decoder_peers as peers
+from tests.models.test_decoders import TOLERANCE, directory, golden, load
+
+needs_native = pytest.mark.skipif(library.missing() is not None, reason="the native library is not there")
+NEW = peers.NEW
+
+
+def greedy(model, prompts, count=NEW, **options):
+    return [tokens.tolist() for tokens in ls.generate(model, prompts, max_new_tokens=count, stop_tokens=(), **options)]
+
+
+@pytest.mark.parametrize("name", [*peers.MODELS, peers.VISION])
+def test_greedy_answers_are_hugging_faces_token_for_token(name):
+    want = [golden(name)[0][f"answer.{row}"].tolist() for row in range(2)]
+    assert greedy(load(name), peers.prompts()) == want
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama_dynamic"])
+def test_a_row_does_not_depend_on_its_batch(name):
+    model, prompts = load(name), [*peers.prompts(), np.array([7])]
+    together = greedy(model, prompts)
+    assert together == [greedy(model, [prompt])[0] for prompt in prompts]
+    assert together == greedy(model, prompts[::-1])[::-1]
+
+
+def test_the_size_of_chunks_changes_nothing():
+    model, want = load("mistral"), greedy(load("mistral"), peers.prompts())
+    for chunk in (1, 6, 64):
+        assert greedy(model, peers.prompts(), prefill_chunk=chunk) == want
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2", "gemma3_text"])
+def test_a_step_that_reads_in_place_gives_what_the_scan_gives(name):
+    """Fused and separate projections, biases, tied heads, two norms."""
+    model = load(name)
+    ids = np.stack([prompt[:3] for prompt in peers.prompts()])
+    cache = model(np.stack([prompt[3:9] for prompt in peers.prompts()]), cache=model.init_cache(2, 20)).cache
+    graph, params = nnx.split(model)
+
+    def call(step):
+        bound = nnx.merge(graph, params)
+        vars(bound)["_reads_in_place"] = lambda count: step
+        return bound(ids, np.array([[1, 1, 1], [1, 0, 0]]), cache=cache)
+
+    got, want = call(True), call(False)
+    mask = np.array([[1, 1, 1], [1, 0, 0]], bool)
+    most = np.abs(np.asarray(want.logits)[mask]).max()
+    np.testing.assert_allclose(
+        np.asarray(got.logits)[mask], np.asarray(want.logits)[mask], rtol=0, atol=TOLERANCE * most
+    )
+    for ours, theirs in zip(got.cache, want.cache, strict=True):
+        np.testing.assert_array_equal(ours.positions, theirs.positions)
+        np.testing.assert_allclose(ours.k, theirs.k, rtol=0, atol=TOLERANCE * np.abs(theirs.k).max())
+
+
+def test_16_bits_generate_too():
+    model = hf.load(directory("mistral"), dtype=jnp.bfloat16)
+    ids = np.stack([prompt[:20] for prompt in peers.prompts()])
+    (first, _) = greedy(model, ids, 1)
+    assert first[0] == int(np.argmax(np.asarray(model(ids).logits, np.float32)[0, -1]))
+    assert all(len(tokens) == 30 for tokens in greedy(model, ids, 30))
+
+
+# What is compiled, copied and computed.
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The programs that XLA compiled meanwhile."""
+    found: list[str] = []
+
+    def listen(event: str, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def small(**changes) -> models.CausalLM:
+    sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1)
+    config = models.MistralConfig(
+        **{**sizes, "num_hidden_layers": 3, "sliding_window": 64, "max_position_embeddings": 5000, **changes}
+    )
+    return models.CausalLM(config, rngs=nnx.Rngs(0))
+
+
+def test_fifty_lengths_cost_at_most_eight_compilations():
+    model, rng = small(), np.random.default_rng(0)
+    lengths = [1, 4096, *rng.integers(1, 4097, 48)]
+    with compilations() as found:
+        for number, length in enumerate(lengths):
+            prompt = rng.integers(0, 31, length)
+            ls.generate(model, [prompt], max_new_tokens=2 + number % 3, max_length=4200, stop_tokens=(number % 31,))
+    assert 3 <= len(found) <= 8
+    with compilations() as found:
+        heard: list[tuple[int, int]] = []
+        ls.generate(model, [[1, 2]], max_new_tokens=9, max_length=4200, stream=lambda *both: heard.append(both))
+    assert len(heard) == 9 and not found
+
+
+@needs_native
+def test_decoding_copies_neither_parameters_nor_caches():
+    model = small(vocab_size=999, hidden_size=128, intermediate_size=256, num_hidden_layers=5, sliding_window=512)
+    graph, params = nnx.split(model)
+    of = steps.Compiled(room.Graph(graph), model._reads_in_place(1))
+    kept, last = steps.start(model.config, 1, 4096, model.dtype)
+    rules = steps.Rules(Sampling(), room._padded(()), None, room._ropes(model, [np.zeros(5)], 9))
+    state = steps.first(of, params, last, None, np.full(1, 9, np.int32), rules)
+    memory = steps.burst.lower(of, params, kept, state, rules).compile().memory_analysis()
+    cache_bytes = sum(x.nbytes for pair in kept.pairs for x in pair)
+    one_layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.layers))) // 5
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < min(one_layer, cache_bytes // 5) // 2
+
+
+def test_the_loop_ends_when_all_rows_have_finished(monkeypatch):
+    model, calls = load("llama"), []
+    burst = room.burst
+    monkeypatch.setattr(room, "burst", lambda *args: (calls.append(1), burst(*args))[1])
+    answers = [tokens.tolist() for tokens in ls.generate(model, peers.prompts(), max_new_tokens=30, stop_tokens=())]
+    assert len(calls) == -(-29 // steps.BURST)
+    ends = tuple({tokens[2] for tokens in answers})
+    calls.clear()
+    stopped = ls.generate(model, peers.prompts(), max_new_tokens=30, stop_tokens=ends)
+    for tokens, got in zip(answers, stopped, strict=True):
+        first = next(i for i, token in enumerate(tokens) if token in ends)
+        assert got.tolist() == tokens[: first + 1]
+    assert len(calls) <= 1
+
+
+def test_tokens_stream_in_order():
+    heard: list[tuple[int, int]] = []
+    want = greedy(load("qwen3"), peers.prompts(), 11)
+    got = greedy(load("qwen3"), peers.prompts(), 11, stream=lambda row, token: heard.append((row, token)))
+    assert got == want
+    assert heard == [(row, want[row][step]) for step in range(11) for row in range(2)]
+
+
+def test_stop_tokens_are_the_checkpoints(tmp_path):
+    _, config, arrays = golden("llama")
+    (answer,) = greedy(load("llama"), peers.prompts()[:1])
+    end, other = answer[3], next(token for token in range(peers.VOCAB) if token not in answer)
+    want = answer[: answer.index(end) + 1]
+    where = peers.write(tmp_path, {**config, "eos_token_id": [other, end]}, arrays)
+
+    def answer_of(model, **options):
+        return ls.generate(model, peers.prompts()[:1], max_new_tokens=NEW, **options)[0].tolist()
+
+    assert answer_of(hf.load(where)) == want
+    (where / "generation_config.json").write_text(json.dumps(dict(eos_token_id=other)))
+    assert answer_of(hf.load(where)) == answer
+    assert answer_of(hf.load(where), stop_tokens=end) == want
+    assert answer_of(hf.load(where), stop_tokens=np.array([end, other])) == want
+    (where / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read"):
+        answer_of(hf.load(where))
+
+
+# Sampling.
+
+
+@given(st.data())
+def test_what_is_drawn_is_what_the_rules_leave(data):
+    logits = np.array(data.draw(st.lists(st.integers(-8, 8), min_size=7, max_size=7)), np.float32) / 4
+    rules = dict(
+        temperature=np.float32(data.draw(st.sampled_from([0.5, 1.0, 1.7]))),
+        top_k=data.draw(st.none() | st.integers(1, 12)),
+        top_p=data.draw(st.none() | st.sampled_from([0.1, 0.5, 0.77, 1.0])),
+        min_p=data.draw(st.none() | st.sampled_from([0.05, 0.4, 1.0])),
+    )
+    kept = allowed(logits, **rules)
+    keys = jax.random.split(jax.random.key(data.draw(st.integers(0, 99))), 64)
+    sampling = Sampling(**{name: None if value is None else np.float32(value) for name, value in rules.items()})
+    drawn = chosen(sampling, jnp.broadcast_to(logits, (64, 7)), None, keys, np.int32(0))
+    assert set(np.asarray(drawn).tolist()) <= set(np.flatnonzero(kept).tolist())
+
+
+chosen = jax.jit(choose)
+
+
+def allowed(logits, temperature, top_k, top_p, min_p):
+    """By sorting, with all that equal the last one kept."""
+    scores = logits.astype(np.float64) / float(temperature)
+    if top_k is not None:
+        scores = np.where(scores < np.sort(scores)[-min(top_k, len(scores))], -np.inf, scores)
+    if top_p is not None:
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        order = np.argsort(-scores, kind="stable")
+        count = 1 + int(np.sum(np.cumsum(weights[order])[:-1] < top_p - 1e-6))
+        scores = np.where(scores < scores[order][count - 1], -np.inf, scores)
+    if min_p is not None:
+        scores = np.where(scores < scores.max() + np.log(min_p) - 1e-6, -np.inf, scores)
+    return np.isfinite(scores)
+
+
+def test_draws_are_as_frequent_as_they_are_likely():
+    logits, draws = np.array([1.0, -0.5, 0.2, -3.0, 0.9], np.float32), 20000
+    keys = jax.random.split(jax.random.key(3), draws)
+    drawn = choose(Sampling(temperature=np.float32(0.7)), jnp.tile(logits, (draws, 1)), None, keys, np.int32(5))
+    want = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    got = np.bincount(np.asarray(drawn), minlength=5) / draws
+    assert np.all(np.abs(got - want) < 5 * np.sqrt(want / draws))
+
+
+def test_all_that_the_rules_leave_is_drawn():
+    logits = np.array([1.0, 0.9, 0.8, 0.1, 0.0], np.float32)
+    keys = jax.random.split(jax.random.key(0), 500)
+    for rules in (dict(top_k=3.0), dict(top_p=0.7), dict(min_p=0.8)):
+        sampling = Sampling(temperature=np.float32(1), **{k: np.float32(v) for k, v in rules.items()})
+        drawn = np.asarray(choose(sampling, jnp.tile(logits, (500, 1)), None, keys, np.int32(0)))
+        assert set(drawn.tolist()) == {0, 1, 2}, rules
+
+
+def test_repeated_tokens_become_less_likely():
+    logits = jnp.array([[2.0, 1.5, -1.0]])
+    seen = jnp.array([[True, False, True]])
+    pick = lambda penalty: int(choose(Sampling(repetition_penalty=np.float32(penalty)), logits, seen, None, 0)[0])  # noqa: E731
+    assert [pick(p) for p in (1.2, 1.4)] == [0, 1]
+    model, prompt = load("llama"), np.arange(4, 14)
+    (tokens,) = greedy(model, [prompt], 12, repetition_penalty=1e6)
+    assert len({*tokens, *prompt.tolist()}) == 22
+
+
+def test_keys_are_by_row_and_the_same_key_draws_the_same():
+    model, (prompt, _) = load("llama"), peers.prompts()
+    draw = dict(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01)
+    one = greedy(model, [prompt] * 3, key=jax.random.key(1), **draw)
+    assert one == greedy(model, [prompt] * 3, key=jax.random.key(1), **draw)
+    assert len({tuple(tokens) for tokens in one}) == 3
+    assert one != greedy(model, [prompt] * 3, key=jax.random.key(2), **draw)
+    keys = jax.random.split(jax.random.key(5), 3)
+    each = greedy(model, [prompt] * 3, key=keys, **draw)
+    assert each[1:] == greedy(model, [prompt] * 2, key=keys[1:], **draw)
+    assert each == greedy(model, [prompt] * 3, key=jax.random.key_data(keys), **draw)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        (dict(prompts=[[]]), ValueError, "Prompt 0 is empty"),
+        (dict(prompts=[[1], [2, 29]]), ValueError, "Prompt 1 has the token id 29.*0 to 28"),
+        (dict(prompts=[[-1]]), ValueError, "token id -1"),
+        (dict(prompts=[[1.5]]), ValueError, "must be token ids"),
+        (dict(prompts=[[[1]]]), ValueError, "must be token ids"),
+        (dict(prompts=[1, 2]), ValueError, r"`\[prompt\]`"),
+        (dict(prompts="hello"), TypeError, "list of arrays of token ids"),
+        (dict(prompts=["hello"]), ValueError, "must be token ids"),
+        (dict(max_new_tokens=70), ValueError, "max_position_embeddings=71"),
+        (dict(max_length=12), ValueError, "max_length=12"),
+        (dict(max_new_tokens=-1), ValueError, "max_new_tokens"),
+        (dict(temperature=-1.0), ValueError, "temperature"),
+        (dict(temperature=float("nan")), ValueError, "temperature"),
+        (dict(temperature=1.0), ValueError, "needs a `key`"),
+        (dict(temperature=1.0, key=jax.random.split(jax.random.key(0), 3)), ValueError, r"one per prompt \[2\]"),
+        (dict(temperature=1.0, key=7), ValueError, "one key"),
+        (dict(top_p=0.9), ValueError, "temperature=0 draws none"),
+        (dict(temperature=1.0, key=jax.random.key(0), top_p=0.0), ValueError, "top_p"),
+        (dict(temperature=1.0, key=jax.random.key(0), top_p=1.1), ValueError, "top_p"),
+        (dict(temperature=1.0, key=jax.random.key(0), top_k=0), ValueError, "top_k"),
+        (dict(temperature=1.0, key=jax.random.key(0), min_p=2), ValueError, "min_p"),
+        (dict(repetition_penalty=0.0), ValueError, "repetition_penalty"),
+        (dict(stop_tokens=[1.5]), ValueError, "stop_tokens"),
+        (dict(prefill_chunk=0), ValueError, "prefill_chunk"),
+    ],
+)
+def test_bad_input_is_a_clear_error(changes, error, says):
+    options = dict(prompts=[[5, 6, 7], [8] * 11], max_new_tokens=4) | changes
+    with pytest.raises(error, match=says):
+        ls.generate(load("llama"), options.pop("prompts"), **options)
+
+
+def test_an_encoder_does_not_generate():
+    config = models.BertConfig(vocab_size=11, hidden_size=6, num_attention_heads=2, num_hidden_layers=1)
+    for other in (models.Encoder(config, rngs=nnx.Rngs(0)), SimpleNamespace()):
+        with pytest.raises(TypeError, match="must be a decoder"):
+            ls.generate(other, [[1]], max_new_tokens=1)
+
+
+def test_dynamic_rope_has_no_end():
+    model = load("llama_dynamic")
+    assert model.config.max_position_embeddings == 16
+    (tokens,) = greedy(model, [np.arange(4, 20)], 40)
+    assert len(tokens) == 40
+
+
+def test_nothing_asked_for_is_nothing():
+    assert ls.generate(load("llama"), [], max_new_tokens=3) == []
+    (none,) = ls.generate(load("llama"), [[1, 2]], max_new_tokens=0)
+    assert none.tolist() == [] and none.dtype == np.int32
