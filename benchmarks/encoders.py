@@ -112,20 +112,22 @@ def train(family: str, length: int) -> str:
 class Worker:
     """A process that runs a model once for every line it is sent, and says how long that took."""
 
+    module = "benchmarks.encoders"
+
     def __init__(self, python: str, *arguments):
-        command = [python, "-m", "benchmarks.encoders", "--worker", *map(str, arguments)]
+        command = [python, "-m", self.module, "--worker", *map(str, arguments)]
         self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(self) -> float:
-        return self._ask("run")
+        return self.ask("run")
 
     def finish(self) -> float:
         """The peak resident memory, in MB."""
-        peak = self._ask("peak")
+        peak = self.ask("peak")
         self.process.communicate()
         return peak
 
-    def _ask(self, what: str) -> float:
+    def ask(self, what: str) -> float:
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()

@@ -1,10 +1,7 @@
-"""A decoder of bytes with a mask of its own, trained for a minute on Python's standard library, that then goes on alone.
+"""A decoder of bytes with a mask of its own, trained for a minute on Python's standard library; then it goes on alone.
 
 Every token sees a window and the first few tokens of its document. The same mask trains on packed documents and
 allocates the caches: they hold the window and the pinned tokens, however long the answer gets.
-
-    python examples/byte_decoder.py                        # a minute of training, then 2000 bytes
-    python examples/byte_decoder.py --seconds 2 --width 32 --answer 50
 """
 
 import argparse
@@ -23,7 +20,7 @@ from flax import nnx
 import longspan as ls
 from longspan import models
 
-ROWS, LENGTH, WINDOW, PINNED = 4, 1024, 128, 4
+ROWS, LENGTH, WINDOW, PINNED = 2, 512, 128, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,10 @@ class Bytes(models.LlamaConfig):
     """A Llama that reads a window and the beginning of its document."""
 
     vocab_size: int = 256
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
     max_position_embeddings: int = 2**20
+    initializer_range: float = 0.09
 
     def mask(self, kind):
         return ls.Causal() & (ls.Window(WINDOW - 1, 0) | ls.Prefix(PINNED))
@@ -44,16 +44,13 @@ def batches(seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Bytes and the number of the document that each is of, [ROWS, LENGTH], forever."""
     files, rng = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), np.random.default_rng(seed)
     while True:
-        ids, documents = np.zeros((2, ROWS, LENGTH), np.int32)
-        for row in range(ROWS):
-            at = 0
-            while at < LENGTH:
-                text = np.frombuffer(files[rng.integers(len(files))].read_bytes(), np.uint8)
-                start = rng.integers(max(len(text) - 600, 1))
-                piece = text[start : start + min(600, LENGTH - at)]
-                ids[row, at : at + len(piece)], documents[row, at:] = piece, documents[row, at - 1] + 1
-                at += max(len(piece), 1)
-        yield ids, documents
+        (ids, documents), at = np.zeros((2, ROWS * LENGTH), np.int32), 0
+        while at < ids.size:
+            text = np.frombuffer(files[rng.integers(len(files))].read_bytes(), np.uint8)
+            piece = text[rng.integers(max(len(text) - 400, 1)) :][: min(400, ids.size - at)]
+            ids[at : at + len(piece)], documents[at:] = piece, at
+            at += len(piece)
+        yield ids.reshape(ROWS, LENGTH), documents.reshape(ROWS, LENGTH)
 
 
 def train(model: models.CausalLM, seconds: float, report=print) -> list[float]:
@@ -66,40 +63,35 @@ def train(model: models.CausalLM, seconds: float, report=print) -> list[float]:
             logits = model(ids, segment_ids=documents).logits[:, :-1]
             within = documents[:, 1:] == documents[:, :-1]  # the first byte of a document follows from nothing
             each = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
-            return jnp.sum(each * within) / jnp.sum(within) / np.log(2)
+            return jnp.mean(each, where=within) / np.float32(np.log(2))
 
         value, gradients = nnx.value_and_grad(loss)(model)
         optimizer.update(model, gradients)
         return value
 
-    losses, data = [], batches()
-    losses.append(float(step(model, optimizer, *next(data))))  # compiles
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
+    losses, data, start = [], batches(), time.perf_counter()
+    while (now := time.perf_counter() - start) < seconds:
         losses.append(float(step(model, optimizer, *next(data))))
-        if len(losses) % 10 == 0:
-            report(f"\r{time.perf_counter() - start:4.0f} s, step {len(losses)}: {losses[-1]:.2f} bits per byte", end="")
-    report()
+        if len(losses) % 20 == 0:
+            report(f"\r{now:4.0f} s, step {len(losses)}: {np.mean(losses[-20:]):.2f} bits per byte", end="", flush=True)
     return losses
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="of training")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--answer", type=int, default=2000, help="bytes to write afterwards")
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("--seconds", 60.0), ("--width", 128), ("--answer", 2000)):
+        parser.add_argument(name, type=type(default), default=default)
     options = parser.parse_args()
-    sizes = dict(hidden_size=options.width, intermediate_size=3 * options.width, num_hidden_layers=4)
-    model = models.CausalLM(Bytes(**sizes, num_attention_heads=4, num_key_value_heads=2), rngs=nnx.Rngs(0))
+    width = dict(hidden_size=options.width, intermediate_size=3 * options.width)
+    model = models.CausalLM(Bytes(**width), rngs=nnx.Rngs(0))
     train(model, options.seconds)
     kept = [model.init_cache(1, length)[0].k.shape[1] for length in (1000, 1_000_000)]
-    print(f"A layer keeps {kept[0]} keys for 1,000 tokens and {kept[1]} for 1,000,000.\n")
+    print(f"\nA layer keeps {kept[0]} keys for 1,000 tokens and {kept[1]} for 1,000,000.\n")
     prompt = b"def main(self):\n    "
-    print(prompt.decode(), end="", flush=True)
-    ls.generate(
-        model, [list(prompt)], max_new_tokens=options.answer, temperature=0.7, key=jax.random.key(0),
-        stream=lambda row, byte: print(chr(byte), end="", flush=True),
-    )  # fmt: skip
+    print(prompt.decode(), end="")
+    show = lambda row, byte: print(chr(byte), end="", flush=True)  # noqa: E731
+    draws = dict(temperature=0.7, key=jax.random.key(0))
+    ls.generate(model, [list(prompt)], max_new_tokens=options.answer, stream=show, **draws)
     print()
 
 

@@ -73,9 +73,7 @@ def test_a_call_that_does_not_fit_is_an_error_not_a_crash(x, matrix, layer, says
     result = (jax.ShapeDtypeStruct((x[0], 4), np.float32),)
     call = jax.ffi.ffi_call("longspan_product", result)
     with pytest.raises(Exception, match=says):
-        jax.block_until_ready(
-            call(jnp.ones(x), jnp.ones(matrix), layer=np.int64(layer), by_outer=np.int64(0))
-        )
+        jax.block_until_ready(call(jnp.ones(x), jnp.ones(matrix), layer=np.int64(layer), by_outer=np.int64(0)))
 
 
 def test_only_what_it_can_is_taken():

@@ -231,6 +231,61 @@ void run_case(int seed) {
   }
 }
 
+// Products of a few rows with random shapes: the same numbers as a naive loop, the same bits on any threads.
+void run_product(int seed) {
+  std::mt19937 random{uint32_t(seed)};
+  auto upto = [&](int most) { return int64_t(1 + random() % uint32_t(most)); };
+  const int64_t rows = upto(kMaxRows), inner = upto(70), count = upto(3);
+  const bool by_outer = random() % 2, halves = random() % 2;
+  auto number = [&] { return float(int(random() % 2001) - 1000) / 1000; };
+  std::vector<float> x(size_t(rows * inner));
+  for (float& v : x) v = number();
+  std::vector<std::vector<float>> weights;
+  std::vector<std::vector<uint16_t>> stored;
+  std::vector<Matrix> matrices;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t outer = upto(i ? 700 : 3000);
+    weights.emplace_back(size_t(inner * outer));
+    stored.emplace_back(size_t(inner * outer));
+    for (size_t j = 0; j < weights.back().size(); ++j) {
+      uint32_t bits;
+      float v = number();
+      std::memcpy(&bits, &v, 4);
+      if (halves) bits &= 0xFFFF0000u;
+      std::memcpy(&v, &bits, 4);
+      weights.back()[j] = v, stored.back()[j] = uint16_t(bits >> 16);
+    }
+    matrices.push_back({nullptr, halves ? BF16 : F32, outer, nullptr});
+  }
+  for (const Kernel* kernel : kernels_here()) {
+    std::vector<std::vector<float>> results[2];
+    for (const int threads : {1, 3}) {
+      auto& y = results[threads > 1];
+      for (int64_t i = 0; i < count; ++i) y.emplace_back(size_t(rows * matrices[size_t(i)].outer));
+      for (int64_t i = 0; i < count; ++i) {
+        Matrix& m = matrices[size_t(i)];
+        m.data = halves ? static_cast<const void*>(stored[size_t(i)].data()) : weights[size_t(i)].data();
+        m.y = y[size_t(i)].data();
+      }
+      ThreadRunner runner(threads);
+      kernel->product({x.data(), rows, inner, count, by_outer, matrices.data()}, runner);
+    }
+    bool same = results[0] == results[1], close = true;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t outer = matrices[size_t(i)].outer;
+      for (int64_t b = 0; b < rows; ++b)
+        for (int64_t o = 0; o < outer; ++o) {
+          double want = 0;
+          for (int64_t k = 0; k < inner; ++k)
+            want +=
+                double(x[size_t(b * inner + k)]) * weights[size_t(i)][size_t(by_outer ? o * inner + k : k * outer + o)];
+          close &= std::abs(results[0][size_t(i)][size_t(b * outer + o)] - want) < 1e-5 * double(inner);
+        }
+    }
+    if (!same || !close) ++failures, std::printf("product %d %s: same %d close %d\n", seed, kernel->name, same, close);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -238,6 +293,7 @@ int main(int argc, char** argv) {
   for (int i = first; i < first + count; ++i) {
     const int before = failures;
     run_case(i);
+    run_product(i);
     if (failures > before && failures > 20) break;
   }
   std::string names;

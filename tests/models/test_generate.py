@@ -1,4 +1,4 @@
-"""`ls.generate`: Hugging Face's greedy answers, from golden files; laws of sampling; what is compiled, copied, refused."""
+"""`ls.generate`: Hugging Face's greedy answers, from golden files; laws of sampling; what is compiled and refused."""
 
 import json
 from collections.abc import Iterator

@@ -1,0 +1,65 @@
+"""The example that trains a decoder of bytes, at toy size; and that its packed mask is the mask of its caches."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from longspan import models
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "byte_decoder.py"
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        yield
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(EXAMPLE))
+
+
+def make(example, **changes):
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2) | changes
+    return models.CausalLM(example["Bytes"](**sizes, initializer_range=0.3), rngs=nnx.Rngs(0))
+
+
+def test_it_learns(example, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(example["train"].__globals__["time"], "perf_counter", lambda: next(clock))
+    losses = example["train"](make(example), seconds=12, report=lambda *_, **__: None)
+    assert len(losses) == 11 and losses[-1] < losses[0] - 0.5
+
+
+def test_packed_documents_see_what_the_cache_of_one_shows(example):
+    """Several windows long, so that pinned tokens are all that is left of the beginning."""
+    model, rng = make(example, num_hidden_layers=1), np.random.default_rng(0)
+    lengths = [300, 212]
+    ids = rng.integers(0, 256, (1, 512))
+    documents = np.repeat([1, 2], lengths)[None]
+    packed = np.asarray(model(ids, segment_ids=documents).logits)[0]
+    for start, count in zip((0, 300), lengths, strict=True):
+        own = jnp.asarray(ids[:, start : start + count])
+        prompt = model(own[:, :-1], cache=model.init_cache(1, 512))
+        last = model(own[:, -1:], cache=prompt.cache)
+        got = np.concatenate([np.asarray(prompt.logits)[0], np.asarray(last.logits)[0]])
+        np.testing.assert_allclose(got, packed[start : start + count], rtol=0, atol=1e-5 * np.abs(got).max())
+
+
+def test_it_runs_from_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["byte_decoder.py", "--seconds", "0.1", "--width", "16", "--answer", "20"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "A layer keeps 132 keys for 1,000 tokens and 132 for 1,000,000." in out
+    assert len(out.split("def main(self):\n    ")[1]) == 21
+
+
+def test_it_is_short():
+    assert len(EXAMPLE.read_text("utf-8").splitlines()) < 100
