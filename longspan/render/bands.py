@@ -37,6 +37,6 @@ def by_cell(ids: np.ndarray, cell: int) -> list[int | None]:
 
 def colour(name: int | None) -> str | None:
     """The colour of an id: documents side by side differ, padding has none."""
-    if name is SEVERAL:
+    if name is None:  # several
         return GREY
     return None if name < 0 else COLOURS[name % len(COLOURS)]

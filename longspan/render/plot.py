@@ -95,7 +95,7 @@ def _shades(share: np.ndarray, some: np.ndarray, every: np.ndarray) -> np.ndarra
 def _image(axes: "Axes", shades: np.ndarray, picture: Picture) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    ramp = LinearSegmentedColormap.from_list("longspan", [(1 - FAINTEST * (1 - np.array(_rgb(BLUE)))), BLUE])
+    ramp = LinearSegmentedColormap.from_list("longspan", [(0.0, _over_white(Ink(BLUE, FAINTEST))), (1.0, BLUE)])
     ramp = ramp.with_extremes(under="white")
     image = _drawn(axes, shades, picture, cmap=ramp, vmin=5e-4, vmax=1.0)
     if picture.bands is not None:
@@ -159,14 +159,15 @@ def _tiles(axes: "Axes", levels: np.ndarray, tiles: TilePicture) -> None:
         axes.tick_params(which="minor", length=0)
 
 
-def _over_white(ink: Ink) -> tuple[float, ...]:
-    return tuple(1 - ink.opacity * (1 - part) for part in _rgb(ink.colour))
+def _over_white(ink: Ink) -> tuple[float, float, float]:
+    red, green, blue = (1 - ink.opacity * (1 - part) for part in _rgb(ink.colour))
+    return red, green, blue
 
 
 def _legend(figure: "Figure", tiles: TilePicture, columns: int) -> None:
     from matplotlib.patches import Patch
 
-    names = [("EMPTY: not visited", "white")]
+    names = [("EMPTY: not visited", _rgb("white"))]
     for name, ink in zip(("PARTIAL", "FULL"), KINDS.values(), strict=True):
         names.append((f"{name}: {ink.meaning}", _over_white(ink)))
     patches = [Patch(facecolor=paint, edgecolor="0.6", label=name) for name, paint in names]

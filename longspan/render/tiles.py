@@ -60,14 +60,16 @@ def tiles_of(layout: BlockLayout, *, batch: int = 0, head: int | None = None, mo
 
 def _visited(layout: BlockLayout, batch: int, head: int, together: int) -> np.ndarray:
     """Whether a tile of each cell is visited, bool [rows, columns] of cells."""
-    arrays = (layout.starts, layout.stops, layout.common, layout.common_count)
-    starts, stops, common, count = (
-        None if a is None else np.asarray(a[min(batch, a.shape[0] - 1), min(head, a.shape[1] - 1)]) for a in arrays
-    )
+
+    def part(table) -> np.ndarray:
+        return np.asarray(table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
+
+    starts, stops = part(layout.starts), part(layout.stops)
     columns = np.arange(0, layout.kv_tiles, together)
     seen = np.zeros((layout.q_tiles, len(columns)), bool)
     for low, high in zip(starts.T, stops.T, strict=True):
         seen |= (low[:, None] < columns + together) & (high[:, None] > columns) & (low < high)[:, None]
-    if common is not None:
-        seen[:, np.unique(common[: int(count)] // together)] = True
+    if layout.common is not None:
+        common = part(layout.common)[: int(part(layout.common_count))]
+        seen[:, np.unique(common // together)] = True
     return np.logical_or.reduceat(seen, np.arange(0, layout.q_tiles, together)) if layout.q_tiles else seen
