@@ -97,7 +97,8 @@ def test_heads_that_differ_stand_side_by_side():
     assert mask.show(3, 3, head=1).splitlines() == ["#..", ".#.", "..#"]
     assert mask.show(40, 40).splitlines()[2].split("head ") == ["   ", "0 of 3           ", "1                ", "2"]
     many = ls.PerHead(tuple(ls.Window(n, 0) for n in range(12)))
-    assert "heads 0 to 3 of 12" in many._repr_html_()
+    assert "; heads 0 to 3 of 12<" in many._repr_html_()
+    assert "; batch row 0 of 2<" in ls.KvLengths(np.array([30, 20]))._repr_html_()
 
 
 def test_none_and_all_are_promises_and_everything_else_has_a_shade():
@@ -128,6 +129,7 @@ def test_a_mask_without_lengths_is_drawn_as_long_as_its_numbers_reach():
     assert lengths(ls.Prefix(2**29)) == (1 << 17, 1 << 17)
     assert lengths(ls.Segments(np.zeros((1, 7), int), np.zeros((1, 5), int)) & ls.Window(999, 0)) == (7, 5)
     assert lengths(ls.KvLengths(np.array([3]))) == (64, 64)
+    assert lengths(ls.KvLengths(jnp.array([300, 200]))) == (2048, 2048)
 
 
 NOTEBOOK = {

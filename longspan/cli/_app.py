@@ -57,7 +57,8 @@ def run(arguments: Sequence[str] | None) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="longspan", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed before we began
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

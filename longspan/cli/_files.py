@@ -19,10 +19,7 @@ def written(path: Path) -> Iterator[Path]:
         >>> target.read_text(), [path.name for path in target.parent.iterdir()]
         ('whole', ['a.txt'])
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory. Name a file.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is not a directory, so {path.name} cannot be written there.")
+    check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
     os.close(handle)
     new = Path(name)
@@ -32,6 +29,20 @@ def written(path: Path) -> Iterator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises unless a file can be written there: before the work for it is done."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory. Name a file.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not a directory, so {path.name} cannot be written there.")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise PermissionError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _umask() -> int:

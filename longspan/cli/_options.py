@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+LONGEST = 2**30 - 1  # positions are no larger
+
 Expression = Annotated[
     str,
     typer.Argument(
@@ -13,10 +15,14 @@ Expression = Annotated[
         "Arrays are lists or files: 'Segments(\"ids.npy\")'.",
     ),
 ]
-Queries = Annotated[int | None, typer.Option("-T", "--queries", min=0, help="Number of queries.", show_default=False)]
+Queries = Annotated[
+    int | None, typer.Option("-T", "--queries", min=0, max=LONGEST, help="Number of queries.", show_default=False)
+]
 Keys = Annotated[
     int | None,
-    typer.Option("-S", "--keys", min=0, help="Number of keys; as many as queries by default.", show_default=False),
+    typer.Option(
+        "-S", "--keys", min=0, max=LONGEST, help="Number of keys; as many as queries by default.", show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan.cli._files import written
+from longspan._optional import needs
+from longspan.cli._files import check_writable, written
 from longspan.cli._options import AsJson, print_json
 from longspan.cli.expressions import parse
 
@@ -41,6 +42,7 @@ def bench(
     before = None if compare is None else _earlier(compare)
     if save is not None and not save.is_dir():
         raise ValueError(f"--save: {save} is not a directory.")
+    _check_plot(plot)
     chosen = _engines(engine)
     rows: Rows = []
     for length in numbers:
@@ -77,6 +79,15 @@ def _lengths(text: str) -> list[int]:
     if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= 1 << 24 for word in words):
         raise ValueError(f"--lengths must be numbers of tokens between commas, such as 512,1024, got {text!r}.")
     return [int(word) for word in words]
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    needs("--plot", "matplotlib", extra="plot")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot: {path} must end in .png, .svg or .pdf.")
+    check_writable(path)
 
 
 def _engines(names: list[str] | None) -> list[str]:
@@ -163,9 +174,6 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def _draw(report: dict[str, Any], path: Path) -> None:
     """Time and memory against the number of tokens."""
-    from longspan._optional import needs
-
-    needs("--plot", "matplotlib", extra="plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -184,4 +192,4 @@ def _draw(report: dict[str, Any], path: Path) -> None:
         if axes.lines:
             axes.legend(fontsize=8)
     with written(path) as new:
-        figure.savefig(new, format=path.suffix.lstrip(".") or "png", dpi=150)
+        figure.savefig(new, format=path.suffix[1:], dpi=150)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli._options import AsJson, Expression, Keys, print_json
+from longspan.cli._options import LONGEST, AsJson, Expression, Keys, print_json
 from longspan.cli.expressions import parse
 
 CELLS = 64  # along a side, at each step of the search
@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 def diff(
     first: Expression,
     second: Expression,
-    queries: Annotated[int, typer.Option("-T", "--queries", min=0, help="Number of queries.")] = 1024,
+    queries: Annotated[int, typer.Option("-T", "--queries", min=0, max=LONGEST, help="Number of queries.")] = 1024,
     keys: Keys = None,
     as_json: AsJson = False,
 ) -> None:

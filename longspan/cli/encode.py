@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli._files import written
+from longspan.cli._files import check_writable, written
 from longspan.cli._library import library
 from longspan.cli._options import AsJson, print_json
 from longspan.cli.texts import tokenizer_of
@@ -55,6 +55,7 @@ def encode(
     """Encode documents, one vector each."""
     if split and truncate:
         raise ValueError("--split and --truncate are two answers to one question. Give one of them.")
+    check_writable(out)
     tokenizer = tokenizer_of(model)
     texts = _texts(files, lines)
     ls = library()

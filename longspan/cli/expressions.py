@@ -139,12 +139,18 @@ def _loaded(text: str) -> Any:
     """The array in a file; other strings are themselves, such as the side of `TokenTypes(zero="q")`."""
     if not text.endswith(".npy"):
         return text
+    why = "it holds no array that `np.save` wrote, or one of Python objects"
     try:
-        return np.load(Path(text), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        why = "there is no such file" if missing else "it holds no array that `np.save` wrote, or one of Python objects"
-        raise ValueError(f"{_cut(text, 600)}: {why}.") from error
+        array = np.load(Path(text), allow_pickle=False)
+        if isinstance(array, np.ndarray):
+            return array
+    except FileNotFoundError:
+        why = "there is no such file"
+    except MemoryError:
+        why = "its array does not fit into memory"
+    except (OSError, ValueError, EOFError):
+        pass
+    raise ValueError(f"{_cut(text, 600)}: {why}.")
 
 
 def _array(node: ast.List) -> np.ndarray:

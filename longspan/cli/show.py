@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan.cli._files import written
+from longspan.cli._files import check_writable, written
 from longspan.cli._library import library
 from longspan.cli._options import AsJson, Expression, Keys, Queries, print_json
 from longspan.cli.expressions import parse
@@ -29,6 +29,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Draw a mask, in characters or into files."""
+    for path in (png, svg, html):
+        check_writable(path)
     mask = parse(expression, queries)
     from longspan.render.html import document
     from longspan.render.notebook import lengths, mask_html
@@ -70,7 +72,7 @@ def _facts(picture: Any, mask: Any) -> dict[str, Any]:
 
 def _across() -> int:
     """As wide as the terminal allows beside the numbers, and not too high for it to be seen as a whole."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return WIDEST
     size = shutil.get_terminal_size()
     return max(16, min(WIDEST, size.columns - 12))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from longspan._checks import check_extents, check_lengths, check_positions
+from longspan._checks import check_extents, check_lengths, check_positions, is_known
 from longspan._types import Array, Namespace, Positions, no_type_check
 from longspan.masks.checks import check_slots
 from longspan.masks.pieces import Piece
@@ -189,6 +189,9 @@ class Mask(Value):
         """The largest number in it, as far as it holds numbers: how long a picture must be to show them."""
         own = [n for value in vars(self).values() for n in (value if isinstance(value, tuple) else (value,))]
         numbers = [abs(n) for n in own if isinstance(n, int) and not isinstance(n, bool)]
+        # Numbers by batch row; longer arrays are along tokens, and what they hold are ids and flags.
+        arrays = [n for n in own if isinstance(n, np.ndarray | jax.Array) and n.ndim <= 1 and is_known(n)]
+        numbers += [int(np.abs(np.asarray(n)).max(initial=0)) for n in arrays if n.dtype.kind == "i"]
         return max([*numbers, *(part.reach() for part in self.parts())], default=0)
 
     @no_type_check

@@ -49,10 +49,9 @@ def picture_html(picture: Picture, *, more: str = "") -> str:
     figures = "".join(_figure(_name(p.head), _svg(picture, p.levels(SHADES), INKS, side)) for p in picture.panels)
     in_blocks = max(picture.q_cell, picture.kv_cell) > 1
     key = f"{_scale_key()} {picture.q_cell:,} x {picture.kv_cell:,} pairs in each cell; " if in_blocks else ""
-    note = f"; {picture.hidden}" if picture.hidden else ""
     return page(
         _line(f'<code style="{CODE}">{html.escape(picture.title)}</code>', bold=True),
-        _line(html.escape(picture.facts + note)),
+        _line(html.escape(picture.facts)),
         _side_by_side(figures),
         _line(key + SIDES),
         more,

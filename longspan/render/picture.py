@@ -40,7 +40,9 @@ class Picture(NamedTuple):
     q_cell: int
     kv_cell: int
     panels: list[Panel]
-    heads: int  # that the mask tells apart
+    batch: int  # the row that is shown
+    rows: int  # that the mask tells apart
+    heads: int
     allowed: float  # share of all pairs, over the heads shown
     exact: bool  # whether that was counted
     visited: float  # share of all tiles
@@ -51,16 +53,19 @@ class Picture(NamedTuple):
         """The caption: how long, how sparse, at what cost."""
         share = f"{'' if self.exact else 'about '}{percent(self.allowed)} of the pairs are allowed"
         cost = f"{percent(self.visited)} of the {TILE} x {TILE} tiles are visited"
-        return f"{_counted(self.q_len, 'query', 'queries')} x {_counted(self.kv_len, 'key', 'keys')}: {share}, {cost}"
+        sizes = f"{_counted(self.q_len, 'query', 'queries')} x {_counted(self.kv_len, 'key', 'keys')}"
+        return f"{sizes}: {share}, {cost}" + (f"; {self.shown}" if self.shown else "")
 
     @property
-    def hidden(self) -> str:
-        """Which heads are not shown."""
-        shown = [panel.head for panel in self.panels if panel.head is not None]
-        if not shown or len(shown) == self.heads:
-            return ""
-        few = f"heads {shown[0]} to {shown[-1]}" if len(shown) > 1 else f"head {shown[0]}"
-        return f"{few} of {self.heads}"
+    def shown(self) -> str:
+        """Which row and heads are shown, where there are more."""
+        row = f"batch row {self.batch} of {self.rows}" if self.rows > 1 else ""
+        numbers = [panel.head for panel in self.panels if panel.head is not None]
+        heads = ""
+        if numbers and len(numbers) < self.heads:
+            few = f"heads {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"head {numbers[0]}"
+            heads = f"{few} of {self.heads}"
+        return ", ".join(words for words in (row, heads) if words)
 
 
 def picture_of(
@@ -92,6 +97,8 @@ def picture_of(
         q_cell=q_cell,
         kv_cell=kv_cell,
         panels=panels,
+        batch=batch,
+        rows=mask.batch,
         heads=mask.heads,
         allowed=pairs / max(len(heads) * q_len * kv_len, 1),
         exact=exact,
@@ -109,7 +116,7 @@ def heads_shown(mask: Mask, head: int | None) -> list[int | None]:
 
 def shortened(text: str, most: int = MOST_TITLE) -> str:
     """A text without its middle if it is too long, as that of a rule with a thousand indices is."""
-    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 3 :]}"
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 3 :]}"
 
 
 def _counted(number: int, one: str, many: str) -> str:

@@ -59,9 +59,8 @@ def plot(
 
 def _title(picture: Picture, *, wide: bool) -> str:
     """The rule and the caption, broken where there is one panel to be as wide as."""
-    facts = picture.facts + (f"; {picture.hidden}" if picture.hidden else "")
     rule = "\n".join(textwrap.wrap(picture.title, 120 if wide else 58, break_long_words=False))
-    return f"{rule}\n{facts if wide else _broken(facts)}"
+    return f"{rule}\n{picture.facts if wide else _broken(picture.facts)}"
 
 
 def _broken(facts: str) -> str:

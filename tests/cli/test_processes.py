@@ -91,6 +91,15 @@ def test_shells_complete_commands_without_jax(shell):
     assert code == 0 and re.search(r"\bshow\b", out) and "explain" not in out
 
 
+def test_a_closed_or_full_standard_output_is_no_traceback():
+    closed = "import sys; sys.stdout = None; "  # as Python has it where a shell closed it, `>&-`
+    assert run("show", "Causal()", "-T", "3", code=closed + DOOR) == (0, "", "")
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            code, _, err = run("show", "Causal()", "-T", "3", stdout=full)
+        assert (code, err) == (2, "longspan: [Errno 28] No space left on device\n")
+
+
 def test_without_a_terminal_nothing_is_coloured():
     code, out, err = run("explain", "Causal()", "--shape", "1,64,1,8", stdin=subprocess.DEVNULL)
     assert (code, err) == (0, "") and "\x1b" not in out and out.startswith("engine")
