@@ -16,8 +16,9 @@ def main() -> None:
             spec = find_spec("longspan")
             assert spec is not None, "it is installed with this file"
             sys.modules["longspan"] = module_from_spec(spec)
+        from longspan.cli import leave
         from longspan.cli import main as run
 
-        sys.exit(run())
+        leave(run())
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,8 +1,6 @@
 """`python -m longspan` is the command `longspan`."""
 
-import sys
-
-from longspan.cli import main
+from longspan.cli import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,10 +4,14 @@ Commands import JAX and the rest of Longspan when they run, so that help and com
 with `timing`, what reads and writes text shares `texts`.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from longspan._optional import needs
+
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,3 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from longspan.cli._app import run
 
     return run(arguments)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process."""
+    if code == INTERRUPTED:
+        # At once: computations may be running in other threads, and Python would take down under them what they use.
+        os._exit(code)
+    sys.exit(code)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from longspan._version import __version__
+from longspan.cli import INTERRUPTED
 from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.diff import diff
@@ -18,7 +19,7 @@ from longspan.cli.generate import generate
 from longspan.cli.info import info
 from longspan.cli.show import show
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
 # What a user's input can lead to; anything else is a mistake of ours, and its traceback is worth having.
 EXPECTED = (
     *(ArithmeticError, EOFError, ImportError, LookupError, MemoryError, NotImplementedError, OSError),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import longspan as ls
+from longspan.cli._library import _uninterrupted
 from tests.cli import checkpoints
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,6 +72,25 @@ def test_interrupted_while_it_waits_it_leaves_without_a_word(tmp_path):
         process.send_signal(signal.SIGINT)
         said = process.stdout.read(), process.stderr.read()
     assert (process.returncode, *said) == (130, "", "")
+
+
+def test_interrupted_while_it_computes_it_leaves_nothing_behind(tmp_path):
+    endless = ("bench", "-T", "64", "--heads", 1, "--rounds", 10**6, "--engine", "xla", "--no-peers")
+    with start(*endless, "--save", tmp_path, "--plot", tmp_path / "times.svg") as process:
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read(), process.stderr.read()
+    assert (process.returncode, *said) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_waits_for_the_library_to_be_loaded():
+    done = []
+    with pytest.raises(KeyboardInterrupt), _uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def wait_until_it_reads(process):
