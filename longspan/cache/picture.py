@@ -25,7 +25,7 @@ def show_step(plan: "Plan", step: int, most: int) -> str:
 
 def show_held(plan: "Plan", held: np.ndarray, count: int, most: int) -> str:
     """The positions [held] that are in a cache of `count` tokens."""
-    cell = max(1, -(-plan.length // most))
+    cell = _cell(plan, most)
     title = (
         f"{count:,} of {plan.length:,} positions: {len(held):,} kept, {count - len(held):,} evicted; "
         f"{plan.capacity:,} slots"
@@ -36,7 +36,7 @@ def show_held(plan: "Plan", held: np.ndarray, count: int, most: int) -> str:
 
 def show_all(plan: "Plan", most: int) -> str:
     """Every step downwards, or one of so many, and what is kept after it."""
-    cell, skip = max(1, -(-plan.length // most)), max(1, -(-plan.length // ROWS))
+    cell, skip = _cell(plan, most), max(1, -(-plan.length // ROWS))
     steps = [min(first + skip, plan.length) - 1 for first in range(0, plan.length, skip)]
     edge, gone = len(f"{plan.length - 1:,}"), gone_at(plan)
     rows = [f"{step:>{edge},} {_row(plan, _held(gone, step), step + 1, cell)}" for step in steps]
@@ -68,6 +68,11 @@ def check_step(plan: "Plan", step: int) -> int:
     if step >= plan.length:
         raise ValueError(f"step={step} is out of range: the plan has {plan.length} positions, 0 to {plan.length - 1}.")
     return step
+
+
+def _cell(plan: "Plan", most: int) -> int:
+    """Positions to a character."""
+    return max(1, -(-plan.length // check_static_size("most", most, 1)))
 
 
 def _held(gone: np.ndarray, step: int) -> np.ndarray:

@@ -178,6 +178,7 @@ def _draw(report: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(f"{report['mask']}\n{report['machine']['cpu']}", fontsize=9)
+    lengths = sorted({row["length"] for row in report["rows"]})
     for axes, field, unit, label in zip(
         figure.subplots(1, 2), ("seconds", "temporary_bytes"), (1e3, 1e-6), ("ms", "temporary MB"), strict=True
     ):
@@ -188,6 +189,8 @@ def _draw(report: dict[str, Any], path: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axes.set_xticks(lengths, labels=[f"{length:,}" for length in lengths])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)

@@ -42,7 +42,7 @@ def generate(
     decoder = ls.hf.load(model)
     if not hasattr(decoder, "init_cache"):
         raise ValueError(f"{model} is a {type(decoder).__name__}, which writes no text: give a decoder.")
-    stream, pieces = Stream(tokenizer), []
+    stream, pieces = Stream(tokenizer, tokens), []
 
     def said(_: int, token: Any) -> None:
         pieces.append(stream.push(int(token)))
@@ -55,7 +55,7 @@ def generate(
     ls.generate(decoder, [np.array(tokens, np.int32)], max_new_tokens=max_new_tokens, **options, key=key, stream=said)
     pieces.append(stream.rest())
     if as_json:
-        print_json(dict(prompt=text, prompt_tokens=len(tokens), text="".join(pieces), tokens=len(stream.tokens)))
+        print_json(dict(prompt=text, prompt_tokens=len(tokens), text="".join(pieces), tokens=stream.count))
     else:
         _print(pieces[-1] + "\n")
 

@@ -63,6 +63,7 @@ def _facts(picture: Any, mask: Any) -> dict[str, Any]:
         queries=picture.q_len,
         keys=picture.kv_len,
         heads=picture.heads,
+        heads_shown=len(picture.panels),
         allowed=picture.allowed,
         allowed_is_estimate=not picture.exact,
         visited_tiles=picture.visited,

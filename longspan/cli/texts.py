@@ -1,11 +1,13 @@
 """Text in and out of models: the tokenizer of a checkpoint, and tokens that become text as they come."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from longspan._optional import needs
 
+FEW = 16  # tokens
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are not yet a character
 
 
@@ -49,17 +51,25 @@ class Stream:
 
     A character may be made of several tokens, and a decoder may treat the first token of a text differently. So a few
     tokens before the new ones are decoded with them, and what ends in the middle of a character waits.
+
+    Args:
+        tokenizer: with a `decode`.
+        prompt: the tokens that the new ones go on from.
     """
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer, self.tokens = tokenizer, []
-        self.before, self.shown = 0, 0  # tokens[before:shown] are decoded again with what follows
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
+        self.tokenizer, self.tokens = tokenizer, list(prompt[-FEW:])
+        self.before, self.shown = 0, len(self.tokens)  # tokens[before:shown] are decoded again with what follows
+        self.count = 0
 
     def push(self, token: int) -> str:
         """The text that a new token completes, which may be none."""
         self.tokens.append(token)
+        self.count += 1
         text = self._text(self.before, len(self.tokens))
-        return "" if text.endswith(BROKEN) else self._advance(text)
+        # What is still broken after so many tokens is so for good.
+        waits = text.endswith(BROKEN) and len(self.tokens) - self.shown < FEW
+        return "" if waits else self._advance(text)
 
     def rest(self) -> str:
         """What still waits at the end, broken as it is."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from longspan._checks import check_static_size
 from longspan._optional import needs
 from longspan.layout import plan
 from longspan.masks import Mask
@@ -36,6 +37,7 @@ def plot(
     """A mask as a figure, see `Mask.plot`."""
     needs("Mask.plot", "matplotlib", extra="plot")
     positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+    most = check_static_size("most", most, 1)
     cells = max(1, -(-q_len // most), -(-kv_len // most))
     picture = picture_of(mask, q_len, kv_len, cells=cells, batch=batch, head=head, **positions)
     tiles = None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from longspan._checks import check_static_size
 from longspan.masks import Mask
 from longspan.render.grid import Grid
 from longspan.render.picture import Panel, Picture, heads_shown, picture_of, ticks
@@ -24,6 +25,7 @@ def draw(
     kv_positions: Any = None,
 ) -> str:
     """A picture in characters, see `Mask.show`."""
+    most = check_static_size("most", most, 1)
     beside = len(heads_shown(mask, head))
     across = most if beside == 1 else max(LEAST, most // beside)
     cell = max(1, -(-q_len // across), -(-kv_len // across))

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 
 import longspan as ls
 from longspan import hf, models
@@ -324,6 +326,21 @@ def test_tokens_become_text_as_a_whole_would():
         stream = Stream(tokenizer)
         pieces = [stream.push(token) for token in tokens] + [stream.rest()]
         assert "".join(pieces) == text
+
+
+def test_a_decoder_that_drops_the_first_space_keeps_that_of_the_answer():
+    words = Tokenizer(WordLevel({"▁once": 0, "▁upon": 1, "▁a": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    stream = Stream(words, words.encode("once").ids)
+    assert [stream.push(token) for token in (1, 2)] == [" upon", " a"]
+
+
+def test_what_never_becomes_a_character_does_not_wait_forever():
+    tokenizer = checkpoints.byte_level()
+    broken = tokenizer.encode("日").ids[0]
+    stream = Stream(tokenizer)
+    pieces = [stream.push(broken) for _ in range(100)]
+    assert "".join(pieces) + stream.rest() == "\ufffd" * 100 and pieces[50:].count("") < 50
 
 
 BAD = {
