@@ -56,6 +56,8 @@ def encode(
     if split and truncate:
         raise ValueError("--split and --truncate are two answers to one question. Give one of them.")
     check_writable(out)
+    if out.resolve() in [path.resolve() for path in files]:
+        raise ValueError(f"--out: {out} is one of the documents, and would be overwritten.")
     tokenizer = tokenizer_of(model)
     texts = _texts(files, lines)
     ls = library()
@@ -72,7 +74,8 @@ def encode(
         print(f"wrote {out}: {vectors.shape[0]:,} vectors of {vectors.shape[1]:,}, from {tokens:,} tokens")
 
 
-def _texts(files: list[Path], lines: bool) -> list[str]:
+def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
+    """The documents, each with a name."""
     texts = []
     for path in files:
         raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
@@ -80,7 +83,13 @@ def _texts(files: list[Path], lines: bool) -> list[str]:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text, at byte {error.start}.") from error
-        texts += [line for line in text.splitlines() if line.strip()] if lines else [text]
+        if lines:
+            numbered = enumerate(text.splitlines(), start=1)
+            texts += [(f"{path}, line {number},", line) for number, line in numbered if line.strip()]
+        elif not text.strip():
+            raise ValueError(f"{path} is empty: it has no vector. Leave it out.")
+        else:
+            texts.append((str(path), text))
     if not texts:
         raise ValueError("There is no document in these files.")
     return texts
@@ -103,16 +112,16 @@ def _globals(encoder: Any, pooling: Pooling, wanted: int | None) -> int | None:
     return int(pooling is Pooling.cls) if wanted is None else wanted
 
 
-def _pieces(tokenizer: Any, texts: list[str], config: Any, *, split: bool, truncate: bool) -> list[Piece]:
+def _pieces(tokenizer: Any, texts: list[tuple[str, str]], config: Any, *, split: bool, truncate: bool) -> list[Piece]:
     """What is encoded, document by document."""
     most, pieces = config.max_tokens, []
-    for number, text in enumerate(texts):
+    for number, (name, text) in enumerate(texts):
         whole = tokenizer.encode(text)
         if not whole.ids:
-            raise ValueError(f"Document {number + 1} is empty.")
+            raise ValueError(f"{name} has no tokens: the tokenizer leaves out all of it.")
         if len(whole.ids) > most and not (split or truncate):
             raise ValueError(
-                f"Document {number + 1} has {len(whole.ids):,} tokens, and the model takes {most:,}. Encode it in "
+                f"{name} has {len(whole.ids):,} tokens, and the model takes {most:,}. Encode it in "
                 "parts with --split, or its beginning with --truncate."
             )
         # Each part with the special tokens of a whole text.

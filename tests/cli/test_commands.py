@@ -233,7 +233,9 @@ def test_encode_reads_lines_and_splits_or_truncates_what_is_too_long(run, saved,
     path, out = tmp_path / "lines.txt", tmp_path / "vectors.npy"
     path.write_text(f"{text_of(5)}\n\n{text_of(200)}\n")
     command = ("encode", "--model", saved("bert"), path, "--lines", "--out", out)
-    assert_one_line(run(*command), "Document 2 has 202 tokens, and the model takes 90. Encode it in parts with --split")
+    assert_one_line(
+        run(*command), f"{path}, line 3, has 202 tokens, and the model takes 90. Encode it in parts with --split"
+    )
     assert not out.exists()
     model = hf.load(saved("bert"))
     assert run(*command, "--truncate")[0] == 0
@@ -392,6 +394,10 @@ def test_bad_documents_are_one_line(run, saved, tmp_path):
     assert_one_line(run(*command, tmp_path / "binary"), "is not UTF-8 text, at byte 0")
     assert_one_line(run(*command, tmp_path / "missing"), "missing: No such file or directory")
     assert_one_line(run(*command, tmp_path), "Is a directory")
+    assert_one_line(run(*command, tmp_path / "good", tmp_path / "blank"), "blank is empty: it has no vector")
+    (tmp_path / "link").symlink_to(tmp_path / "good")
+    assert_one_line(run(*command[:-1], tmp_path / "link", tmp_path / "good"), "link is one of the documents")
+    assert (tmp_path / "good").read_text() == "w1"
     assert_one_line(run(*command, tmp_path / "blank", "--lines"), "There is no document in these files")
     assert_one_line(run(*command, tmp_path / "good", "--split", "--truncate"), "Give one of them")
     assert_one_line(run(*command, tmp_path / "good", "--pooling", "max"), "max")
