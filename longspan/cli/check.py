@@ -74,11 +74,10 @@ def _facts_of_model(model: Any, length: int | None) -> dict[str, Any]:
     )
     if decoder:
         tokens = longest if length is None else length
-        caches = jax.eval_shape(lambda: model.init_cache(1, tokens))
+        _, kv_heads, size = config.heads
+        plans = [library().cache.plan(config.mask(kind), tokens) for kind in config.kinds]
         facts["cache_length"] = tokens
-        facts["cache_bytes"] = sum(
-            array.size * array.dtype.itemsize for run in caches for cache in run for array in (cache.k, cache.v)
-        )
+        facts["cache_bytes"] = sum(plan.nbytes(1, kv_heads, size, model.dtype) for plan in plans)
     return facts
 
 
