@@ -19,6 +19,7 @@ from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.masks.by_slot import EqualIds
+from longspan.render.html import page, table_html, tile_bar
 
 WASTEFUL = 4  # executed over useful FLOPs from which on `explain` advises
 
@@ -128,7 +129,19 @@ class Explanation:
     useful_is_estimate: bool = False  # too many pairs would have to be read; tiles are counted all the same
 
     def __str__(self) -> str:
-        rows = [
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        bar = ""
+        if self.tiles_empty is not None and self.tiles_partial is not None and self.tiles_full is not None:
+            counts = (self.tiles_empty, self.tiles_partial, self.tiles_full)
+            bar = tile_bar(*counts)
+        return page(table_html(self._rows(), before=bar))
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [
             ("engine", f"{self.engine}, {self.reason}"),
             *((f"  not {name}", why) for name, why in self.refused.items()),
             ("mask", self.mask),
@@ -144,8 +157,6 @@ class Explanation:
             ("a dense mask would take", _short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def _temporary(self) -> list[tuple[str, str]]:
         known = self.temporary_bytes is not None

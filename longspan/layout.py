@@ -161,6 +161,11 @@ class BlockLayout:
             f"{self.q_tile}x{self.kv_tile}, intervals {short(self.starts)}>"
         )
 
+    def _repr_html_(self) -> str | None:
+        from longspan.render.notebook import shown_html
+
+        return shown_html(self)
+
 
 class Rows(NamedTuple):
     """The arrays of a layout that name tiles."""

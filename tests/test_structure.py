@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 ORDER = (
     "_version", "_types", "_optional", "_checks", "dropout", "masks", "biases", "_pairs", "_kinds", "layout", "render",
     "maskinfo", "rope", "_merge", "engines", "_attention", "cache", "parallel", "_explain", "patterns", "nn", "models",
-    "hf", "testing", "cli",
+    "hf", "testing", "cli", "__main__",
 )  # fmt: skip
 
 NEVER_LOADED = (

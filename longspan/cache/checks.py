@@ -126,3 +126,17 @@ def check_mask(plan: Plan, mask: Any, batch: int) -> None:
 
 def _told(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else repr(x)
+
+
+def check_drawable(cache: "Cache", batch: int) -> None:
+    """Values are known, and there is such a row."""
+    if not is_known(cache.positions):
+        raise TypeError("A picture needs values, which are not known while tracing. Draw outside jit.")
+    if cache.positions.ndim != 2:
+        raise ValueError(
+            f"This cache holds those of several layers, {cache.positions.shape[0]} of them: draw one, "
+            "`jax.tree.map(lambda x: x[0], cache).show()`."
+        )
+    rows = cache.positions.shape[0]
+    if not 0 <= batch < rows:
+        raise IndexError(f"batch={batch} is out of range: the cache has {rows} rows.")

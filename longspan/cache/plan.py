@@ -10,6 +10,7 @@ import numpy as np
 from longspan._checks import check_extents, check_static_size
 from longspan._types import no_type_check
 from longspan.cache.lifetimes import Lifetimes, by_structure, is_hashable, lifetimes, without_data
+from longspan.cache.picture import show_all, show_step
 from longspan.cache.slots import Slots, allocate, slot_of
 from longspan.masks import Mask
 
@@ -53,6 +54,23 @@ class Plan:
     ) -> int:
         """How many bytes a cache of every position would take."""
         return self.length * self._row_bytes(batch, kv_heads, head_dim, dtype, v_head_dim)
+
+    def show(self, step: int | None = None, *, most: int = 64) -> str:
+        """A picture in characters of what is kept and what is evicted, after one step or after every step.
+
+        Args:
+            step: after the token at this position; None: after every token, one row each, or one of so many.
+            most: characters across.
+
+        Example:
+            >>> plan = ls.cache.plan(ls.Causal() & (ls.Window(2, 0) | ls.Prefix(1)), 9)
+            >>> print(plan.show(step=6))
+            7 of 9 positions: 4 kept, 3 evicted; 4 slots
+            0 2 4 6 8
+            #...###
+            # kept, . evicted, blank to come
+        """
+        return show_all(self, most) if step is None else show_step(self, step, most)
 
     def _row_bytes(self, batch: int, kv_heads: int, head_dim: int, dtype: Any, v_head_dim: int | None) -> int:
         sizes = head_dim + (head_dim if v_head_dim is None else v_head_dim)

@@ -10,8 +10,17 @@ from jaxtyping import Float, Int
 
 from longspan._checks import check_static_size, is_known
 from longspan._types import FAR, Array, no_type_check
-from longspan.cache.checks import check_dtype, check_lengths, check_mask, check_new, check_rollback, check_rows
+from longspan.cache.checks import (
+    check_drawable,
+    check_dtype,
+    check_lengths,
+    check_mask,
+    check_new,
+    check_rollback,
+    check_rows,
+)
 from longspan.cache.lifetimes import sees_free
+from longspan.cache.picture import show_held
 from longspan.cache.plan import Plan
 from longspan.masks import Mask, Prefix
 from longspan.masks.base import SLOT
@@ -244,6 +253,29 @@ class Cache:
         names = ("k", "v", "positions", "length", "furthest", "overflowed")
         taken = {name: jnp.take(getattr(self, name), inside, axis=0) for name in names}
         return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside)))
+
+    def show(self, step: int | None = None, *, batch: int = 0, most: int = 64) -> str:
+        """A picture in characters of the positions that a row holds, and of those that were evicted.
+
+        Args:
+            step: what it will hold after the token at this position; None: what it holds now.
+            batch: which row.
+            most: characters across.
+
+        Example:
+            >>> cache = ls.cache.init(ls.cache.plan(ls.Causal() & ls.Window(3, 0), 16), 1, 1, 2, jnp.float32)
+            >>> cache, _ = cache.append(jnp.ones((1, 10, 1, 2)), jnp.ones((1, 10, 1, 2)))
+            >>> print(cache.show())
+            10 of 16 positions: 4 kept, 6 evicted; 4 slots
+            0   4   8   12
+            ......####
+            # kept, . evicted, blank to come
+        """
+        if step is not None:
+            return self.plan.show(step, most=most)
+        check_drawable(self, batch)
+        positions, length = np.asarray(self.positions[batch]), int(self.length[batch])
+        return show_held(self.plan, np.sort(positions[positions < length]), length, most)
 
     @no_type_check
     def save(self, path: Any) -> None:

@@ -1,7 +1,5 @@
 """Pictures of a `MaskInfo`, for the terminal and for notebooks. They run on the host and never hold T×S pairs."""
 
-import html
-from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -9,13 +7,14 @@ import numpy as np
 
 from longspan._checks import check_choice
 from longspan._types import no_type_check
-from longspan.layout import EMPTY, FULL
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced
 from longspan.render import Grid, grid_of, lines
+from longspan.render.bands import Bands, by_cell
+from longspan.render.html import picture_html, table_html
+from longspan.render.picture import picture_of
 
 INK = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
 
 class Labelled(NamedTuple):
@@ -99,27 +98,32 @@ class Pictures(Bound):
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, -1]])).to_html()[:25]
-            '<div class="longspan-mask'
+            '<div class="longspan" sty'
         """
-        picture = self._picture(1, batch, head, most, most)
-        facts = {
-            "mask": repr(self.mask),
-            "batch, queries, keys": " x ".join(map(str, self.shape)),
-            "shown": f"batch {batch}, head {head}, blocks of {picture.cell}",
-            "applied": ", ".join(self._applied) or "nothing",
-        }
-        rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in facts.items())
-        return f'<div class="longspan-mask">{_svg(picture)}<table>{rows}</table></div>'
+        self._check(batch, head)
+        facts = [
+            ("batch, queries, keys", " x ".join(map(str, self.shape))),
+            ("shown", f"batch {batch}, head {head}"),
+            ("applied", ", ".join(self._applied) or "nothing"),
+        ]
+        positions = dict(q_positions=self.q_positions, kv_positions=self.kv_positions)
+        cells = max(1, -(-self.q_len // most), -(-self.kv_len // most))
+        picture = picture_of(self.mask, self.q_len, self.kv_len, cells=cells, batch=batch, head=head, **positions)
+        ids = (self.q_segment_ids, self.kv_segment_ids)
+        return picture_html(picture._replace(bands=Bands.of(ids, batch, cells, cells)), more=table_html(facts))
 
     def _repr_html_(self) -> str | None:
         return None if any(map(is_traced, jax.tree.leaves(self))) or not self.batch_size else self.to_html()
 
-    def _picture(self, block_size, batch: int, head: int, max_rows: int | None, max_cols: int | None) -> Labelled:
+    def _check(self, batch: int, head: int) -> None:
         if any(map(is_traced, jax.tree.leaves(self))):
             raise TypeError("A picture needs values, which are not known while tracing. Draw outside jit.")
         for name, value, size in (("batch", batch, self.batch_size), ("head", head, self.mask.heads)):
             if not 0 <= value < size:
                 raise IndexError(f"{name}={value} is out of range: the mask has {size}.")
+
+    def _picture(self, block_size, batch: int, head: int, max_rows: int | None, max_cols: int | None) -> Labelled:
+        self._check(batch, head)
         pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
         blocks = [
             _block(check_size("block_size", block, least=1), length, most)
@@ -128,24 +132,13 @@ class Pictures(Bound):
         positions = dict(q_positions=self.q_positions, kv_positions=self.kv_positions)
         grid = grid_of(self.mask, self.q_len, self.kv_len, *blocks, batch=batch, head=head, **positions)
         q_ids, kv_ids = (np.asarray(ids[batch]) for ids in (self.q_segment_ids, self.kv_segment_ids))
-        return Labelled(grid, _ids_by_block(q_ids, grid.q_cell), _ids_by_block(kv_ids, grid.kv_cell))
+        return Labelled(grid, by_cell(q_ids, grid.q_cell), by_cell(kv_ids, grid.kv_cell))
 
 
 def _block(block: int, length: int, most: int | None) -> int:
     """The block size, made a multiple of itself if there would be too many."""
     blocks = -(-length // block)
     return block if most is None or blocks <= most else block * -(-blocks // check_size("max_rows, max_cols", most, 1))
-
-
-def _ids_by_block(ids: np.ndarray, block: int) -> list[int | None]:
-    return [_one_id(ids[at : at + block]) for at in range(0, len(ids), block)]
-
-
-def _one_id(ids: np.ndarray) -> int | None:
-    first = int(ids[0])
-    if np.all(ids < 0):
-        return -1
-    return first if np.all(ids == first) else None
 
 
 def _text(picture: Labelled, ink: tuple[str, str, str], show_segments: bool) -> list[str]:
@@ -160,21 +153,3 @@ def _text(picture: Labelled, ink: tuple[str, str, str], show_segments: bool) -> 
     edge = " " * width
     body = [f"{label:>{width}}|{row}|" for label, row in zip(labels, rows, strict=True)]
     return [f"{edge} {top}".rstrip(), edge + rule, *body, edge + rule]
-
-
-def _svg(picture: Labelled) -> str:
-    """Runs of equal blocks as rectangles, coloured by the query's id."""
-    cell, kinds = 6, picture.grid.kinds
-    height, width = (n * cell for n in kinds.shape)
-    shapes = []
-    for y, (row, name) in enumerate(zip(kinds, picture.q_ids, strict=True)):
-        colour = "#555555" if name is None or name < 0 else COLOURS[name % len(COLOURS)]
-        edges = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)] if len(row) else [0]
-        for start, stop in pairwise(edges):
-            if row[start] != EMPTY:
-                opacity = 1 if row[start] == FULL else 0.45
-                place = f'x="{start * cell}" y="{y * cell}" width="{(stop - start) * cell}" height="{cell}"'
-                shapes.append(f'<rect {place} fill="{colour}" fill-opacity="{opacity}"/>')
-    frame = f'<rect width="{width}" height="{height}" fill="none" stroke="#999999"/>'
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(shapes)}{frame}</svg>'

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from longspan._checks import check_extents, check_lengths, check_positions
+from longspan._checks import check_extents, check_lengths, check_positions, is_known
 from longspan._types import Array, Namespace, Positions, no_type_check
 from longspan.masks.checks import check_slots
 from longspan.masks.pieces import Piece
@@ -25,6 +25,8 @@ from longspan.masks.sides import Side, Slots, Tiles, two_sides
 from longspan.masks.spans import Spans, everything
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from longspan.layout import BlockLayout
 
 POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
@@ -179,6 +181,19 @@ class Mask(Value):
         """The rule as one head has it."""
         return self.with_parts([part.of_head(head) for part in self.parts()])
 
+    def documents(self) -> tuple[Any, Any] | None:
+        """The ids of both sides, int [B or 1, T] and [B or 1, S], if it has some: pictures show them as bands."""
+        return next((ids for part in self.parts() if (ids := part.documents()) is not None), None)
+
+    def reach(self) -> int:
+        """The largest number in it, as far as it holds numbers: how long a picture must be to show them."""
+        own = [n for value in vars(self).values() for n in (value if isinstance(value, tuple) else (value,))]
+        numbers = [abs(n) for n in own if isinstance(n, int) and not isinstance(n, bool)]
+        # Numbers by batch row; longer arrays are along tokens, and what they hold are ids and flags.
+        arrays = [n for n in own if isinstance(n, np.ndarray | jax.Array) and n.ndim <= 1 and is_known(n)]
+        numbers += [int(np.abs(np.asarray(n)).max(initial=0)) for n in arrays if n.dtype.kind == "i"]
+        return max([*numbers, *(part.reach() for part in self.parts())], default=0)
+
     @no_type_check
     def cut(
         self,
@@ -297,22 +312,25 @@ class Mask(Value):
         kv_len: int,
         *,
         batch: int = 0,
-        head: int = 0,
+        head: int | None = None,
         most: int = 64,
+        axes: bool | None = None,
         q_positions: Positions | None = None,
         kv_positions: Positions | None = None,
     ) -> str:
         """A picture in characters: one row per query, `#` = may attend, `.` = may not.
 
-        Lengths over `most` are drawn by blocks: `#` all of the block, `+` some, `.` none. The rule is asked about
-        tiles, and about pairs only where tiles do not tell, so a million tokens can be drawn.
+        Lengths over `most` are drawn by blocks, `.:+*#` from none to all of a block's pairs, with token numbers along
+        the edges. The rule is asked about tiles, and about pairs only where tiles do not tell, so a million tokens can
+        be drawn.
 
         Args:
             q_len: number of queries, T.
             kv_len: number of keys, S.
             batch: which batch row.
-            head: which head.
+            head: which head; None: if the mask tells heads apart, the first few side by side.
             most: characters along a side.
+            axes: whether to write a caption, token numbers and a legend; by default where blocks are drawn.
             q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
             kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
 
@@ -322,11 +340,68 @@ class Mask(Value):
             #..
             ##.
             .##
+            >>> print(Window(300, 300).show(1024, 1024, most=8))
+            Window(300, 300)
+            1,024 queries x 1,024 keys: 50.1% of the pairs are allowed, 68.8% of the 128 x 128 tiles are visited
+                0   512
+              0 ##*:....
+            128 ###*:...
+            256 *###*:..
+            384 :*###*:.
+            512 .:*###*:
+            640 ..:*###*
+            768 ...:*###
+            896 ....:*##
+            each 128 x 128 pairs: . none, : under a quarter, + about half, * over three quarters, # all
         """
         from longspan.render import draw
 
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-        return draw(self, q_len, kv_len, batch=batch, head=head, most=most, **positions)
+        return draw(self, q_len, kv_len, batch=batch, head=head, most=most, axes=axes, **positions)
+
+    @no_type_check
+    def plot(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: int = 0,
+        head: int | None = None,
+        tile: int | tuple[int, int] | None = None,
+        most: int = 256,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+    ) -> "Figure":
+        """A matplotlib figure: the share of allowed pairs, documents along the edges, and tiles by kind if asked for.
+
+        `figure.savefig("mask.png")` or `.svg` writes it. Needs matplotlib: `pip install 'longspan[plot]'`.
+
+        Args:
+            q_len: number of queries, T.
+            kv_len: number of keys, S; by default T.
+            batch: which batch row.
+            head: which head; None: if the mask tells heads apart, the first few side by side.
+            tile: also draw the tiles of this size, or (queries, keys), by kind: EMPTY, PARTIAL or FULL.
+            most: cells along a side.
+            q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
+            kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
+
+        Example:
+            >>> from longspan import Causal, Window
+            >>> figure = (Causal() & Window(511, 0)).plot(4096, tile=128)
+            >>> figure.savefig(f"{tempfile.mkdtemp()}/window.png")
+        """
+        from longspan.render.plot import plot
+
+        positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+        return plot(
+            self, q_len, q_len if kv_len is None else kv_len, batch=batch, head=head, tile=tile, most=most, **positions
+        )
+
+    def _repr_html_(self) -> str | None:
+        from longspan.render.notebook import shown_html
+
+        return shown_html(self)
 
     def __and__(self, other: "Mask") -> "Mask":
         from longspan.masks.algebra import And

@@ -293,6 +293,10 @@ class Window(_Banded):
     def _dense(self) -> bool:
         return isinstance(self.dilation, int) and self.dilation == 1
 
+    def reach(self):
+        dilation = self.dilation if isinstance(self.dilation, int) else 1
+        return super().reach() * dilation
+
     def _arguments(self):
         dilated = [] if self._dense() else [f"dilation={short(self.dilation)}"]
         return [short(self.left), short(self.right), *dilated]

@@ -244,6 +244,9 @@ class Segments(EqualIds):
     def _ids(self):
         return self.q_ids, self.q_ids if self.kv_ids is None else self.kv_ids
 
+    def documents(self):
+        return self._ids()
+
     def _valid(self, ids):
         return ids >= 0
 

@@ -46,21 +46,26 @@ def grid_of(
     kv_positions: Any = None,
 ) -> Grid:
     """The grid of one batch row and head (host only). Where rows or heads are all alike, any number names them."""
-    positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, np)
+    search, layout = start(mask, q_len, kv_len, q_cell, kv_cell, batch, head, q_positions, kv_positions)
+    if layout is not None:
+        _settle(search, _first_look(search, layout, batch, head))
+    return Grid(search.allowed.reshape(search.shape), ~search.forbidden.reshape(search.shape), q_cell, kv_cell)
+
+
+def start(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, batch: int, head: int, q_at: Any, kv_at: Any):
+    """A search that has found nothing yet, and the layout of the tiles to look at; None if there are no cells."""
+    q, kv = mask._sides(q_len, kv_len, q_at, kv_at, np)
     for name, value, size in (("batch", batch, q.batch.size), ("head", head, q.head.size)):
         if not 0 <= value < size and size > 1:
             raise IndexError(f"{name}={value} is out of range: the mask tells {size} apart.")
     one_row, one_head = (np.full((1, 1, 1, 1), value, np.int32) for value in (batch, head))
     q, kv = (side.at(batch=one_row, head=one_head).remembering() for side in (q, kv))
-    shape = (-(-q_len // q_cell), -(-kv_len // kv_cell))
-    search = _Search(mask, q, kv, q_cell, kv_cell, *np.zeros((2, shape[0] * shape[1]), bool))
-    if 0 not in shape:
-        _settle(search, _first_look(search, _layout(search, positions, batch, head), batch, head))
-    return Grid(search.allowed.reshape(shape), ~search.forbidden.reshape(shape), q_cell, kv_cell)
+    cells = -(-q_len // q_cell) * -(-kv_len // kv_cell)
+    search = Search(mask, q, kv, q_cell, kv_cell, *np.zeros((2, cells), bool))
+    return search, _layout(search, dict(q_positions=q_at, kv_positions=kv_at), batch, head) if cells else None
 
 
-class _Search(NamedTuple):
+class Search(NamedTuple):
     """A mask, where it is looked at, and what is known so far of each cell, row after row."""
 
     mask: Mask
@@ -72,11 +77,15 @@ class _Search(NamedTuple):
     forbidden: np.ndarray
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return -(-self.q.length // self.q_cell), self.columns
+
+    @property
     def columns(self) -> int:
         return -(-self.kv.length // self.kv_cell)
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """Tiles of one size, each cut to one cell: a tile that touches several cells has a part in each."""
 
     q_size: int
@@ -89,11 +98,11 @@ class _Parts(NamedTuple):
     def are_leaves(self) -> bool:
         return max(self.q_size, self.kv_size) <= LEAF
 
-    def take(self, which: Any) -> "_Parts":
+    def take(self, which: Any) -> "Parts":
         return self._replace(q=self.q[which], kv=self.kv[which], cell=self.cell[which])
 
 
-def _layout(search: _Search, positions: dict[str, Any], batch: int, head: int) -> BlockLayout:
+def _layout(search: Search, positions: dict[str, Any], batch: int, head: int) -> BlockLayout:
     """The tiles that may hold allowed pairs: the finest that are few, none larger than a cell."""
     sides = (search.q.length, search.q_cell), (search.kv.length, search.kv_cell)
     layout = None
@@ -101,7 +110,7 @@ def _layout(search: _Search, positions: dict[str, Any], batch: int, head: int) -
         sizes = [_tile(length, cell, count) for length, cell in sides]
         if layout is None or sizes != [layout.q_tile, layout.kv_tile]:
             layout = plan(search.mask, search.q.length, search.kv.length, *sizes, **positions, xp=np)
-            if _most_visits(layout, batch, head) <= FEW:
+            if most_visits(layout, batch, head) <= FEW:
                 break
     assert layout is not None
     return layout
@@ -113,7 +122,7 @@ def _tile(length: int, cell: int, count: int) -> int:
     return min(1 << (wanted - 1).bit_length(), 1 << (cell.bit_length() - 1))
 
 
-def _most_visits(layout: BlockLayout, batch: int, head: int) -> int:
+def most_visits(layout: BlockLayout, batch: int, head: int) -> int:
     """A bound on the tiles that a plane of a layout visits, without a list of them."""
     arrays = (layout.starts, layout.stops, layout.common_count)
     starts, stops, common = (
@@ -122,13 +131,13 @@ def _most_visits(layout: BlockLayout, batch: int, head: int) -> int:
     return int(np.maximum(stops - starts, 0).sum(dtype=np.int64)) + int(common) * layout.q_tiles
 
 
-def _first_look(search: _Search, layout: BlockLayout, batch: int, head: int) -> _Parts:
+def _first_look(search: Search, layout: BlockLayout, batch: int, head: int) -> Parts:
     """Looks at all tiles of a layout, and returns those in doubt. What the layout leaves out is forbidden."""
     sizes = layout.q_tile, layout.kv_tile
     visits, doubtful = np.zeros(search.allowed.size, np.int64), []
     for rows, tiles in layout.entries(batch, head):
         for at in range(0, len(rows), AT_ONCE):
-            parts = _cut_to_cells(search, *sizes, rows[at : at + AT_ONCE], tiles[at : at + AT_ONCE])
+            parts = cut_to_cells(search, *sizes, rows[at : at + AT_ONCE], tiles[at : at + AT_ONCE])
             visits += np.bincount(parts.cell, minlength=visits.size)
             doubtful.append(_look(search, _unsettled(search, parts)))
     touched = np.multiply.outer(
@@ -137,7 +146,7 @@ def _first_look(search: _Search, layout: BlockLayout, batch: int, head: int) -> 
     )
     search.forbidden[visits < touched.reshape(-1)] = True
     nothing = np.zeros(0, np.int64)
-    return _Parts(*sizes, *(np.concatenate([nothing, *(parts[i] for parts in doubtful)]) for i in (2, 3, 4)))
+    return Parts(*sizes, *(np.concatenate([nothing, *(parts[i] for parts in doubtful)]) for i in (2, 3, 4)))
 
 
 def _tiles_touched(length: int, cell: int, size: int) -> np.ndarray:
@@ -146,15 +155,15 @@ def _tiles_touched(length: int, cell: int, size: int) -> np.ndarray:
     return -(-np.minimum(starts + cell, length) // size) - starts // size
 
 
-def _cut_to_cells(search: _Search, q_size: int, kv_size: int, q: np.ndarray, kv: np.ndarray) -> _Parts:
+def cut_to_cells(search: Search, q_size: int, kv_size: int, q: np.ndarray, kv: np.ndarray) -> Parts:
     """The parts of tiles that are no larger than cells."""
     q_cells = _first_and_last(q * q_size, np.minimum((q + 1) * q_size, search.q.length), search.q_cell)
     kv_cells = _first_and_last(kv * kv_size, np.minimum((kv + 1) * kv_size, search.kv.length), search.kv_cell)
     which, row, column = _each_with_each(q_cells, kv_cells)
-    return _Parts(q_size, kv_size, q[which], kv[which], row * search.columns + column)
+    return Parts(q_size, kv_size, q[which], kv[which], row * search.columns + column)
 
 
-def _settle(search: _Search, doubtful: _Parts) -> None:
+def _settle(search: Search, doubtful: Parts) -> None:
     """Splits the tiles in doubt until every cell is known; depth first, so that only a few are held at a time."""
     stack = [doubtful.take(_one_per_cell_first(doubtful.cell))]
     while stack:
@@ -174,27 +183,25 @@ def _one_per_cell_first(cells: np.ndarray) -> np.ndarray:
     return order[np.argsort(turn, kind="stable")]
 
 
-def _quarters(search: _Search, parts: _Parts) -> _Parts:
+def _quarters(search: Search, parts: Parts) -> Parts:
     """Parts of half the tile size along each side that is longer than a leaf."""
     q_size, kv_size = (size if size <= LEAF else size // 2 for size in (parts.q_size, parts.kv_size))
-    (q_start, q_stop), (kv_start, kv_stop) = _edges(search, parts)
+    (q_start, q_stop), (kv_start, kv_stop) = edges(search, parts)
     halves = _first_and_last(q_start, q_stop, q_size), _first_and_last(kv_start, kv_stop, kv_size)
     which, q, kv = _each_with_each(*halves)
-    return _Parts(q_size, kv_size, q, kv, parts.cell[which])
+    return Parts(q_size, kv_size, q, kv, parts.cell[which])
 
 
-def _unsettled(search: _Search, parts: _Parts) -> _Parts:
+def _unsettled(search: Search, parts: Parts) -> Parts:
     """The parts of cells whose kind is not known."""
     return parts.take(~(search.allowed[parts.cell] & search.forbidden[parts.cell]))
 
 
-def _look(search: _Search, parts: _Parts) -> _Parts:
+def _look(search: Search, parts: Parts) -> Parts:
     """Notes what the mask says of some parts, and returns those that are still in doubt."""
     if not len(parts.cell):
         return parts
-    i, j = (numbers.astype(np.int32).reshape(1, 1, -1, 1) for numbers in (parts.q, parts.kv))
-    kinds = search.mask.classify(Tiles(search.q, parts.q_size, i), Tiles(search.kv, parts.kv_size, j))
-    some, every = (np.broadcast_to(np.asarray(kind), i.shape).reshape(-1) for kind in kinds)
+    some, every = classified(search, parts)
     search.allowed[parts.cell[every]] = True
     search.forbidden[parts.cell[~some]] = True
     partial = _unsettled(search, parts.take(some & ~every))
@@ -203,22 +210,36 @@ def _look(search: _Search, parts: _Parts) -> _Parts:
     return partial.take(slice(0)) if partial.are_leaves else _unsettled(search, partial)
 
 
-def _read(search: _Search, parts: _Parts) -> None:
+def classified(search: Search, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+    """(some, every) as the mask bounds each part's tile."""
+    i, j = (numbers.astype(np.int32).reshape(1, 1, -1, 1) for numbers in (parts.q, parts.kv))
+    kinds = search.mask.classify(Tiles(search.q, parts.q_size, i), Tiles(search.kv, parts.kv_size, j))
+    some, every = (np.broadcast_to(np.asarray(kind), i.shape).reshape(-1) for kind in kinds)
+    return some, every
+
+
+def _read(search: Search, parts: Parts) -> None:
     """Notes what the pairs of some parts are: all pairs of leaves, of others the corners, which settle most edges."""
     q, kv = (
-        _within(start, stop, size) if parts.are_leaves else np.stack([start, stop - 1], axis=1)
-        for (start, stop), size in zip(_edges(search, parts), (parts.q_size, parts.kv_size), strict=True)
+        within(start, stop, size) if parts.are_leaves else np.stack([start, stop - 1], axis=1)
+        for (start, stop), size in zip(edges(search, parts), (parts.q_size, parts.kv_size), strict=True)
     )
-    count, padded = len(q), 1 << (len(q) - 1).bit_length()  # of few sizes, as rules in jax.numpy compile for each
-    q, kv = (np.pad(a, ((0, padded - count), (0, 0)), mode="edge").astype(np.int32) for a in (q, kv))
-    # The head axis runs over the parts.
-    slots = Slots(search.q, q.reshape(1, padded, -1, 1)), Slots(search.kv, kv.reshape(1, padded, 1, -1))
-    truth = np.broadcast_to(np.asarray(search.mask.allowed(*slots)), (1, padded, q.shape[1], kv.shape[1]))[0, :count]
+    truth = truths(search, q, kv)
     search.allowed[parts.cell[truth.any(axis=(1, 2))]] = True
     search.forbidden[parts.cell[~truth.all(axis=(1, 2))]] = True
 
 
-def _edges(search: _Search, parts: _Parts) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def truths(search: Search, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+    """What the pairs of some parts are, bool [parts, queries, keys], by the slots [parts, n] of each side."""
+    count, padded = len(q), 1 << (len(q) - 1).bit_length()  # of few sizes, as rules in jax.numpy compile for each
+    q, kv = (np.pad(a, ((0, padded - count), (0, 0)), mode="edge").astype(np.int32) for a in (q, kv))
+    # The head axis runs over the parts.
+    slots = Slots(search.q, q.reshape(1, padded, -1, 1)), Slots(search.kv, kv.reshape(1, padded, 1, -1))
+    truth = np.asarray(search.mask.allowed(*slots))
+    return np.broadcast_to(truth, (1, padded, q.shape[1], kv.shape[1]))[0, :count]
+
+
+def edges(search: Search, parts: Parts) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """The slots of each part, from start to stop, on both sides."""
     row, column = np.divmod(parts.cell, search.columns)
     return (
@@ -232,7 +253,7 @@ def _overlap(tile: np.ndarray, size: int, cell: np.ndarray, cell_size: int, leng
     return np.maximum(tile * size, cell * cell_size), np.minimum(stop, length)
 
 
-def _within(start: np.ndarray, stop: np.ndarray, size: int) -> np.ndarray:
+def within(start: np.ndarray, stop: np.ndarray, size: int) -> np.ndarray:
     """The slots of each part [parts, size]; a shorter one repeats its last."""
     return np.minimum(start[:, None] + np.arange(size), stop[:, None] - 1)
 

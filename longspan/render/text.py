@@ -2,10 +2,14 @@
 
 from typing import Any
 
+from longspan._checks import check_static_size
 from longspan.masks import Mask
-from longspan.render.grid import Grid, grid_of
+from longspan.render.grid import Grid
+from longspan.render.picture import Panel, Picture, heads_shown, picture_of, ticks
 
-INK = (".", "+", "#")
+INK = ".:+*#"  # none, a little, about half, nearly all, all
+LEGEND = ". none, : under a quarter, + about half, * over three quarters, # all"
+LEAST = 16  # characters along a side of one head among several
 
 
 def draw(
@@ -14,19 +18,58 @@ def draw(
     kv_len: int,
     *,
     batch: int = 0,
-    head: int = 0,
+    head: int | None = None,
     most: int = 64,
+    axes: bool | None = None,
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> str:
-    """A picture in characters: `#` = may attend, `.` = may not; by blocks (`+` = partly) if a side is over `most`."""
-    cell = max(1, -(-q_len // most), -(-kv_len // most))
-    grid = grid_of(
-        mask, q_len, kv_len, cell, cell, batch=batch, head=head, q_positions=q_positions, kv_positions=kv_positions
+    """A picture in characters, see `Mask.show`."""
+    most = check_static_size("most", most, 1)
+    beside = len(heads_shown(mask, head))
+    across = most if beside == 1 else max(LEAST, most // beside)
+    cell = max(1, -(-q_len // across), -(-kv_len // across))
+    picture = picture_of(
+        mask, q_len, kv_len, cells=cell, batch=batch, head=head, q_positions=q_positions, kv_positions=kv_positions
     )
-    return "\n".join(lines(grid, INK))
+    panels = [["".join(INK[level] for level in row) for row in panel.levels()] for panel in picture.panels]
+    if not (cell > 1 if axes is None else axes):
+        return "\n".join("  ".join(rows) for rows in zip(*panels, strict=True))
+    return "\n".join(line.rstrip() for line in _with_axes(picture, panels, cell))
 
 
 def lines(grid: Grid, ink: tuple[str, str, str]) -> list[str]:
     """The rows of a grid, in the characters for empty, partial and full cells."""
     return ["".join(ink[kind] for kind in row) for row in grid.kinds]
+
+
+def _with_axes(picture: Picture, panels: list[list[str]], cell: int) -> list[str]:
+    """The rows between a caption, token numbers at the left and on top, and what the characters mean."""
+    left = {at // cell: f"{at:,}" for at in ticks(picture.q_len, cell, most=8)}
+    edge = max([len(label) for label in left.values()], default=0)
+    columns = len(panels[0][0]) if panels[0] else 0
+    top = numbers_above(picture.kv_len, cell, most=max(1, columns // 12))
+    gap = max(2, len(top) - columns + 2)
+    width = columns + gap
+    body = [
+        f"{left.get(number, ''):>{edge}} {(' ' * gap).join(rows)}"
+        for number, rows in enumerate(zip(*panels, strict=True))
+    ]
+    names = [_name(panel, picture).ljust(width) for panel in picture.panels]
+    head = [" " * (edge + 1) + "".join(names)] if picture.panels[0].head is not None else []
+    above = " " * (edge + 1) + "".join(top.ljust(width) for _ in panels)
+    legend = f"each {cell:,} x {cell:,} pairs: {LEGEND}" if cell > 1 else "# may attend, . may not"
+    return [picture.title, picture.facts, *head, above, *body, legend]
+
+
+def _name(panel: Panel, picture: Picture) -> str:
+    return f"head {panel.head}" + (f" of {picture.heads}" if panel is picture.panels[0] else "")
+
+
+def numbers_above(length: int, cell: int, most: int) -> str:
+    """Token numbers, each over the cell that it begins, as far as they do not touch."""
+    text = ""
+    for at in ticks(length, cell, most):
+        if not text or len(text) < at // cell:
+            text = f"{text:<{at // cell}}{at:,}"
+    return text

@@ -71,6 +71,10 @@ class EncoderConfig:
         """The longest input that has positions."""
         return self.max_position_embeddings - self.first_position
 
+    def rule(self, layer: int) -> str:
+        """The mask of a layer, as the command `longspan show` reads it."""
+        return "Full()"
+
     @property
     def head_dropout(self) -> float:
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout

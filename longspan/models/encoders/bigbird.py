@@ -69,6 +69,11 @@ class BigBirdConfig(BertConfig):
     def family(self) -> EncoderFamily:
         return BIG_BIRD
 
+    def rule(self, layer: int) -> str:
+        if self.attention_type == "original_full":
+            return super().rule(layer)
+        return f"bigbird(block_size={self.block_size}, num_random_blocks={self.num_random_blocks}, seed={layer})"
+
     @property
     def longest_full(self) -> int:
         """Inputs up to this length get full attention: their blocks would nearly all be seen anyway."""

@@ -62,6 +62,9 @@ class LongformerConfig(RobertaConfig):
     def family(self) -> EncoderFamily:
         return LONGFORMER
 
+    def rule(self, layer: int) -> str:
+        return f"longformer({self.windows[layer]})"
+
     @property
     def windows(self) -> tuple[int, ...]:
         window: Any = self.window

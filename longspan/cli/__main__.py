@@ -1,0 +1,6 @@
+"""`python -m longspan.cli` is the command `longspan`."""
+
+from longspan.cli import leave, main
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,63 @@
+"""`longspan info`: what is installed here, and which engines can run."""
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from longspan.cli._library import library
+from longspan.cli._options import AsJson, print_json
+
+BESIDE = (
+    *("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "safetensors", "tokenizers"),
+    *("typer", "rich", "matplotlib", "torch", "transformers"),
+)
+
+
+def info(as_json: AsJson = False) -> None:
+    """Say what runs here: versions, devices, engines and why not, instruction set, what is installed."""
+    facts = facts_of_machine()
+    if as_json:
+        print_json(facts)
+        return
+    print(f"longspan {facts['longspan']}, Python {facts['python']}, {facts['platform']}")
+    print("devices: " + ", ".join(facts["devices"]))
+    print("engines:")
+    for name, said in facts["engines"].items():
+        print(f"  {name:<10} {said}")
+    print(f"instruction sets: {', '.join(facts['instruction_sets']) or 'none, without the native library'}")
+    print("installed:")
+    for name, number in facts["installed"].items():
+        print(f"  {name:<18} {number or '-'}")
+
+
+def facts_of_machine() -> dict[str, Any]:
+    """Everything that `info` prints."""
+    ls = library()
+    import jax
+    import jax.numpy as jnp
+
+    from longspan.engines import ENGINES, Request
+    from longspan.engines.cpu import library as native
+
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
+    request = Request(x, x, x, ls.Causal())
+    missing = native.missing()
+    return dict(
+        longspan=ls.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        executable=sys.executable,
+        devices=[f"{device.platform} {device.device_kind} {device.id}" for device in jax.devices()],
+        engines={name: engine.unsupported(request) or "runs" for name, engine in ENGINES.items()},
+        native=missing or "built",
+        instruction_sets=[] if missing else list(native.instruction_sets()),
+        installed={name: _version(name) for name in BESIDE},
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,432 @@
+"""The commands, run inside this process: what they print, what they refuse and how."""
+
+import json
+import re
+import xml.dom.minidom
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+
+import longspan as ls
+from longspan import hf, models
+from longspan.cli import main
+from longspan.cli.diff import difference
+from longspan.cli.texts import Stream
+from tests.cli import checkpoints
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command; (exit code, stdout, stderr)."""
+
+    def command(*arguments):
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function that gives the directory of a checkpoint, made once."""
+    made = {}
+
+    def directory(name):
+        if name not in made:
+            made[name] = getattr(checkpoints, name)(tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return directory
+
+
+def assert_one_line(result, words):
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_show_draws_in_characters(run):
+    assert run("show", "Window(1, 0)", "-T", 3) == (0, "#..\n##.\n.##\n", "")
+    assert run("show", "Causal()", "-T", 2, "-S", 3) == (0, "#..\n##.\n", "")
+    code, out, _ = run("show", "Causal() & Window(511, 0)")
+    assert code == 0 and out == (ls.Causal() & ls.Window(511, 0)).show(2048, 2048) + "\n"
+
+
+def test_show_writes_files_whole(run, tmp_path):
+    names = [tmp_path / f"mask.{kind}" for kind in ("png", "svg", "html")]
+    options = [word for path in names for word in (f"--{path.suffix[1:]}", path)]
+    code, out, _ = run("show", "Causal()", "-T", 64, "--tile", 16, *options)
+    assert code == 0 and out == f"wrote {', '.join(map(str, names))}\n"
+    assert names[0].read_bytes().startswith(b"\x89PNG")
+    xml.dom.minidom.parse(str(names[1]))
+    assert "<title>Causal()</title>" in names[2].read_text("utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.html", "mask.png", "mask.svg"]
+
+
+def test_show_tells_programs(run):
+    code, out, _ = run("show", "PerHead((Causal(), Full()))", "-T", 4, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["mask"], facts["queries"], facts["keys"], facts["heads"]) == ("PerHead((Causal(), Full()))", 4, 4, 2)
+    assert facts["allowed"] == (10 + 16) / 32 and not facts["allowed_is_estimate"] and facts["files"] == []
+
+
+def test_explain_is_that_of_the_library(run):
+    x, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 300, 4, 16), (2, 500, 2, 16)))
+    report = ls.explain(x, k, k, mask=ls.Causal())
+    options = ("--shape", "2x300x4x16", "-S", 500, "--kv-heads", 2, "--dtype", "bfloat16")
+    assert run("explain", "Causal()", *options) == (0, f"{report}\n", "")
+    facts = json.loads(run("explain", "Causal()", *options, "--json")[1])
+    assert facts["tiles_partial"] == report.tiles_partial and facts["engine"] == report.engine
+
+
+def test_diff_says_where_masks_first_differ(run):
+    assert run("diff", "Causal() & Window(3, 0)", "Window(3, 0)", "-T", 99) == (0, "same: 99 queries x 99 keys\n", "")
+    code, out, _ = run("diff", "Causal()", "Causal() & Window(800, 0)")
+    assert code == 1
+    assert out == "different: query 801, key 0 is allowed by the first only; 2.4% of the pairs differ\n"
+    code, out, _ = run("diff", "Chunk(7)", "PerHead((Chunk(7), Chunk(8)))", "-T", 20, "-S", 30, "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["same"]
+    assert {name: found["first_difference"][name] for name in ("head", "query", "key", "allowed_by")} == dict(
+        head=1, query=0, key=7, allowed_by="second"
+    )
+
+
+@pytest.mark.parametrize("length", [1, 7, 130, 1000])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (ls.Causal(), ls.Causal() & ~ls.Global((6,), rows=False)),
+        (ls.Window(5, 5), ls.Window(5, 4)),
+        (ls.Full(), ls.Empty()),
+        (ls.Segments(np.repeat(np.arange(500), 2)[None]), ls.Segments(np.arange(1000)[None] // 3)),
+        (ls.Window(50, 0, dilation=2), ls.Window(49, 0, dilation=2)),
+    ],
+    ids=repr,
+)
+def test_the_first_difference_is_that_of_the_dense_masks(a, b, length):
+    if any(mask._length("T") not in (None, length) for mask in (a, b)):
+        pytest.skip("its ids are of another length")
+    dense = [np.asarray(mask.dense(length, length))[0, 0] for mask in (a, b)]
+    where = np.argwhere(dense[0] != dense[1])
+    found = difference(a, b, length, length)
+    if not len(where):
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.query, found.key) == tuple(where[0])
+        assert found.allowed_by == ("first" if dense[0][tuple(where[0])] else "second")
+
+
+def test_a_million_tokens_are_compared_by_tiles():
+    a, b = ls.Causal() & ls.Window(4095, 0), ls.Causal() & (ls.Window(4095, 0) | ls.Global((777_777,), rows=False))
+    found = difference(a, b, 1_000_000, 1_000_000)
+    assert found is not None and (found.query, found.key, found.allowed_by) == (777_777 + 4096, 777_777, "second")
+
+
+def test_info_says_what_runs_and_why_not(run, monkeypatch):
+    code, out, _ = run("info")
+    assert code == 0 and f"longspan {ls.__version__}" in out and re.search(r"^  reference +runs$", out, re.M)
+    facts = json.loads(run("info", "--json")[1])
+    assert facts["longspan"] == ls.__version__ and set(facts["engines"]) >= {"cpu", "xla", "reference"}
+    monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+    facts = json.loads(run("info", "--json")[1])
+    assert "LONGSPAN_NATIVE=0" in facts["engines"]["cpu"] and facts["instruction_sets"] == []
+
+
+def test_bench_times_saves_compares_and_plots(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("longspan.cli.timing.is_there", lambda name: False)
+    small = ("bench", "Causal()", "-T", "16,32", "--heads", 1, "--head-dim", 8, "--rounds", 1, "--engine", "reference")
+    code, out, err = run(*small, "--save", tmp_path, "--plot", tmp_path / "times.svg")
+    assert code == 0 and "tokens" in out and "jax.nn" in out and "torch sdpa: not installed" in out
+    (saved,) = tmp_path.glob("*.json")
+    assert f"longspan-{ls.__version__}-jax-" in saved.name and f"wrote {saved}" in err
+    report = json.loads(saved.read_text())
+    assert {row["name"] for row in report["rows"]} == {"reference", "jax.nn", "torch sdpa"}
+    assert all(row["seconds"] > 0 for row in report["rows"] if not row["left_out"])
+    xml.dom.minidom.parse(str(tmp_path / "times.svg"))
+    code, out, _ = run(*small, "--no-peers", "--compare", saved, "--json")
+    again = json.loads(out)
+    assert code == 0 and all(row["times_as_fast"] > 0 for row in again["rows"])
+    code, out, _ = run(*small, "--no-peers", "--compare", saved)
+    assert "times as fast" in out
+
+
+def test_check_looks_into_a_checkpoint(run, saved, monkeypatch):
+    monkeypatch.setattr("longspan.cli.check.is_there", lambda name: name not in ("torch", "transformers"))
+    code, out, _ = run("check", saved("mistral"), "-T", 64, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["loads"] and facts["family"] == "mistral" and facts["task"] == "causal_lm"
+    assert facts["layers"] == ["0 to 1: Causal() & Window(15, 0)"]
+    assert facts["cache_bytes"] == 2 * 2 * 16 * 1 * 4 * 4, "two layers, keys and values, a window, a head of 4 floats"
+    assert facts["tokenizer"] == "tokenizer.json, 256 tokens"
+    facts = json.loads(run("check", saved("longformer"), "--json")[1])
+    assert facts["layers"] == ["0: longformer(3)", "1: longformer(5)"] and facts["longest_input"] == 90
+    code, out, _ = run("check", saved("bert"))
+    assert code == 0 and "0 to 1: Full()" in out and "not compared: torch and transformers are not installed" in out
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["bert", "llama", "mistral"])
+def test_check_compares_with_pytorch(run, saved, name):
+    facts = json.loads(run("check", saved(name), "--json")[1])
+    found = re.fullmatch(r"(logits|last_hidden_state) differ by at most (\S+), of (\S+)", facts["parity"])
+    assert found and float(found[2]) < 1e-5 * float(found[3])
+
+
+def test_check_says_what_does_not_load(run, saved, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((saved("bert") / "config.json").read_text())
+    code, out, err = run("check", broken, "--json")
+    facts = json.loads(out)
+    assert code == 1 and err == "" and not facts["loads"] and "model.safetensors" in facts["problem"]
+    (broken / "config.json").write_text('{"model_type": "whatever"}')
+    assert "whatever" in json.loads(run("check", broken, "--json")[1])["problem"]
+    (broken / "tokenizer.json").write_text("{}")
+    assert "is not a tokenizer" in json.loads(run("check", broken, "--json")[1])["tokenizer"]
+
+
+def text_of(count, first=0):
+    return " ".join(f"w{(first + n) % 27}" for n in range(count))
+
+
+def plain_vector(model, count, pooling, first=0, **more):
+    """What a document of so many words should give, alone and without padding."""
+    ids = np.array([[2, *(4 + (first + n) % 27 for n in range(count)), 3]])
+    hidden = np.asarray(model(ids, **{k: f(ids) for k, f in more.items()}).last_hidden_state)[0]
+    return hidden.mean(axis=0) if pooling == "mean" else hidden[0]
+
+
+def first_is_global(ids):
+    return (np.arange(ids.shape[1]) == 0)[None].astype(int)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("name", ["bert", "longformer"])
+def test_encode_gives_one_vector_per_document_whatever_it_is_batched_with(run, saved, tmp_path, name, pooling):
+    counts = [3, 80, 1, 66, 60]
+    for number, count in enumerate(counts):
+        (tmp_path / f"{number}.txt").write_text(text_of(count, number))
+    files = [tmp_path / f"{number}.txt" for number in range(len(counts))]
+    out = tmp_path / "vectors.npy"
+    code, printed, err = run("encode", "--model", saved(name), *files, "--out", out, "--pooling", pooling)
+    assert (code, err) == (0, "") and printed == f"wrote {out}: 5 vectors of 6, from {sum(counts) + 10} tokens\n"
+    model = hf.load(saved(name))
+    more = dict(global_attention_mask=first_is_global) if (name, pooling) == ("longformer", "cls") else {}
+    expected = [plain_vector(model, count, pooling, number, **more) for number, count in enumerate(counts)]
+    np.testing.assert_allclose(np.load(out), expected, rtol=0, atol=2e-5)
+
+
+def test_encode_reads_lines_and_splits_or_truncates_what_is_too_long(run, saved, tmp_path):
+    path, out = tmp_path / "lines.txt", tmp_path / "vectors.npy"
+    path.write_text(f"{text_of(5)}\n\n{text_of(200)}\n")
+    command = ("encode", "--model", saved("bert"), path, "--lines", "--out", out)
+    assert_one_line(
+        run(*command), f"{path}, line 3, has 202 tokens, and the model takes 90. Encode it in parts with --split"
+    )
+    assert not out.exists()
+    model = hf.load(saved("bert"))
+    assert run(*command, "--truncate")[0] == 0
+    np.testing.assert_allclose(np.load(out)[1], plain_vector(model, 88, "mean"), rtol=0, atol=2e-5)
+    assert json.loads(run(*command, "--split", "--json")[1])["shape"] == [2, 6]
+    parts = [(88, 0), (88, 88), (24, 176)]
+    vectors = [plain_vector(model, count, "mean", first) for count, first in parts]
+    weighted = np.average(vectors, axis=0, weights=[count + 2 for count, _ in parts])
+    np.testing.assert_allclose(np.load(out)[1], weighted, rtol=0, atol=2e-5)
+
+
+def test_encode_leaves_nothing_half_written_when_interrupted(run, saved, tmp_path, monkeypatch):
+    path, out = tmp_path / "a.txt", tmp_path / "vectors.npy"
+    path.write_text("w1 w2")
+    out.write_bytes(b"of an earlier run")
+
+    def interrupted(file, array):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "save", interrupted)
+    assert run("encode", "--model", saved("bert"), path, "--out", out)[:2] == (130, "")
+    assert out.read_bytes() == b"of an earlier run"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "vectors.npy"]
+
+
+def speaking(tokens):
+    """A stand-in for `ls.generate` that says these tokens."""
+    asked = {}
+
+    def generate(
+        model,
+        prompts,
+        *,
+        max_new_tokens,
+        max_length=None,
+        temperature=0.0,
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        repetition_penalty=1.0,
+        stop_tokens=None,
+        key=None,
+        stream=None,
+        prefill_chunk=2048,
+    ):
+        asked.update(locals())
+        said = tokens[:max_new_tokens]
+        for token in said:
+            stream(0, np.int32(token))
+        return [np.array(said, np.int32)]
+
+    return generate, asked
+
+
+def test_generate_streams_whole_characters(run, saved, monkeypatch):
+    text = "naïve — 日本語 👩‍🚀!"
+    tokens = checkpoints.byte_level().encode(text).ids
+    generate, asked = speaking(tokens)
+    monkeypatch.setattr(ls, "generate", generate, raising=False)
+    written = []
+    monkeypatch.setattr("longspan.cli.generate._print", written.append)
+    assert run("generate", "--model", saved("llama"), "--prompt", "é", "--max-new-tokens", 99)[0] == 0
+    assert "".join(written) == text + "\n"
+    assert all("\ufffd" not in piece for piece in written) and len(written) > 10
+    assert asked["prompts"][0].tolist() == checkpoints.byte_level().encode("é").ids
+    assert asked["key"] is None and asked["max_new_tokens"] == 99
+    assert isinstance(asked["model"], models.CausalLM)
+
+
+def test_generate_tells_programs_and_passes_its_options_on(run, saved, monkeypatch):
+    generate, asked = speaking(checkpoints.byte_level().encode("日").ids[:2])
+    monkeypatch.setattr(ls, "generate", generate, raising=False)
+    monkeypatch.setattr("sys.stdin", type("In", (), {"buffer": type("B", (), {"read": lambda self: b"hello\n"})()}))
+    (saved("llama") / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    options = ("--temperature", 0.5, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.1, "--repetition-penalty", 1.2)
+    code, out, _ = run("generate", "--model", saved("llama"), "--prompt", "-", *options, "--seed", 3, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["prompt"] == "hello" and said["prompt_tokens"] == 5 and said["tokens"] == 2
+    assert said["text"] == "\ufffd", "it ended in the middle of a character"
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_tokens")
+    assert [asked[name] for name in names] == [0.5, 5, 0.9, 0.1, 1.2, [7, 9]]
+    assert asked["key"] is not None
+
+
+def test_tokens_become_text_as_a_whole_would():
+    tokenizer = checkpoints.byte_level()
+    for text in ("plain", "日本語", "👩‍🚀", "a\n b\n\n", "\ufffd kept", "ß" * 50):
+        tokens = tokenizer.encode(text).ids
+        stream = Stream(tokenizer)
+        pieces = [stream.push(token) for token in tokens] + [stream.rest()]
+        assert "".join(pieces) == text
+
+
+def test_a_decoder_that_drops_the_first_space_keeps_that_of_the_answer():
+    words = Tokenizer(WordLevel({"▁once": 0, "▁upon": 1, "▁a": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    stream = Stream(words, words.encode("once").ids)
+    assert [stream.push(token) for token in (1, 2)] == [" upon", " a"]
+
+
+def test_what_never_becomes_a_character_does_not_wait_forever():
+    tokenizer = checkpoints.byte_level()
+    broken = tokenizer.encode("日").ids[0]
+    stream = Stream(tokenizer)
+    pieces = [stream.push(broken) for _ in range(100)]
+    assert "".join(pieces) + stream.rest() == "\ufffd" * 100 and pieces[50:].count("") < 50
+
+
+BAD = {
+    "no such mask": (["show", "Nonsense()"], "'Nonsense' is not a mask"),
+    "no expression": (["show"], "Missing argument 'EXPR'. See `longspan show --help`."),
+    "no such command": (["shwo"], "No such command 'shwo'."),
+    "no such option": (["show", "Causal()", "--wrong"], "No such option: --wrong"),
+    "length": (["show", "Causal()", "-T", "-3"], "Invalid value for '-T' / '--queries'"),
+    "not a number": (["show", "Causal()", "-T", "many"], "integer. See `longspan show --help`."),
+    "fixed length": (["show", "Segments([[0, 0, 1]])", "-T", "5"], "Segments.q_ids"),
+    "no such head": (["show", "PerHead((Causal(), Full()))", "-T", "4", "--head", "2"], "head=2 is out of range"),
+    "too long": (["show", "Causal()", "-T", "99999999999999"], "Invalid value for '-T' / '--queries'"),
+    "no folder": (["show", "Causal()", "-T", "4", "--html", "no/such/folder/a.html"], "is not a directory"),
+    "no file": (["show", "Causal()", "-T", "4", "--png", "."], "is a directory"),
+    "plot": (["bench", "--plot", "times.xyz"], "--plot: times.xyz must end in .png, .svg or .pdf."),
+    "plot folder": (["bench", "--plot", "no/times.png"], "no is not a directory"),
+    "shape": (["explain", "Causal()", "--shape", "1,2,3"], "--shape must be four numbers"),
+    "no shape": (["explain", "Causal()"], "Missing option '--shape'"),
+    "dtype": (["explain", "Causal()", "--shape", "1,8,2,4", "--dtype", "int8"], "--dtype='int8' is not one of"),
+    "engine": (["explain", "Causal()", "--shape", "1,8,2,4", "--engine", "warp"], "engine='warp' is not one of"),
+    "heads": (["explain", "Causal()", "--shape", "1,8,4,4", "--kv-heads", "3"], "4 heads"),
+    "diff": (["diff", "Causal()", "Cusal()"], "'Cusal' is not a mask"),
+    "heads differ": (["diff", "PerHead((Causal(), Full()))", "PerHead((Causal(), Full(), Full()))"], ""),
+    "lengths": (["bench", "-T", "0"], "--lengths must be numbers of tokens"),
+    "bench engine": (["bench", "--engine", "warp"], "--engine='warp' is not one of"),
+    "compare": (["bench", "--compare", "no.json"], "no.json: No such file or directory"),
+    "save": (["bench", "--save", "no/such"], "--save: no/such is not a directory"),
+    "no directory": (["check", "no/such"], "no/such"),
+    "no model": (["encode", "a.txt", "--out", "b.npy"], "Missing option '--model'"),
+    "no such model": (["encode", "a.txt", "--model", "no/such", "--out", "b.npy"], "no/such"),
+    "temperature": (["generate", "--model", ".", "--prompt", "x", "--temperature", "-1"], "--temperature"),
+    "no tokenizer": (["generate", "--model", ".", "--prompt", "x"], "has no tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(run, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, words = BAD[name]
+    assert_one_line(run(*arguments), words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_documents_are_one_line(run, saved, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "good").write_text("w1")
+    (tmp_path / "blank").write_text("\n\n")
+    command = ("encode", "--model", saved("bert"), "--out", tmp_path / "out.npy")
+    assert_one_line(run(*command, tmp_path / "binary"), "is not UTF-8 text, at byte 0")
+    assert_one_line(run(*command, tmp_path / "missing"), "missing: No such file or directory")
+    assert_one_line(run(*command, tmp_path), "Is a directory")
+    assert_one_line(run(*command, tmp_path / "good", tmp_path / "blank"), "blank is empty: it has no vector")
+    (tmp_path / "link").symlink_to(tmp_path / "good")
+    assert_one_line(run(*command[:-1], tmp_path / "link", tmp_path / "good"), "link is one of the documents")
+    assert (tmp_path / "good").read_text() == "w1"
+    assert_one_line(run(*command, tmp_path / "blank", "--lines"), "There is no document in these files")
+    assert_one_line(run(*command, tmp_path / "good", "--split", "--truncate"), "Give one of them")
+    assert_one_line(run(*command, tmp_path / "good", "--pooling", "max"), "max")
+    assert_one_line(run(*command, tmp_path / "good", "--global-tokens", 2), "a bert has no global tokens")
+    other = ("encode", "--model", saved("llama"), "--out", tmp_path / "out.npy")
+    assert_one_line(run(*other, tmp_path / "good"), "is a CausalLM, not an encoder")
+    assert_one_line(run("generate", "--model", saved("bert"), "--prompt", "w1"), "writes no text: give a decoder")
+    assert_one_line(run("generate", "--model", saved("llama"), "--prompt", ""), "--prompt is empty")
+    assert not (tmp_path / "out.npy").exists()
+
+
+def test_a_mistake_of_ours_is_not_hidden(run, monkeypatch):
+    def broken(*_, **__):
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(ls.Mask, "show", broken)
+    with pytest.raises(AssertionError, match="ours"):
+        run("show", "Causal()")
+
+
+def test_without_the_extra_it_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr("longspan._optional.is_there", lambda name: name != "typer")
+    code, out, err = run("show", "Causal()")
+    assert (code, out) == (1, "")
+    assert err == "longspan: The command `longspan` needs typer: pip install 'longspan[cli]'\n"
+
+
+def test_help_and_version(run):
+    for command in ("info", "show", "explain", "diff", "bench", "check", "encode", "generate"):
+        code, out, err = run(command, "--help")
+        assert (code, err) == (0, "") and command in out
+    assert run("--version") == (0, f"{ls.__version__}\n", "")
