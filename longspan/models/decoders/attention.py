@@ -1,5 +1,6 @@
 """A decoder's self-attention: projections, norms and rotary positions around `attention`, with or without a cache."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +23,10 @@ from longspan.rope import rotate
 class Tokens(NamedTuple):
     """What all layers know of a batch, by kind of layer. Masks go by slots, or by the positions of a cache."""
 
-    masks: dict[str, Mask | BlockLayout]
-    ropes: dict[str, tuple[Any, Any]]  # (inv_freq, factor)
+    masks: Mapping[str, Mask | BlockLayout]
+    ropes: Mapping[str, tuple[Any, Any]]  # (inv_freq, factor)
     positions: Any  # int32 [T] or [B, T]: for rotations
-    steps: dict[str, Step] | None = None  # into the caches, if there are any
+    steps: Mapping[str, Step] | None = None  # into the caches, if there are any
 
 
 class Attention(nnx.Module):

@@ -103,7 +103,8 @@ def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x
 
         stacked = None if kept is None else tuple(_stacked(kept, run, place) for place in range(len(graph)))
         x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (state, stacked), run.count)
-        for place, (k, v) in enumerate(new or ()):
+        pairs: Any = new or ()
+        for place, (k, v) in enumerate(pairs):
             after |= {number: (k[at], v[at]) for at, number in enumerate(run.numbers(place))}
     return x, None if kept is None else tuple(after[number] for number in range(len(after)))
 

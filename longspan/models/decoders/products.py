@@ -36,7 +36,7 @@ def times(x: jax.Array, matrices: Sequence[jax.Array], at: int = 0, *, by_outer:
     if not is_native(rows.shape[0], x.dtype, matrices[0].dtype):
         ours = [matrix[at] if matrix.ndim == 3 else matrix for matrix in matrices]
         return [x @ (matrix.T if by_outer else matrix).astype(x.dtype) for matrix in ours]
-    ys = _products(at, by_outer, rows.astype(jnp.float32), tuple(matrices))
+    ys: Any = _products(at, by_outer, rows.astype(jnp.float32), tuple(matrices))
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_static_size
@@ -113,7 +114,7 @@ def _check_number(name: str, value: Any, fits: Any, wanted: str) -> None:
 
 def _check_key(key: Any, rows: int) -> None:
     dtype, shape = getattr(key, "dtype", None), tuple(getattr(key, "shape", ()))
-    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     own = shape if typed else shape[:-1]
     if not (typed or (dtype == np.uint32 and shape)) or own not in ((), (rows,)):
         raise ValueError(
