@@ -5,7 +5,7 @@ weights. The hash is 32-bit multiplications, shifts and exclusive ors, so that i
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from longspan._types import Array
 @dataclass(frozen=True)
 class Dropout:
     """What to drop: two random words from the key, the rate, and the counters of the batch rows and heads."""
+
+    array_axes: ClassVar = dict(rows="B", heads="N")
 
     words: Any = None  # uint32 [2]; None while a call is only judged
     rows: Any = None  # int [B]: the number of each batch row

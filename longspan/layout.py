@@ -9,7 +9,7 @@ is visited.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,11 @@ class BlockLayout:
         >>> layout.stops[0, 0, :, 0].tolist()
         [2, 4]
     """
+
+    array_axes: ClassVar = {
+        **dict(starts="BNT.", stops="BNT.", common="BNS", common_count="BN"),
+        **dict(q_positions="BT", kv_positions="BS", rows="B", heads="N"),
+    }
 
     mask: Mask
     starts: Any  # not a shape: JAX rebuilds the object with placeholders

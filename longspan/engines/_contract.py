@@ -1,7 +1,7 @@
 """The one contract between `attention` and its engines: `Request`, what is asked, and `Engine`, who answers."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,11 @@ class Request:
         >>> Request(x, x, x, ls.Causal(), scale=1.0).dims
         {'B': 2, 'T': 7, 'S': 7, 'N': 6, 'K': 6, 'H': 5, 'Hv': 5}
     """
+
+    array_axes: ClassVar = {
+        **dict(q="BTNH", k="BSKH", v="BSKH", bias="BNTS", sinks="N"),
+        **dict(q_positions="BT", kv_positions="BS", rows="B", heads="N"),
+    }
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]

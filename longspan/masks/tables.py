@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ class Blocks(BySlot):
     """
 
     static = ("table",)
+
+    array_axes: ClassVar = {"table": "BNT."}
 
     table: Array
     block_size: int
@@ -168,6 +171,8 @@ class Dense(BySlot):
         #####.
         ####.#
     """
+
+    array_axes: ClassVar = {"array": "BNTS", "q_offset": "B", "kv_offset": "B"}
 
     array: Array
     q_offset: Number | None = None

@@ -68,12 +68,22 @@ class Program:
 
     def add(self, array, *axes: str) -> int:
         """Names an array; the same array is passed once."""
+        array = self._here(array, axes)
         for i, other in enumerate(self.operands):
             if other is array:
                 return self.first + i
         self.operands.append(array)
         self.axes.append(axes)
         return self.first + len(self.operands) - 1
+
+    def _here(self, array, axes):
+        """An array of all rows and heads, of which only some are here, as these have it."""
+        here = dict(b=(self.batch, self.layout.rows), n=(self.heads, self.layout.heads))
+        for axis, (name, size) in enumerate(zip(axes, array.shape, strict=True)):
+            count, numbers = here.get(name, (1, None))
+            if numbers is not None and size not in (1, count):
+                array = jnp.take(array, numbers, axis=axis)
+        return array
 
     def number(self, value) -> list[int]:
         if isinstance(value, int | np.integer):
