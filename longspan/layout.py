@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from longspan._checks import check_tiles
 from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
@@ -21,7 +23,7 @@ from longspan._kinds import Counts as Counts
 from longspan._pairs import count_by_query
 from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
-from longspan.masks.pytree import short
+from longspan.masks.pytree import axes_of, short
 from longspan.masks.sides import Side, two_sides
 from longspan.masks.spans import Spans, running_max
 
@@ -203,8 +205,13 @@ def plan(
         xp = _namespace((mask, q_positions, kv_positions))
     numbers = None if rows is None else (rows, heads)
     q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
-    spans = mask.kv_spans(q.tiles(q_tile), kv.tiles(kv_tile))
-    tables = _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
+
+    def tables_of(mask, *given):
+        sides = mask._sides(q_len, kv_len, *given[:2], xp, None if rows is None else given[2:])
+        spans = mask.kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
+        return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
+
+    tables = _on_auto_axes(tables_of, mask, q_positions, kv_positions, rows, heads)
     return BlockLayout(
         mask,
         **tables._asdict(),
@@ -218,6 +225,31 @@ def plan(
         rows=rows,
         heads=heads,
     )
+
+
+def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
+    """function(mask, *arrays), where XLA places what is in between, also if the mesh of an array has explicit axes."""
+    letters = ("BT", "BS", "B", "N")
+    axes = [*axes_of(mask), *(names for x, of in zip(arrays, letters, strict=True) for names in axes_of(x, of))]
+    placed = [jax.typeof(x).sharding if isinstance(x, jax.Array) else None for x in jax.tree.leaves((mask, arrays))]
+    meshes = [s.mesh for s in placed if s is not None and AxisType.Explicit in s.mesh.axis_types]
+    if not meshes:
+        return function(mask, *arrays)
+    where: dict[str, Any] = {}
+    for sharding, names in zip(placed, axes, strict=True):
+        entries = () if sharding is None else sharding.spec
+        where |= {name: entry for name, entry in zip(names, entries, strict=False) if name in "BN" and entry}
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (mask, *arrays))
+    found, tree = jax.tree.flatten(jax.eval_shape(function, *plain))
+
+    def sharding_of(table, names: str):
+        parts = (where.get(name) if n > 1 else None for name, n in zip(names, table.shape, strict=True))
+        return NamedSharding(meshes[0], P(*parts))
+
+    results = tree.unflatten(map(sharding_of, found, ("BN..", "BN..", "BN.", "BN")))
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        run: Any = jax.sharding.auto_axes(function, out_sharding=results)
+        return run(mask, *arrays)
 
 
 def count(layout: BlockLayout) -> Counts:

@@ -1,6 +1,7 @@
 """Sharded batch rows and heads under plain `jit`: every device computes its own, and nothing is gathered."""
 
 import re
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.engines import ENGINES
+from longspan.masks import rule
 from longspan.testing import Shape, make_qkv
 
 COLLECTIVE = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
@@ -174,5 +176,117 @@ def test_every_device_computes_its_own_rows_and_heads(case, engine, on_one_devic
     assert lse.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 3)
     for gradient in grads[:3]:
         assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
-    forward = jax.jit(lambda operands: loss(of, engine, operands)[1])
-    assert not collectives(forward.lower(placed).compile())
+
+
+SPARSE = [name for name in ENGINES if name != "reference"]  # XLA splits the reference's products by itself
+
+
+@pytest.mark.parametrize("engine", SPARSE)
+@pytest.mark.parametrize(
+    "shape, rows, heads, kv",
+    [((4, 1), "x", None, None), ((1, 4), None, "y", "y"), ((2, 4), "x", "y", None), ((1, 2), None, "y", None)],
+    ids=["rows", "heads", "a kv head for every two devices", "a group torn between two devices"],
+)
+def test_any_rows_and_any_heads_may_be_split(engine, shape, rows, heads, kv):
+    heads_of = {(4, 1): (4, 2), (1, 4): (8, 4), (2, 4): (8, 2), (1, 2): (6, 3)}[shape]
+    q, k, v = make_qkv(Shape(B, T, T, *heads_of, H), jnp.float32)
+    specs = (P(rows, None, heads), P(rows, None, kv), P(rows, None, kv))
+    mesh = mesh_of(AxisType.Auto, *shape)
+    placed = place(mesh, ((q, k, v), IDS), (specs, P(rows)))
+
+    def of(ids):
+        return dict(mask=ls.Causal() & ls.Segments(ids), dropout_rate=0.2, dropout_key=KEY)
+
+    program = gradients(of, engine).lower(placed).compile()
+    assert collectives(program) <= {"all-reduce"}
+    close(program(placed), gradients(of, "reference")(((q, k, v), IDS)))
+    forward = jax.jit(lambda operands: loss(of, engine, operands)[1]).lower(placed).compile()
+    assert not collectives(forward)
+
+
+EXPLICIT = [
+    ("documents, lengths, windows and a bias by row", "xla"),
+    ("documents, lengths, windows and a bias by row", "reference"),
+    ("a planned layout, intervals by head, positions", "cpu"),
+]
+
+
+@pytest.mark.parametrize("case, engine", EXPLICIT, ids=[engine for _, engine in EXPLICIT])
+def test_explicit_axes_are_kept_in_types(case, engine, on_one_device):
+    of, operands, specs = CASES[case]
+    mesh = mesh_of(AxisType.Explicit)
+    placed = place(mesh, (make_qkv(Shape(B, T, T, N, K, H), jnp.float32), *operands), ((HEADS, HEADS, HEADS), *specs))
+    typed = []
+
+    def run(operands):
+        (_, (out, lse)), grads = result = gradients(of, engine)(operands)
+        typed.extend(jax.typeof(x).sharding.spec for x in (out, lse, *grads[:3]))
+        return result
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(placed).compile()
+    assert typed == [P("x", None, "y", None), P("x", None, "y"), *[P("x", None, "y", None)] * 3]
+    assert collectives(program) <= {"all-reduce"}
+    close(program(placed), on_one_device(case))
+
+
+def test_mapped_calls_are_split_too():
+    mesh = mesh_of()
+    q, k, v = (jnp.stack([x, x + 1, x * 2]) for x in make_qkv(Shape(B, T, T, N, K, H), jnp.float32))
+    placed = [jax.device_put(x, NamedSharding(mesh, P(None, *HEADS))) for x in (q, k, v)]
+
+    def run(q, k, v, engine="xla"):
+        return jax.vmap(lambda *x: ls.attention(*x, mask=ls.Causal(), engine=engine))(q, k, v)
+
+    program = jax.jit(run).lower(*placed).compile()
+    assert not collectives(program)
+    close(program(*placed), run(q, k, v, "reference"))
+
+
+def test_a_rule_of_ones_own_reads_all_rows_unless_it_says_that_they_are_rows():
+    mesh, (q, k, v) = mesh_of(), make_qkv(Shape(B, T, T, N, K, H), jnp.float32)
+    placed = place(mesh, ((q, k, v), IDS), ((HEADS, HEADS, HEADS), ROWS))
+    want = ls.attention(q, k, v, mask=ls.Segments(IDS), engine="reference")
+    for kind, gathers in ((Mine, True), (MineByRow, False)):
+        program = jax.jit(lambda o, kind=kind: ls.attention(*o[0], mask=kind(o[1]), engine="xla"))
+        program = program.lower(placed).compile()
+        assert ("all-gather" in collectives(program)) == gathers
+        close(program(placed), want)
+
+
+@rule
+class Mine(ls.Mask):
+    ids: Any
+
+    def allowed(self, q, kv):
+        return q.take(self.ids) == kv.take(self.ids)
+
+
+@rule
+class MineByRow(Mine):
+    array_axes: ClassVar = {"ids": "BT"}
+
+
+def test_bigbird_and_longformer_gather_nothing():
+    mesh, length = mesh_of(), 40
+    q, k, v = make_qkv(Shape(B, length, length, N, K, H), jnp.float32)
+    kinds = rng.integers(-1, 2, (B, length)).astype(np.int32)
+    blocks = ls.bigbird_random_blocks(length, block_size=4, num_random_blocks=1, num_heads=N, seed=0)
+    placed = place(mesh, ((q, k, v), kinds), ((HEADS, HEADS, HEADS), ROWS))
+
+    def bigbird(qkv, kinds, engine):
+        masks = dict(q_mask=kinds >= 0, kv_mask=kinds >= 0)
+        return ls.bigbird_attention(*qkv, block_size=4, rand_attn=blocks, **masks, engine=engine)
+
+    def longformer(qkv, kinds, engine):
+        return ls.longformer_attention(*qkv, *qkv, window=3, token_kinds=kinds, engine=engine)
+
+    for pattern, most in ((bigbird, set()), (longformer, {"all-reduce"})):  # whether all rows are sorted: one bit
+        for engine in SPARSE:
+            step = jax.jit(jax.value_and_grad(lambda *x, p=pattern, e=engine: jnp.sin(p(*x, e)).sum()))
+            program = step.lower(*placed).compile()
+            assert collectives(program) <= {"all-reduce"}
+            forward = jax.jit(lambda *x, p=pattern, e=engine: p(*x, e)).lower(*placed).compile()
+            assert collectives(forward) <= most
+            want = jax.value_and_grad(lambda *x, p=pattern: jnp.sin(p(*x, "reference")).sum())
+            close(program(*placed), jax.jit(want)((q, k, v), kinds))
