@@ -41,8 +41,8 @@ def make_dropout(key, rate: float, batch: Any, heads: Any) -> Dropout | None:
     if rate == 0.0:
         return None
     words = jax.random.bits(key, (2,), "uint32")
-    numbers = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (batch, heads))
-    return Dropout(words, *numbers, rate)
+    rows, heads = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (batch, heads))
+    return Dropout(words, rows, heads, rate)
 
 
 def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:

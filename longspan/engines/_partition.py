@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer, eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
@@ -44,7 +45,7 @@ def backward_apart(run: Callable, request: Request, layout: BlockLayout, lse, lo
     axes = [*axes_of(given), "BTN", "BTN", "BTN", "BTNH"]
     dbias = axes_of(apart(request.bias)[0], request.array_axes["bias"])
     results = ["BTNH", "BSKH", "BSKH", *dbias]
-    return _call(lambda given: tuple(run(*given[:2], *given[2:])), (*given, lse, low, delta, dout), axes, results)
+    return _call(lambda given: tuple(run(*given)), (*given, lse, low, delta, dout), axes, results)
 
 
 def _on_several_devices() -> bool:
@@ -72,7 +73,6 @@ class Pass(NamedTuple):
 def _call(run: Callable, given: Any, axes: Sequence[str], results: Sequence[str]) -> Any:
     leaves, tree = jax.tree.flatten(given)
     assert len(leaves) == len(axes), "every operand has named axes"
-
     trees = []
 
     def flat(*operands):
@@ -91,7 +91,7 @@ def _apart(of: Pass, operands: Sequence[Any]) -> Any:
     fits = [x.ndim for x in closed.out_avals] == [len(names) for names in results]
     # What a user's function prints, or a tracer that it closes over, cannot be traced again when XLA splits the call.
     # Results of another form are an engine's mistake, which is told where they are checked.
-    if not fits or closed.effects or any(isinstance(constant, jax.core.Tracer) for constant in closed.consts):
+    if not fits or closed.effects or any(isinstance(constant, Tracer) for constant in closed.consts):
         return of.run(*operands)
     count, whole = len(operands), ("." * np.ndim(constant) for constant in closed.consts)
 
@@ -99,7 +99,7 @@ def _apart(of: Pass, operands: Sequence[Any]) -> Any:
         return of.run(*operands[:count])
 
     def traced(*operands):
-        return jax.core.eval_jaxpr(closed.jaxpr, operands[count:], *operands[:count])
+        return eval_jaxpr(closed.jaxpr, operands[count:], *operands[:count])
 
     return _batched(Pass(run, (*of.axes, *whole), results), traced)(*operands, *closed.consts)
 
@@ -122,7 +122,8 @@ def _batched(of: Pass, traced: Callable) -> Callable:
 def _partitioned(of: Pass, traced: Callable, *operands):
     call = custom_partitioning(traced)
     # As they are now: the pass is traced once more when XLA splits it.
-    settings = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    config: Any = jax.config
+    settings = config.jax_enable_x64, config.jax_default_matmul_precision
     call.def_partition(
         partition=partial(_partition, of, settings),
         infer_sharding_from_operands=partial(_infer, of),

@@ -121,8 +121,7 @@ class Side:
         if array.shape[0] == 1:
             return self.xp.zeros_like(self.batch)
         # An array of all rows, of which only some are here, holds them at their numbers.
-        here = self.places is not None and array.shape[0] == self.places.rows
-        return self.places.row if here else self.batch
+        return self.places.row if self.places is not None and array.shape[0] == self.places.rows else self.batch
 
     def heads_of(self, count: int):
         """Which of `count` heads (all, or one for all) are looked at."""

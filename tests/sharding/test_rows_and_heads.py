@@ -56,22 +56,19 @@ CASES = {
         (IDS, LENGTHS, normal(B, 1, 1, T)),
         (ROWS, ROWS, ROWS),
     ),
-    "blocks by head, sinks": (
-        lambda table, sinks: dict(mask=ls.Blocks(table, 4) | ls.Window(2, 2), sinks=sinks),
-        (BLOCKS, normal(N)),
-        (P("y"), P("y")),
-    ),
     "masks by head, dropout": (
         lambda ids: dict(mask=PER_HEAD & ls.Segments(ids), dropout_rate=0.3, dropout_key=KEY),
         (IDS,),
         (ROWS,),
     ),
-    "global flags, static blocks, soft cap": (
-        lambda flags: dict(
-            mask=ls.Window(3, 3) | ls.Global((1,), q_flags=flags, kv_flags=flags) | ls.Blocks(BLOCKS, 4), soft_cap=2.0
+    "global flags, blocks by head, traced and static, sinks, soft cap": (
+        lambda flags, table, sinks: dict(
+            mask=ls.Blocks(table, 4) | ls.Global((1,), q_flags=flags, kv_flags=flags) | ls.Blocks(BLOCKS[::-1], 4),
+            sinks=sinks,
+            soft_cap=2.0,
         ),
-        (FLAGS,),
-        (ROWS,),
+        (FLAGS, BLOCKS, normal(N)),
+        (ROWS, P("y"), P("y")),
     ),
     "bools, a bias by head and one for all": (
         lambda mask, by_head, of_keys: dict(mask=mask, bias=(by_head, of_keys)),
@@ -200,8 +197,9 @@ def test_any_rows_and_any_heads_may_be_split(engine, shape, rows, heads, kv):
     program = gradients(of, engine).lower(placed).compile()
     assert collectives(program) <= {"all-reduce"}
     close(program(placed), gradients(of, "reference")(((q, k, v), IDS)))
-    forward = jax.jit(lambda operands: loss(of, engine, operands)[1]).lower(placed).compile()
-    assert not collectives(forward)
+    if shape == (2, 4):
+        forward = jax.jit(lambda operands: loss(of, engine, operands)[1]).lower(placed).compile()
+        assert not collectives(forward)
 
 
 EXPLICIT = [
@@ -281,12 +279,10 @@ def test_bigbird_and_longformer_gather_nothing():
     def longformer(qkv, kinds, engine):
         return ls.longformer_attention(*qkv, *qkv, window=3, token_kinds=kinds, engine=engine)
 
-    for pattern, most in ((bigbird, set()), (longformer, {"all-reduce"})):  # whether all rows are sorted: one bit
-        for engine in SPARSE:
-            step = jax.jit(jax.value_and_grad(lambda *x, p=pattern, e=engine: jnp.sin(p(*x, e)).sum()))
-            program = step.lower(*placed).compile()
-            assert collectives(program) <= {"all-reduce"}
-            forward = jax.jit(lambda *x, p=pattern, e=engine: p(*x, e)).lower(*placed).compile()
-            assert collectives(forward) <= most
-            want = jax.value_and_grad(lambda *x, p=pattern: jnp.sin(p(*x, "reference")).sum())
-            close(program(*placed), jax.jit(want)((q, k, v), kinds))
+    for pattern, engine, most in ((bigbird, "xla", set()), (longformer, "cpu", {"all-reduce"})):  # of one bit
+        step = jax.jit(jax.value_and_grad(lambda *x, p=pattern: jnp.sin(p(*x)).sum()), static_argnums=2)
+        program = step.lower(*placed, engine).compile()
+        assert collectives(program) <= {"all-reduce"}
+        close(program(*placed), step((q, k, v), kinds, "reference"))
+        forward = jax.jit(pattern, static_argnums=2).lower(*placed, engine).compile()
+        assert collectives(forward) <= most
