@@ -7,7 +7,7 @@ says that too (`by_distance`), which is what a kernel needs to compute it by its
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -89,10 +89,15 @@ class Distances(NamedTuple):
         ahead, parts = kv.position - q.position, []
         if self.slopes is not None:
             slopes = q.table(self.slopes).astype(dtype)
-            parts.append(-slopes[q.side.heads_of(len(slopes))] * abs(ahead).astype(dtype))
+            here = slopes.reshape(1, -1, 1, 1) if _in_order(q, slopes) else slopes[q.side.heads_of(len(slopes))]
+            parts.append(-here * abs(ahead).astype(dtype))
         if self.table is not None:
             table, reach = q.table(self.table).astype(dtype), self.table.shape[1] // 2
-            parts.append(table[q.side.heads_of(len(table)), jnp.clip(ahead, -reach, reach) + reach])
+            place = jnp.clip(ahead, -reach, reach) + reach
+            if _in_order(q, table):
+                parts.append(jnp.take(table, place[:, 0], axis=1).swapaxes(0, 1))
+            else:
+                parts.append(table[q.side.heads_of(len(table)), place])
         return sum(parts[1:], start=parts[0])
 
     def fits(self, heads: int) -> bool:
@@ -154,6 +159,8 @@ class Bias(Value):
 class Alibi(Bias):
     """`alibi(slopes)`."""
 
+    array_axes: ClassVar = {"slopes": "N"}
+
     slopes: Any
 
     def by_distance(self) -> Distances:
@@ -166,6 +173,8 @@ class Alibi(Bias):
 @rule
 class Relative(Bias):
     """`relative_bias(table, ...)`."""
+
+    array_axes: ClassVar = {"table": ".N"}
 
     table: Any
     bidirectional: bool = True
@@ -280,6 +289,11 @@ def _bound(name: str, term: Any, shape: tuple[int, int, int, int]) -> Any:
     if isinstance(term, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(full, term.dtype)
     return jnp.asarray(term).reshape(full)
+
+
+def _in_order(q: Slots, by_head: Any) -> bool:
+    """Whether all heads are looked at, so that none must be picked: heads that are sharded stay so."""
+    return q.side.whole and q.side.head.size == len(by_head)
 
 
 def _check_floats(name: str, array: Any, rank: int, wanted: str) -> None:

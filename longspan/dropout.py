@@ -5,7 +5,7 @@ weights. The hash is 32-bit multiplications, shifts and exclusive ors, so that i
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from longspan._types import Array
 class Dropout:
     """What to drop: two random words from the key, the rate, and the counters of the batch rows and heads."""
 
+    array_axes: ClassVar = dict(rows="B", heads="N")
+
     words: Any = None  # uint32 [2]; None while a call is only judged
     rows: Any = None  # int [B]: the number of each batch row
     heads: Any = None  # int [N]: the number of each head
@@ -31,12 +33,16 @@ class Dropout:
         return min(round(self.rate * 2**32), 2**32 - 1)
 
 
-def make_dropout(key, rate: float, batch: int, heads: int) -> Dropout | None:
-    """The dropout of one call; None if nothing is dropped."""
+def make_dropout(key, rate: float, batch: Any, heads: Any) -> Dropout | None:
+    """The dropout of one call of so many batch rows and heads, or of rows [B] and heads [N] of such numbers.
+
+    None if nothing is dropped.
+    """
     if rate == 0.0:
         return None
     words = jax.random.bits(key, (2,), "uint32")
-    return Dropout(words, jnp.arange(batch, dtype=np.int32), jnp.arange(heads, dtype=np.int32), rate)
+    rows, heads = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (batch, heads))
+    return Dropout(words, rows, heads, rate)
 
 
 def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:

@@ -9,11 +9,13 @@ is visited.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from longspan._checks import check_tiles
 from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
@@ -21,7 +23,7 @@ from longspan._kinds import Counts as Counts
 from longspan._pairs import count_by_query
 from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
-from longspan.masks.pytree import short
+from longspan.masks.pytree import axes_of, short
 from longspan.masks.sides import Side, two_sides
 from longspan.masks.spans import Spans, running_max
 
@@ -52,6 +54,11 @@ class BlockLayout:
         [2, 4]
     """
 
+    array_axes: ClassVar = {
+        **dict(starts="BNT.", stops="BNT.", common="BNS", common_count="BN"),
+        **dict(q_positions="BT", kv_positions="BS", rows="B", heads="N"),
+    }
+
     mask: Mask
     starts: Any  # not a shape: JAX rebuilds the object with placeholders
     stops: Any
@@ -65,6 +72,8 @@ class BlockLayout:
     q_tile: int = _static()
     kv_tile: int = _static()
     repeats: bool = _static(default=False)  # some tiles are listed more than once, and count as often
+    rows: Any = None  # int [B], [N]: the numbers of batch rows and heads, as rules and biases read them; None: from 0
+    heads: Any = None
 
     @property
     def q_tiles(self) -> int:
@@ -96,6 +105,7 @@ class BlockLayout:
     def sides(self, *, batch: int | None = None, heads: int | None = None, xp: Namespace = jnp) -> tuple[Side, Side]:
         """Both sides as rules see them."""
         known = [self.mask.batch, *(p.shape[0] for p in (self.q_positions, self.kv_positions) if p is not None)]
+        numbers = None if self.rows is None else (self.rows, self.heads)
         return two_sides(
             self.q_len,
             self.kv_len,
@@ -103,6 +113,7 @@ class BlockLayout:
             heads=self.mask.heads if heads is None else heads,
             q_positions=self.q_positions,
             kv_positions=self.kv_positions,
+            numbers=numbers,
             xp=xp,
         )
 
@@ -186,18 +197,29 @@ def plan(
     *,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
+    rows: Any = None,
+    heads: Any = None,
     xp: Namespace | None = None,
 ) -> BlockLayout:
-    """The layout of a mask, in NumPy if all that it reads is static, in JAX otherwise."""
+    """The layout of a mask, in NumPy if all that it reads is static, in JAX otherwise.
+
+    `rows` [B] and `heads` [N] are the numbers of these rows and heads, if they are some of a call's: both or neither.
+    """
     check_tiles(q_tile, kv_tile)
     if xp is None:
         xp = _namespace((mask, q_positions, kv_positions))
-    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp)
-    spans = mask.kv_spans(q.tiles(q_tile), kv.tiles(kv_tile))
-    rows = _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
+    numbers = None if rows is None else (rows, heads)
+    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
+
+    def tables_of(mask, *given):
+        sides = mask._sides(q_len, kv_len, *given[:2], xp, None if rows is None else given[2:])
+        spans = mask.kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
+        return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
+
+    tables = _on_auto_axes(tables_of, mask, q_positions, kv_positions, rows, heads)
     return BlockLayout(
         mask,
-        **rows._asdict(),
+        **tables._asdict(),
         q_positions=q.positions,
         kv_positions=kv.positions,
         forward=None,
@@ -205,7 +227,34 @@ def plan(
         kv_len=kv_len,
         q_tile=q_tile,
         kv_tile=kv_tile,
+        rows=rows,
+        heads=heads,
     )
+
+
+def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
+    """function(mask, *arrays), where XLA places what is in between, also if the mesh of an array has explicit axes."""
+    letters = ("BT", "BS", "B", "N")
+    axes = [*axes_of(mask), *(names for x, of in zip(arrays, letters, strict=True) for names in axes_of(x, of))]
+    placed = [jax.typeof(x).sharding if isinstance(x, jax.Array) else None for x in jax.tree.leaves((mask, arrays))]
+    meshes = [s.mesh for s in placed if s is not None and AxisType.Explicit in s.mesh.axis_types]
+    if not meshes:
+        return function(mask, *arrays)
+    where: dict[str, Any] = {}
+    for sharding, names in zip(placed, axes, strict=True):
+        entries = () if sharding is None else sharding.spec
+        where |= {name: entry for name, entry in zip(names, entries, strict=False) if name in "BN" and entry}
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (mask, *arrays))
+    found, tree = jax.tree.flatten(jax.eval_shape(function, *plain))
+
+    def sharding_of(table, names: str):
+        parts = (where.get(name) if n > 1 else None for name, n in zip(names, table.shape, strict=True))
+        return NamedSharding(meshes[0], P(*parts))
+
+    results = tree.unflatten(map(sharding_of, found, ("BN..", "BN..", "BN.", "BN")))
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        run: Any = jax.sharding.auto_axes(function, out_sharding=results)
+        return run(mask, *arrays)
 
 
 def count(layout: BlockLayout) -> Counts:

@@ -1,7 +1,7 @@
 """The one contract between `attention` and its engines: `Request`, what is asked, and `Engine`, who answers."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,11 @@ class Request:
         {'B': 2, 'T': 7, 'S': 7, 'N': 6, 'K': 6, 'H': 5, 'Hv': 5}
     """
 
+    array_axes: ClassVar = {
+        **dict(q="BTNH", k="BSKH", v="BSKH", bias="BNTS", sinks="N"),
+        **dict(q_positions="BT", kv_positions="BS", rows="B", heads="N"),
+    }
+
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
@@ -37,6 +42,10 @@ class Request:
     dropout: Dropout | None = None
     q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
     kv_positions: Any = None
+    # int32 [B], [N]: the numbers of batch rows and heads, if they are some of a whole's (a shard's); None: from 0. An
+    # engine reads them off the layout (`layout.sides`) and the dropout.
+    rows: Any = None
+    heads: Any = None
     layout: BlockLayout | None = None  # planned by the caller; None: `attention` plans with the engine's own tiles
     scale: float = field(default=1.0, metadata=dict(static=True))
     soft_cap: float | None = field(default=None, metadata=dict(static=True))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from longspan.biases import apart, together
 from longspan.engines._contract import Engine, Request, is_differentiable
+from longspan.engines._partition import backward_apart, forward_apart
 from longspan.engines._varying import vary, varying_axes
 from longspan.layout import BlockLayout
 
@@ -58,7 +59,7 @@ def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(engine: Engine, floats: Floats, rest):
-    out, lse = engine.run(*_joined(floats, rest))
+    out, lse = forward_apart(engine.run, *_joined(floats, rest))
     shape = (*floats.q.shape[:3], floats.v.shape[3])
     if out.shape != shape or lse.shape != shape[:3]:
         got = f"out {out.shape} and lse {lse.shape}"
@@ -82,8 +83,8 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 def _forward_once(engine: Engine, floats: Floats, rest):
     forward = getattr(engine, "forward", None)
     if forward is not None:
-        return tuple(forward(*_joined(floats, rest)))
-    out, lse = engine.run(*_joined(floats, rest))
+        return forward_apart(forward, *_joined(floats, rest))
+    out, lse = forward_apart(engine.run, *_joined(floats, rest))
     return out, lse, jnp.zeros_like(lse)
 
 
@@ -95,7 +96,8 @@ def _backward_once(engine: Engine, floats: Floats, rest, out, lse, low, cotangen
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse.astype(lse.dtype)
     delta = jnp.where(finite, delta, 0)
     request, layout = _joined(floats, rest)
-    gradients = engine.backward(request, layout, lse, low, delta, dout.astype(floats.q.dtype))
+    dout = dout.astype(floats.q.dtype)
+    gradients = backward_apart(engine.backward, request, layout, lse, low, delta, dout)
     dq, dk, dv = (_like(engine, name, x, of) for name, x, of in zip("qkv", gradients[:3], floats[:3], strict=True))
     dbias = _like_bias(engine, gradients[3], floats.bias)
     dsinks = None

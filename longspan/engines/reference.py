@@ -68,7 +68,7 @@ class _Pairs(NamedTuple):
 
     times: Any  # [B, N, T, S]: how often each pair counts, 0 where it is not allowed
     q: Any  # [B, T, N, H], 0 where a query sees nothing
-    k: Any  # [B, S, N, H], 0 where nobody sees a key
+    k: Any  # [B, S, N, H], 0 where no query of the head sees a key
     v: Any
     bias: Any  # [B, N, T, S], finite, or None
     kept: Any  # bool [B, N, T, S]: what dropout leaves, or None
@@ -88,8 +88,8 @@ def _pairs(request: Request, layout: BlockLayout) -> _Pairs:
     times = allowed.astype(dtype) * _multiplicity(layout, (B, N, T, S), dtype)
     # Where nobody looks there may be anything, NaN included: zeroed here, so that 0 * NaN never happens.
     q = jnp.where(allowed.any(-1).swapaxes(1, 2)[..., None], request.q.astype(dtype), 0)
-    seen = allowed.reshape(B, K, N // K * T, S).any(2).swapaxes(1, 2)[..., None]
-    k, v = (jnp.repeat(jnp.where(seen, x.astype(dtype), 0), N // K, axis=2) for x in (request.k, request.v))
+    seen = allowed.any(2).swapaxes(1, 2)[..., None]
+    k, v = (jnp.where(seen, jnp.repeat(x.astype(dtype), N // K, axis=2), 0) for x in (request.k, request.v))
     if request.dropout is not None:
         rows, heads = request.dropout.rows.reshape(B, 1, 1, 1), request.dropout.heads.reshape(1, N, 1, 1)
         kept = keep(request.dropout, rows, heads, q_slots.position, kv_slots.position)

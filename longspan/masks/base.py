@@ -37,7 +37,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head",
+    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes",
 )  # fmt: skip
 
 
@@ -59,7 +59,8 @@ class Mask(Value):
 
     Subclass with `@rule` and define `allowed`; `classify`, `kv_spans` and `q_spans` are optional and let engines skip.
     Read your arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). Say in `reads` what your
-    rule compares, if not both positions and slots.
+    rule compares, if not both positions and slots, and in `array_axes` which axes of your arrays are batch rows and
+    heads (`{"ids": "BT"}`), or else every device needs all of them.
 
     Example:
         >>> from longspan import Causal, Window
@@ -74,6 +75,7 @@ class Mask(Value):
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
     # By slot, yet without arrays along the keys: what a query sees is one interval of slots, which `kv_spans` gives.
     one_interval: ClassVar[bool] = False
+    array_axes: ClassVar[dict[str, str]] = {}
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -438,15 +440,16 @@ class Mask(Value):
         low, high = (None if end is None else side.number(end) for end in band)
         return low, high
 
-    def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
+    def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace, numbers=None):
         check_lengths(q_len, kv_len)
-        check_extents(self, q_len=q_len, kv_len=kv_len)
-        batch = self.batch
+        check_extents(self, q_len=q_len, kv_len=kv_len, some=numbers is not None)
+        batch, heads = self.batch, self.heads
+        if numbers is not None:  # of a call's rows and heads only these are here
+            batch, heads = (min(n, len(here)) for n, here in zip((batch, heads), numbers, strict=True))
         for name, positions, length in (("q_positions", q_positions, q_len), ("kv_positions", kv_positions, kv_len)):
             batch = max(batch, check_positions(name, positions, length, None if batch == 1 else batch))
-        return two_sides(
-            q_len, kv_len, batch=batch, heads=self.heads, q_positions=q_positions, kv_positions=kv_positions, xp=xp
-        )
+        positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+        return two_sides(q_len, kv_len, batch=batch, heads=heads, **positions, numbers=numbers, xp=xp)
 
 
 def _rows(positions) -> int:

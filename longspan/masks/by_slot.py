@@ -4,7 +4,7 @@
 """
 
 from dataclasses import KW_ONLY, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ class KvLengths(BySlot):
     """
 
     one_interval = True
+
+    array_axes: ClassVar = {"lengths": "B"}
 
     lengths: Number
 
@@ -93,6 +95,8 @@ class QLengths(BySlot):
 
     one_interval = True
 
+    array_axes: ClassVar = {"lengths": "B"}
+
     lengths: Number
 
     def __post_init__(self):
@@ -134,6 +138,8 @@ class KvFlags(BySlot):
         #.#
         #.#
     """
+
+    array_axes: ClassVar = {"flags": "BS"}
 
     flags: Array
 
@@ -234,6 +240,8 @@ class Segments(EqualIds):
         ....
     """
 
+    array_axes: ClassVar = {"q_ids": "BT", "kv_ids": "BS"}
+
     q_ids: Array
     kv_ids: Array | None = None
 
@@ -282,6 +290,8 @@ class TokenTypes(EqualIds):
 
     applied = "token_type_ids"
 
+    array_axes: ClassVar = {"q_types": "BT", "kv_types": "BS"}
+
     q_types: Array
     kv_types: Array | None = None
     zero: str = "q"
@@ -327,6 +337,8 @@ class Global(Mask):
         #..
         #..
     """
+
+    array_axes: ClassVar = {"q_flags": "BT", "kv_flags": "BS"}
 
     indices: tuple[int, ...] = ()
     _: KW_ONLY

@@ -6,7 +6,7 @@ the kept slots too. Where they grow, an interval of slots before the cut is an i
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,8 @@ class View(Mask):
     """Allows what `mask` allows for the slots that were kept."""
 
     static = ("q_slots", "kv_slots")
+
+    array_axes: ClassVar = {"q_slots": "BT", "kv_slots": "BS"}
 
     mask: Mask
     q_slots: Kept
@@ -139,7 +141,7 @@ class KeptSlots(Slots):
     def take(self, array):
         side: Any = self.side
         array = side.table(array)
-        if self.outer.whole and side.whole:
+        if self.outer.whole and side.holds(array):
             return side.by_row(_columns(side.xp, array, side.table(side.kept)))
         return super().take(array)
 
@@ -188,7 +190,7 @@ def _side(outer: Side, kept: Kept, length: int) -> Side:
     # Never None: positions are not the slots' numbers here.
     positions = outer.xp.arange(outer.length, dtype=np.int32).reshape(1, -1)
     positions = positions if outer.positions is None else outer.positions
-    seen = (outer.batch, outer.head, outer.xp, outer.whole)
+    seen = (outer.batch, outer.head, outer.xp, outer.whole, outer.places)
     return KeptSide(outer.axis, length, positions, *seen, outer=outer, kept=kept)
 
 

@@ -2,7 +2,7 @@
 
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,8 @@ class FirstOfSegment(EqualIds):
         ...#..
         ......
     """
+
+    array_axes: ClassVar = {"q_ids": "BT", "n": "B", "first_ids": "BS"}
 
     q_ids: Array
     n: Number

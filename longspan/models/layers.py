@@ -67,9 +67,12 @@ def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D
 
 
 def side_by_side(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) -> list[jax.Array]:
-    """[layer(x) for layer in layers], on CPUs by one matrix product: three of them pack the same input three times."""
+    """[layer(x) for layer in layers], on a CPU by one matrix product: three of them pack the same input three times.
+
+    Not on several: of kernels that are split by columns, each device would have to fetch others' columns.
+    """
     plain = all(type(layer) is nnx.Linear and (layer.bias is None) == (layers[0].bias is None) for layer in layers)
-    if not plain or jax.default_backend() != "cpu":
+    if not plain or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return [layer(x) for layer in layers]
     dtype: Any = layers[0].dtype
     kernel = jnp.concatenate([layer.kernel[...].astype(dtype) for layer in layers], axis=1)

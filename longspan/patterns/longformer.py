@@ -229,7 +229,9 @@ def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, t
 
     def before(position):
         """Local tokens before a position, [B, N or 1, query tiles, 1]."""
-        return counts[jnp.arange(B).reshape(-1, 1, 1, 1), jnp.clip(position, 0, T)]
+        place = jnp.broadcast_to(jnp.clip(position, 0, T), (B, *position.shape[1:]))
+        # Along each row alone, so that rows stay where they are.
+        return jnp.take_along_axis(counts, place.reshape(B, -1), axis=1).reshape(place.shape)
 
     low, high = before(first - reach), before(last if causal else last + reach)
     has_local = before(last) > before(first)

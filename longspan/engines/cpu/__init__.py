@@ -58,7 +58,7 @@ class Cpu(Engine):
         return _forward("wide_forward" if wide else "forward", request, layout, by_tiles=True)
 
     def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
-        biases, to_gradient = differentiable_biases(request)
+        biases, to_gradient = differentiable_biases(request, layout)
         plan, floats, operands = prepare(request, layout, biases)
         qkv, own = (request.q, request.k, request.v), (lse, low, dout, delta)
         dq, dk, dv, *by_query = call("backward", plan, qkv, floats, operands, own)
@@ -92,5 +92,5 @@ def _too_many_bits(request: Request) -> str | None:
 
 
 def _forward(kind: str, request: Request, layout: BlockLayout, *, by_tiles: bool = False):
-    plan, floats, operands = prepare(request, layout, biases_of(request))
+    plan, floats, operands = prepare(request, layout, biases_of(request, layout))
     return call(kind, replace(plan, by_tiles=by_tiles), (request.q, request.k, request.v), floats, operands)

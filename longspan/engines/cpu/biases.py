@@ -10,6 +10,7 @@ import numpy as np
 from longspan._types import statistics_dtype
 from longspan.biases import Bias, apart, terms, together
 from longspan.engines._contract import Request
+from longspan.layout import BlockLayout
 
 
 class Biases(NamedTuple):
@@ -40,18 +41,17 @@ def unknown_bias(request: Request) -> str | None:
     return None
 
 
-def biases_of(request: Request) -> Biases:
+def biases_of(request: Request, layout: BlockLayout) -> Biases:
     """The terms of a request's bias, those of a kind summed."""
-    return _joined(request.bias, statistics_dtype(request.q.dtype))
+    return _joined(request.bias, request, layout)
 
 
-def differentiable_biases(request: Request) -> tuple[Biases, Callable[[Biases], Any]]:
+def differentiable_biases(request: Request, layout: BlockLayout) -> tuple[Biases, Callable[[Biases], Any]]:
     """The same, and the function from their gradients to that of the request's bias."""
     if request.bias is None:
         return Biases(), lambda _: None
     floats, integers = apart(request.bias)
-    dtype = statistics_dtype(request.q.dtype)
-    biases, pull = jax.vjp(lambda floats: _joined(together(floats, integers), dtype), floats)
+    biases, pull = jax.vjp(lambda floats: _joined(together(floats, integers), request, layout), floats)
 
     def to_gradient(gradients: Biases):
         return pull(jax.tree.map(lambda g, of: g.astype(of.dtype), gradients, biases))[0]
@@ -59,12 +59,17 @@ def differentiable_biases(request: Request) -> tuple[Biases, Callable[[Biases], 
     return biases, to_gradient
 
 
-def _joined(bias, dtype) -> Biases:
+def _joined(bias, request: Request, layout: BlockLayout) -> Biases:
+    dtype, heads = statistics_dtype(request.q.dtype), request.dims["N"]
     arrays = [term for term in terms(bias) if not isinstance(term, Bias)]
     if len(arrays) > 1:
         arrays = [array.astype(dtype) for array in arrays]
     distances = [term.by_distance() for term in terms(bias) if isinstance(term, Bias)]
-    slopes, tables = ([jnp.asarray(a).astype(dtype) for d in distances if (a := getattr(d, part)) is not None]
+
+    def of_heads(a):  # of all heads, of which only some may be here
+        return a if a.shape[0] == heads else jnp.take(a, layout.heads, axis=0)
+
+    slopes, tables = ([of_heads(jnp.asarray(a)).astype(dtype) for d in distances if (a := getattr(d, part)) is not None]
                       for part in ("slopes", "table"))  # fmt: skip
     widest = max((table.shape[1] for table in tables), default=0)
     return Biases(_sum(arrays), _sum([_widened(table, widest) for table in tables]), _sum(slopes))

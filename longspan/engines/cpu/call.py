@@ -1,7 +1,6 @@
-"""One native call, batched and sharded.
+"""One native call, batched.
 
-What JAX cannot know about a foreign call is said here: how `vmap` folds into the batch, and that batch rows and heads
-are independent, so that sharding them needs no communication.
+What JAX cannot know about a foreign call is said here: how `vmap` folds into the batch.
 """
 
 from functools import partial
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,12 +23,11 @@ PAD_BYTES = 64  # rows of the backward pass's scratch: kPadBytes in native/probl
 
 
 def call(kind: str, plan: Plan, qkv, extras, operands, own=()):
-    """A native pass, batched and partitioned by the rules below. Operands: q, k, v, starts, stops, own, the rest."""
+    """A native pass, batched by the rule below. Operands: q, k, v, starts, stops, own, the rest."""
     starts, stops, *rest = operands
     query, key, row = ("B", "", "n", ""), ("B", "", "k", ""), ("B", "", "n")
     axes = (query, key, key, *plan.axes[:2], *((row, row, query, row) if own else ()), *plan.axes[2:])
-    plain = tuple(tuple("b" if name in BATCH else name for name in names) for names in axes)
-    batched = custom_vmap(partial(_partitioned, kind, plan, plain))
+    batched = custom_vmap(partial(_local, kind, plan))
     batched.def_vmap(partial(_fold, batched, kind, axes))
     everything = (*qkv, starts, stops, *own, *extras, *rest)
     return batched(*vary(everything, varying_axes(everything)))
@@ -65,23 +62,6 @@ def _fold(call, kind: str, axes, size: int, batched, *operands):
     out = call(*(fold(*each) for each in zip(operands, batched, axes, strict=True)))
     out = jax.tree.map(lambda x: x.reshape(size, rows, *x.shape[1:]), out)
     return out, jax.tree.map(lambda _: True, out)
-
-
-def _partitioned(kind: str, plan: Plan, axes, *operands):
-    """The call with the promise that batch rows and heads may be computed apart."""
-    local = partial(_local, kind, plan)
-    if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
-        return local(*operands)  # inside shard_map everything is local already
-    call = custom_partitioning(local)
-    rule, fixed, sizes = _sharding_rule(kind, plan, axes, operands)
-    call.def_partition(
-        partition=partial(_partition, kind, plan, axes),
-        infer_sharding_from_operands=partial(_infer, kind, plan, axes),
-        sharding_rule=rule,
-        need_replication_factors=fixed,
-        **sizes,
-    )
-    return call(*operands)
 
 
 def _local(kind: str, plan: Plan, *operands):
@@ -125,91 +105,3 @@ def _result(like, shape, dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
     sharding = NamedSharding(like.sharding.mesh, P(*[None] * len(shape)))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=like.manual_axis_type)
-
-
-def _results(kind: str, plan: Plan, operands) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
-    """Shape and axes of each result."""
-    q, k, v = (x.shape for x in operands[:3])
-    if kind in ("forward", "wide_forward"):
-        return ((*q[:3], v[3]), ("b", "", "n", "")), *[(q[:3], ("b", "", "n"))] * 2
-    if kind == "backward":
-        slopes = [(q[:3], ("b", "", "n"))] * (plan.role("slopes") >= 0)
-        return (q, ("b", "", "n", "")), (k, ("b", "", "k", "")), (v, ("b", "", "k", "")), *slopes
-    return ((_gradient_shape(kind, plan, operands), ("b", "n", "", "")),)
-
-
-def _sharding_rule(kind: str, plan: Plan, axes, operands):
-    """Shardy's rule: batch and head factors may be sharded, every other factor must not be."""
-    heads, kv_heads = operands[0].shape[2], operands[1].shape[2]
-    group = heads // kv_heads
-    fixed: list[str] = []
-
-    def factors(shape, names) -> str:
-        found = []
-        for size, name in zip(shape, names, strict=True):
-            if size == 1 or name == "":
-                fixed.append(f"x{len(fixed)}")
-                found.append(fixed[-1])
-            else:
-                split = "(k g)" if kv_heads > 1 else "g"
-                found.append("b" if name == "b" else "k" if name == "k" or group == 1 else split)
-        return " ".join(found)
-
-    left = ", ".join(factors(x.shape, names) for x, names in zip(operands, axes, strict=True))
-    right = ", ".join(factors(shape, names) for shape, names in _results(kind, plan, operands))
-    sizes = dict(g=group) if group > 1 and kv_heads > 1 else {}
-    return f"{left} -> {right}", tuple(fixed), sizes
-
-
-def _partition(kind: str, plan: Plan, axes, mesh, arg_shapes, result_shapes):
-    """Shardings for one device's part, from those of q."""
-    where = _placement(arg_shapes, mesh)
-    spec = partial(_spec, mesh, where)
-    results = _results(kind, plan, arg_shapes)
-
-    def lower(*operands):
-        out = _local(kind, plan, *operands)
-        if kind == "backward" and where["group"]:
-            out = (out[0], *(jax.lax.psum(x, where["group"]) for x in out[1:3]), *out[3:])
-        if kind in GRADIENTS:
-            (shape, _), summed = results[0], ()
-            summed += where["b"] if shape[0] == 1 else ()
-            summed += where["n"] if shape[1] == 1 else ()
-            out = tuple(jax.lax.psum(x, summed) for x in out) if summed else out
-        return out
-
-    shardings = tuple(spec(shape, names) for shape, names in results)
-    return mesh, lower, shardings, tuple(spec(x.shape, names) for x, names in zip(arg_shapes, axes, strict=True))
-
-
-def _infer(kind: str, plan: Plan, axes, mesh, arg_shapes, result_shapes):
-    where = _placement(arg_shapes, mesh)
-    return tuple(_spec(mesh, where, shape, names) for shape, names in _results(kind, plan, arg_shapes))
-
-
-def _spec(mesh, where, shape, names) -> NamedSharding:
-    return NamedSharding(
-        mesh, P(*((where[n] or None) if n and size > 1 else None for n, size in zip(names, shape, strict=True)))
-    )
-
-
-def _placement(arg_shapes, mesh) -> dict[str, tuple[str, ...]]:
-    """The mesh axes that batch, query heads, kv heads, and queries that share a kv head are sharded over."""
-    q, k = arg_shapes[:2]
-    spec = (*q.sharding.spec, None, None, None, None)
-    batch, heads = (_names(spec[i]) for i in (0, 2))
-    kv_heads, shared = k.shape[2], []
-    kv_axes: list[str] = []
-    for axis in heads:
-        if not shared and kv_heads % mesh.shape[axis] == 0:
-            kv_axes.append(axis)
-            kv_heads //= mesh.shape[axis]
-        elif kv_heads == 1:
-            shared.append(axis)
-        else:
-            break  # queries that share a kv head would be torn apart across several of them
-    return dict(b=batch, n=(*kv_axes, *shared), k=tuple(kv_axes), group=tuple(shared))
-
-
-def _names(entry) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR
+from longspan.engines._varying import vary, varying_axes
 from longspan.layout import BlockLayout, plan
 from longspan.masks import (
     And,
@@ -67,12 +68,22 @@ class Program:
 
     def add(self, array, *axes: str) -> int:
         """Names an array; the same array is passed once."""
+        array = self._here(array, axes)
         for i, other in enumerate(self.operands):
             if other is array:
                 return self.first + i
         self.operands.append(array)
         self.axes.append(axes)
         return self.first + len(self.operands) - 1
+
+    def _here(self, array, axes):
+        """An array of all rows and heads, of which only some are here, as these have it."""
+        here = dict(b=(self.batch, self.layout.rows), n=(self.heads, self.layout.heads))
+        for axis, (name, size) in enumerate(zip(axes, array.shape, strict=True)):
+            count, numbers = here.get(name, (1, None))
+            if numbers is not None and size not in (1, count):
+                array = jnp.take(array, numbers, axis=axis)
+        return array
 
     def number(self, value) -> list[int]:
         if isinstance(value, int | np.integer):
@@ -279,7 +290,7 @@ def _read_row(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
 def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
     """The same of a rule that bounds tiles: pairs of those that it knows to be EMPTY or FULL are not looked at."""
     size = layout.q_tile
-    shape = (size, -(-layout.kv_tile // 8))
+    shape, axes = (size, -(-layout.kv_tile // 8)), varying_axes(layout)
 
     def bits(tile):
         start = tile * layout.kv_tile
@@ -291,7 +302,8 @@ def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
 
         some, every = mask.classify(q.run(i * size, size), kv.run(start, layout.kv_tile))
         kind = jnp.where(jnp.all(every), 2, jnp.where(jnp.any(some), 1, 0))
-        return jax.lax.switch(kind, [lambda: jnp.zeros(shape, np.uint8), pairs, lambda: jnp.full(shape, 255, np.uint8)])
+        known = (lambda: jnp.zeros(shape, np.uint8)), pairs, (lambda: jnp.full(shape, 255, np.uint8))
+        return jax.lax.switch(kind, [lambda look=look: vary(look(), axes) for look in known])
 
     return jax.lax.map(bits, tiles)
 

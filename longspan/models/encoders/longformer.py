@@ -143,7 +143,8 @@ class LongformerAttention(FullAttention):
         bias: Any = self.value_global.bias
         rows = rows + bias[...].astype(x.dtype)[None, None]
         target = jnp.where(there, place, T)
-        return jnp.zeros_like(x).at[jnp.arange(B)[:, None], target].set(rows, mode="drop")
+        # Row by row, so that rows stay on their devices.
+        return jax.vmap(lambda empty, at, rows: empty.at[at].set(rows, mode="drop"))(jnp.zeros_like(x), target, rows)
 
 
 def _read(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
