@@ -9,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PARITY := .venv-parity
+ACCELERATORS := .venv-accelerators
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test native-arm64 demo quick test slow matrix lint format bench parity lock clean distclean
+.PHONY: help setup native native-test native-arm64 demo quick test slow matrix lint format bench parity accelerators lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +22,7 @@ help:
 	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
 	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (about an hour on two cores)"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
+	@echo "make accelerators  what sequence parallel attention sends on TPUs, compiled for them in $(ACCELERATORS)"
 	@echo "make native     compile the cpu engine's kernel again after a change in native/"
 	@echo "make native-test  the kernel against a naive loop and with damaged calls, under sanitizers"
 	@echo "make native-arm64  the same comparison, compiled for arm64 and emulated"
@@ -94,6 +96,19 @@ $(PARITY)/.ready: requirements.lock pyproject.toml
 	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The libtpu of this JAX, for its compiler: nothing runs on a TPU.
+$(ACCELERATORS)/.ready: requirements.lock pyproject.toml
+	@$(PYTHON) -m venv --clear $(ACCELERATORS)
+	@echo "Installing libtpu and requirements.lock into $(ACCELERATORS) (some minutes, once)"
+	@$(ACCELERATORS)/bin/python -m pip install $(PIP_FLAGS) -r requirements.lock
+	@$(ACCELERATORS)/bin/python -m pip install $(PIP_FLAGS) --no-deps "libtpu==0.0.42.*"
+	@$(ACCELERATORS)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch $@
+
+accelerators: $(ACCELERATORS)/.ready
+	$(ACCELERATORS)/bin/python -m pytest -n 0 -m accelerators tests/parallel $(ARGS)
+	$(ACCELERATORS)/bin/python -m benchmarks.accelerators
+
 parity: $(PARITY)/.ready
 	$(PARITY)/bin/python -m pytest -n $(JOBS) -m "parity or checkpoint" $(ARGS)
 
@@ -130,4 +145,4 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(PARITY)
+	rm -rf $(VENV) $(PARITY) $(ACCELERATORS)

@@ -4,6 +4,7 @@ import decoder_peers as peers
 import numpy as np
 import pytest
 
+import longspan as ls
 from longspan import hf
 from tests.models.test_decoders import assert_close, directory, load, logits, real
 
@@ -27,3 +28,13 @@ def test_hugging_face_loads_what_we_save(name, tmp_path):
     inputs = peers.cases()["left"]
     want, got = (peers.run(peers.hugging_face(where), inputs) for where in (directory(name), tmp_path))
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", [*peers.MODELS, peers.VISION])
+def test_hugging_face_goes_on_with_the_same_tokens(name):
+    answers = ls.generate(load(name), peers.prompts(), max_new_tokens=peers.NEW, stop_tokens=())
+    for prompt, tokens in zip(peers.prompts(), answers, strict=True):
+        peer = peers.hugging_face(directory(name))  # the frequencies of some remember the longest row of before
+        if name not in peers.BY_LENGTH:
+            np.testing.assert_array_equal(tokens, peers.cached_answer(peer, prompt))
+        np.testing.assert_array_equal(tokens, peers.answer(peer, prompt))
