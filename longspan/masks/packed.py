@@ -64,6 +64,8 @@ class FirstOfSegment(EqualIds):
         ......
     """
 
+    axes = dict(q_ids="BT", first_ids="BS")
+
     q_ids: Array
     n: Number
     _: KW_ONLY

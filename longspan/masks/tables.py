@@ -37,6 +37,7 @@ class Blocks(BySlot):
     """
 
     static = ("table",)
+    axes = dict(table="BNQr")
 
     table: Array
     block_size: int
@@ -168,6 +169,8 @@ class Dense(BySlot):
         #####.
         ####.#
     """
+
+    axes = dict(array="BNTS")
 
     array: Array
     q_offset: Number | None = None
