@@ -164,20 +164,32 @@ def attention(
     """
     check_keywords("attention", list(unknown))
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
+    out, lse = answer(request, engine, scale=scale, dropout_key=dropout_key)
+    if len(q.shape) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def answer(request: Request, engine: EngineName | Engine, *, scale=None, dropout_key=None) -> tuple[Any, Any]:
+    """(out, lse) of a request by an engine, with what a request does not hold: a traced scale and the dropout's key."""
     chosen, _ = choose(engine, request)
     if _is_array(scale):
         # A traced scale becomes part of the queries: engines take a static one.
         by = _scale_dense if is_differentiable(chosen) else _scaled
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
     with forward_mode_refused(chosen):
-        out, lse = _on_auto_axes(request, dropout_key if dropout_rate > 0 else None, engine=chosen)
-    if len(q.shape) == 3:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_lse else out
+        return _on_auto_axes(request, None if request.dropout is None else dropout_key, engine=chosen)
 
 
-def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions) -> Request:
-    """Checks a call, resolves its mask to a rule, positions and perhaps a layout, and makes a request of it all."""
+def bind(
+    q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions, *,
+    rows=None, heads=None,
+) -> Request:  # fmt: skip
+    """Checks a call, resolves its mask to a rule, positions and perhaps a layout, and makes a request of it all.
+
+    `rows` [B] and `heads` [N] are the numbers of its batch rows and heads, for a call that is a part of another: one
+    device's. Dropout, `Custom`, `PerHead` and `ScoreBias` then read these.
+    """
     q, k, v = with_batch(q, k, v)
     check_qkv(q, k, v)
     (B, T, N, H), S = q.shape, k.shape[1]
@@ -187,7 +199,9 @@ def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key,
     _check_soft_cap(soft_cap, q.dtype)
     _check_scale(scale, q.dtype)
     rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
-    check_extents(rule, q_len=T, kv_len=S, batch=B, heads=N)
+    if rows is not None or heads is not None:
+        rows, heads = (jnp.arange(n, dtype=np.int32) if x is None else x for x, n in ((rows, B), (heads, N)))
+    check_extents(rule, q_len=T, kv_len=S, batch=B, heads=N, some=rows is not None)
     return Request(
         _as_jax(q),
         _as_jax(k),
@@ -198,6 +212,8 @@ def bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key,
         dropout=Dropout(rate=float(dropout_rate)) if dropout_rate > 0 else None,
         q_positions=_as_int32(positions[0]),
         kv_positions=_as_int32(positions[1]),
+        rows=rows,
+        heads=heads,
         layout=layout,
         scale=1 / math.sqrt(max(H, 1)) if scale is None else 1.0 if _is_array(scale) else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
@@ -225,10 +241,13 @@ def _run(request: Request, dropout_key, *, engine: Engine):
     if layout is None:
         # In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
         q_tile, kv_tile = engine.tiles(request)
-        positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
-        layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **positions, xp=jnp)
+        given = {name: getattr(request, name) for name in ("q_positions", "kv_positions", "rows", "heads")}
+        layout = plan(request.mask, dims["T"], dims["S"], q_tile, kv_tile, **given, xp=jnp)
+    elif request.rows is not None:
+        layout = replace(layout, rows=request.rows, heads=request.heads)
     if request.dropout is not None:
-        request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, dims["B"], dims["N"]))
+        numbers = (dims["B"], dims["N"]) if request.rows is None else (request.rows, request.heads)
+        request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, *numbers))
     return attend(engine, replace(request, layout=None), layout)
 
 

@@ -32,8 +32,13 @@ def check_tiles(q_tile: Any, kv_tile: Any) -> None:
             raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
 
 
-def check_extents(mask: Any, *, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None) -> None:
-    """The sizes that a mask's arrays fix agree with each other and with the call."""
+def check_extents(
+    mask: Any, *, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None, some: bool = False
+) -> None:
+    """The sizes that a mask's arrays fix agree with each other and with the call.
+
+    Of `some` rows and heads of a call, arrays may have just these, and rules by number tell all apart.
+    """
     lengths = {"T": q_len, "S": kv_len}
     names = {"T": "queries", "S": "keys", "B": "batch rows", "N": "query heads"}
     seen: dict[str, Any] = {}
@@ -49,7 +54,7 @@ def check_extents(mask: Any, *, q_len: int, kv_len: int, batch: int | None = Non
                 )
             continue
         wanted = batch if axis == "B" else heads
-        if size == 1:
+        if size == 1 or some:
             continue
         if wanted is not None and size != wanted:
             raise ValueError(f"{name} has {size} {names[axis]}, but the call has {wanted}. Give one, or {wanted}.")

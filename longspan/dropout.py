@@ -31,12 +31,16 @@ class Dropout:
         return min(round(self.rate * 2**32), 2**32 - 1)
 
 
-def make_dropout(key, rate: float, batch: int, heads: int) -> Dropout | None:
-    """The dropout of one call; None if nothing is dropped."""
+def make_dropout(key, rate: float, batch: Any, heads: Any) -> Dropout | None:
+    """The dropout of one call of so many batch rows and heads, or of rows [B] and heads [N] of such numbers.
+
+    None if nothing is dropped.
+    """
     if rate == 0.0:
         return None
     words = jax.random.bits(key, (2,), "uint32")
-    return Dropout(words, jnp.arange(batch, dtype=np.int32), jnp.arange(heads, dtype=np.int32), rate)
+    numbers = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (batch, heads))
+    return Dropout(words, *numbers, rate)
 
 
 def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:

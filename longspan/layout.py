@@ -65,6 +65,8 @@ class BlockLayout:
     q_tile: int = _static()
     kv_tile: int = _static()
     repeats: bool = _static(default=False)  # some tiles are listed more than once, and count as often
+    rows: Any = None  # int [B], [N]: the numbers of batch rows and heads, as rules and biases read them; None: from 0
+    heads: Any = None
 
     @property
     def q_tiles(self) -> int:
@@ -96,6 +98,7 @@ class BlockLayout:
     def sides(self, *, batch: int | None = None, heads: int | None = None, xp: Namespace = jnp) -> tuple[Side, Side]:
         """Both sides as rules see them."""
         known = [self.mask.batch, *(p.shape[0] for p in (self.q_positions, self.kv_positions) if p is not None)]
+        numbers = None if self.rows is None else (self.rows, self.heads)
         return two_sides(
             self.q_len,
             self.kv_len,
@@ -103,6 +106,7 @@ class BlockLayout:
             heads=self.mask.heads if heads is None else heads,
             q_positions=self.q_positions,
             kv_positions=self.kv_positions,
+            numbers=numbers,
             xp=xp,
         )
 
@@ -181,18 +185,24 @@ def plan(
     *,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
+    rows: Any = None,
+    heads: Any = None,
     xp: Namespace | None = None,
 ) -> BlockLayout:
-    """The layout of a mask, in NumPy if all that it reads is static, in JAX otherwise."""
+    """The layout of a mask, in NumPy if all that it reads is static, in JAX otherwise.
+
+    `rows` [B] and `heads` [N] are the numbers of these rows and heads, if they are some of a call's: both or neither.
+    """
     check_tiles(q_tile, kv_tile)
     if xp is None:
         xp = _namespace((mask, q_positions, kv_positions))
-    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp)
+    numbers = None if rows is None else (rows, heads)
+    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
     spans = mask.kv_spans(q.tiles(q_tile), kv.tiles(kv_tile))
-    rows = _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
+    tables = _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
     return BlockLayout(
         mask,
-        **rows._asdict(),
+        **tables._asdict(),
         q_positions=q.positions,
         kv_positions=kv.positions,
         forward=None,
@@ -200,6 +210,8 @@ def plan(
         kv_len=kv_len,
         q_tile=q_tile,
         kv_tile=kv_tile,
+        rows=rows,
+        heads=heads,
     )
 
 

@@ -37,6 +37,10 @@ class Request:
     dropout: Dropout | None = None
     q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
     kv_positions: Any = None
+    # int32 [B], [N]: the numbers of batch rows and heads, if they are some of a whole's (a shard's); None: from 0. An
+    # engine reads them off the layout (`layout.sides`) and the dropout.
+    rows: Any = None
+    heads: Any = None
     layout: BlockLayout | None = None  # planned by the caller; None: `attention` plans with the engine's own tiles
     scale: float = field(default=1.0, metadata=dict(static=True))
     soft_cap: float | None = field(default=None, metadata=dict(static=True))

@@ -140,7 +140,7 @@ class KeptSlots(Slots):
     def take(self, array):
         side: Any = self.side
         array = side.table(array)
-        if self.outer.whole and side.whole:
+        if self.outer.whole and side.holds(array):
             return side.by_row(_columns(side.xp, array, side.table(side.kept)))
         return super().take(array)
 
@@ -189,7 +189,7 @@ def _side(outer: Side, kept: Kept, length: int) -> Side:
     # Never None: positions are not the slots' numbers here.
     positions = outer.xp.arange(outer.length, dtype=np.int32).reshape(1, -1)
     positions = positions if outer.positions is None else outer.positions
-    seen = (outer.batch, outer.head, outer.xp, outer.whole)
+    seen = (outer.batch, outer.head, outer.xp, outer.whole, outer.places)
     return KeptSide(outer.axis, length, positions, *seen, outer=outer, kept=kept)
 
 

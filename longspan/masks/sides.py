@@ -10,7 +10,7 @@ that whoever runs a rule decides what is handed to it: a row of an array, or the
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,15 @@ QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
 MOST_REMEMBERED = 64
 
 
+class Places(NamedTuple):
+    """Where arrays hold the batch rows and heads looked at, if those are numbered otherwise: a shard's, say."""
+
+    row: Any  # int [B,1,1,1]
+    head: Any  # int [1,N,1,1]
+    rows: int  # how many rows and heads such arrays have
+    heads: int
+
+
 @dataclass(frozen=True)
 class Side:
     """One whole side of the attention matrix: how many slots, and the position of each (by default its index)."""
@@ -30,10 +39,11 @@ class Side:
     axis: int
     length: int
     positions: Any  # int [B or 1, length], or None: position = slot index
-    batch: Any  # int [B,1,1,1], the batch rows looked at
-    head: Any  # int [1,N,1,1], the query heads looked at
+    batch: Any  # int [B,1,1,1], the numbers of the batch rows looked at
+    head: Any  # int [1,N,1,1], the numbers of the query heads looked at
     xp: Namespace
     whole: bool = True  # all batch rows and heads are looked at, in order
+    places: Places | None = None  # None: arrays hold rows and heads at their numbers
     memory: dict | None = field(default=None, compare=False, repr=False)  # what tiles were found to hold
 
     def along(self, vector):
@@ -50,9 +60,14 @@ class Side:
         return array.reshape(rows, *(heads or [1]), *tail)
 
     def at(self, *, batch=None, head=None) -> "Side":
-        """The same side, looked at for some batch rows and heads only."""
-        batch, head = self.batch if batch is None else batch, self.head if head is None else head
-        return replace(self, batch=batch, head=head, whole=False)
+        """The same whole side, looked at for some batch rows and heads only, by their places in arrays."""
+        if self.places is None:
+            batch, head = self.batch if batch is None else batch, self.head if head is None else head
+            return replace(self, batch=batch, head=head, whole=False)
+        given = dict(row=batch, head=head)
+        places = self.places._replace(**{name: at for name, at in given.items() if at is not None})
+        numbers = dict(batch=self.batch.reshape(-1)[places.row], head=self.head.reshape(-1)[places.head])
+        return replace(self, **numbers, whole=False, places=places)
 
     def remembering(self) -> "Side":
         """The same side, for many looks at tiles: what an array holds in each is found once, not for every look."""
@@ -80,7 +95,7 @@ class Side:
         numbers = self.xp.clip(self.xp.asarray(value).astype(np.int32), -FAR, FAR)
         if numbers.size == 1 or (self.whole and numbers.shape[0] == self.batch.size):
             return numbers.reshape(-1, 1, 1, 1)
-        return numbers[self.batch]
+        return numbers[self.rows_of(numbers)]
 
     def table(self, array):
         """A whole array of a rule, be it a constant or a leaf."""
@@ -93,7 +108,7 @@ class Side:
         if not table.shape[2]:  # nothing to take from
             return self.xp.full((*table.shape[:2], *blocks.shape[2:], table.shape[3]), -1, np.int32)
         blocks = self.xp.clip(blocks, 0, table.shape[2] - 1)
-        if self.whole and blocks.shape[:2] == (1, 1):  # no gather along rows and heads: what is sharded stays so
+        if self.holds(table) and blocks.shape[:2] == (1, 1):  # no gather along rows and heads: what is sharded stays so
             return self.xp.take(table, blocks[0, 0], axis=2)
         row, head = (
             number.reshape(*number.shape, *([1] * (blocks.ndim - 4)))
@@ -103,11 +118,24 @@ class Side:
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
-        return self.batch if array.shape[0] > 1 else self.xp.zeros_like(self.batch)
+        if array.shape[0] == 1:
+            return self.xp.zeros_like(self.batch)
+        # An array of all rows, of which only some are here, holds them at their numbers.
+        here = self.places is not None and array.shape[0] == self.places.rows
+        return self.places.row if here else self.batch
 
     def heads_of(self, count: int):
         """Which of `count` heads (all, or one for all) are looked at."""
-        return self.head if count > 1 else self.xp.zeros_like(self.head)
+        if count == 1:
+            return self.xp.zeros_like(self.head)
+        return self.places.head if self.places is not None and count == self.places.heads else self.head
+
+    def holds(self, array) -> bool:
+        """Whether an array [B or 1, ..., X] or [B or 1, N or 1, ...] has the rows and heads looked at, in order."""
+        if not self.whole or self.places is None:
+            return self.whole
+        heads = 1 if array.ndim == 2 else array.shape[1]
+        return array.shape[0] in (1, self.places.rows) and heads in (1, self.places.heads)
 
     def between(self, low, high):
         """The slots, as a half-open interval, that hold every position in [low, high]."""
@@ -136,7 +164,7 @@ class Slots:
     def take(self, array):
         """The entries of an array [B or 1, length] or [B or 1, N or 1, length] for these slots."""
         array = self.side.table(array)
-        if self.whole and self.side.whole and array.shape[-1] == self.side.length:
+        if self.whole and self.side.holds(array) and array.shape[-1] == self.side.length:
             return self.side.by_row(array)
         head = () if array.ndim == 2 else (self.side.heads_of(array.shape[1]),)
         return array[self.side.rows_of(array), *head, self._inside(array.shape[-1])]
@@ -165,7 +193,7 @@ class Slots:
         """
         array, side = self.side.table(array), self.side
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-        if self.whole and others.whole and side.whole and all(offset is None for offset in offsets):
+        if self.whole and others.whole and side.holds(array) and all(offset is None for offset in offsets):
             return array
         if 0 in array.shape:  # nothing to read, and no such pair
             return side.xp.ones((1, 1, 1, 1), array.dtype)
@@ -291,12 +319,12 @@ class Tiles:
 
     def _placed(self, summary):
         """One number per tile [B or 1, N or 1, tiles] of all tiles, for the tiles, rows and heads looked at."""
-        if self.whole and self.side.whole:
+        if self.whole and self.side.holds(summary):
             return self.side.by_row(summary)
         summary, tile = (summary[..., 0], ()) if self._is_single else (summary, (self.index,))
         if summary.shape[1] == 1:
             return summary[:, 0][self.side.rows_of(summary), *tile]
-        return summary[self.side.rows_of(summary), self.side.head, *tile]
+        return summary[self.side.rows_of(summary), self.side.heads_of(summary.shape[1]), *tile]
 
     @property
     def _is_single(self) -> bool:
@@ -311,15 +339,23 @@ def two_sides(
     heads: int = 1,
     q_positions=None,
     kv_positions=None,
+    numbers: tuple[Any, Any] | None = None,
     xp: Namespace = jnp,
 ) -> tuple[Side, Side]:
-    """Both sides of an attention matrix, for all batch rows and heads."""
+    """Both sides of an attention matrix, for all batch rows and heads; `numbers` are theirs, [B or more], [N or more].
+
+    By default rows and heads are counted from 0.
+    """
     rows = xp.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
     head = xp.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
+    places = None
+    if numbers is not None:
+        places = Places(rows, head, batch, heads)
+        rows, head = (n[: at.size].reshape(at.shape) for n, at in zip(numbers, (rows, head), strict=True))
     q_positions, kv_positions = (_as_positions(p, xp) for p in (q_positions, kv_positions))
     return (
-        Side(QUERIES, q_len, q_positions, rows, head, xp),
-        Side(KEYS, kv_len, kv_positions, rows, head, xp),
+        Side(QUERIES, q_len, q_positions, rows, head, xp, places=places),
+        Side(KEYS, kv_len, kv_positions, rows, head, xp, places=places),
     )
 
 

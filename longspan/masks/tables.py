@@ -204,7 +204,7 @@ class Dense(BySlot):
         if any(offset is not None for offset in offsets):
             return self._counted(array, q, kv)
         some, every = _tile_kinds(kv, *_tile_kinds(q, array, array, QUERIES), KEYS)
-        if q.whole and kv.whole and q.side.whole:
+        if q.whole and kv.whole and q.side.holds(array):
             return some, every
         rows, head = q.side.rows_of(array), q.side.heads_of(array.shape[1])
         place = [t.index if n > 1 else t.index * 0 for t, n in zip((q, kv), array.shape[2:], strict=True)]
@@ -252,9 +252,10 @@ class Dense(BySlot):
 
     def _one_tile(self, array, q, kv):
         """(any, all) of a single tile, whose entries are read from as many of the array's as the tile has."""
+        places = q.side.rows_of(array), q.side.heads_of(array.shape[1])
         windows = [
             (jnp.zeros((), np.int32), n) if n == 1 or count.size >= n else (count.reshape(-1)[0], count.size)
-            for n, count in zip(array.shape, (q.side.batch, q.side.head), strict=False)
+            for n, count in zip(array.shape, places, strict=False)
         ]
         mine, covered = jnp.ones((1, 1, 1, 1), bool), jnp.ones((), bool)
         for tiles, offset, n in self._sides_at(q, kv):

@@ -80,7 +80,8 @@ def prepare(request: Request, layout: BlockLayout, biases: Biases) -> tuple[Plan
     if dropout is not None:
         extras += [("row_ids", dropout.rows, ("B",)), ("seed", dropout.words, ("",))]
     if dropout is not None or program.needs_head_ids:
-        extras.append(("head_ids", np.arange(N) if dropout is None else dropout.heads, ("n",)))
+        numbers = np.arange(N) if layout.heads is None else layout.heads
+        extras.append(("head_ids", numbers if dropout is None else dropout.heads, ("n",)))
     for name, array, axes in extras:
         if array is not None:
             wanted = np.uint32 if name == "seed" else np.int32
@@ -113,13 +114,14 @@ def bit_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
         return 0
     dims = request.dims
 
-    def shapes(mask: Mask, layout: BlockLayout | None, q_positions, kv_positions) -> BlockLayout:
+    def shapes(mask: Mask, layout: BlockLayout | None, *given) -> BlockLayout:
         if layout is None:
-            positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-            layout = plan(mask, dims["T"], dims["S"], q_tile, kv_tile, **positions, xp=jnp)
+            arrays = dict(zip(("q_positions", "kv_positions", "rows", "heads"), given, strict=True))
+            layout = plan(mask, dims["T"], dims["S"], q_tile, kv_tile, **arrays, xp=jnp)
         return _broadcast_layout(layout, dims["B"], dims["N"])
 
-    layout = jax.eval_shape(shapes, request.mask, request.layout, request.q_positions, request.kv_positions)
+    given = (request.q_positions, request.kv_positions, request.rows, request.heads)
+    layout = jax.eval_shape(shapes, request.mask, request.layout, *given)
     tile = layout.q_tile * -(-layout.kv_tile // 8)
     return len(rules) * math.prod(layout.starts.shape[:2]) * layout.q_tiles * most_visits(layout) * tile
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR
+from longspan.engines._varying import vary, varying_axes
 from longspan.layout import BlockLayout, plan
 from longspan.masks import (
     And,
@@ -279,7 +280,7 @@ def _read_row(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
 def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
     """The same of a rule that bounds tiles: pairs of those that it knows to be EMPTY or FULL are not looked at."""
     size = layout.q_tile
-    shape = (size, -(-layout.kv_tile // 8))
+    shape, axes = (size, -(-layout.kv_tile // 8)), varying_axes(layout)
 
     def bits(tile):
         start = tile * layout.kv_tile
@@ -291,7 +292,8 @@ def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
 
         some, every = mask.classify(q.run(i * size, size), kv.run(start, layout.kv_tile))
         kind = jnp.where(jnp.all(every), 2, jnp.where(jnp.any(some), 1, 0))
-        return jax.lax.switch(kind, [lambda: jnp.zeros(shape, np.uint8), pairs, lambda: jnp.full(shape, 255, np.uint8)])
+        known = (lambda: jnp.zeros(shape, np.uint8)), pairs, (lambda: jnp.full(shape, 255, np.uint8))
+        return jax.lax.switch(kind, [lambda look=look: vary(look(), axes) for look in known])
 
     return jax.lax.map(bits, tiles)
 
