@@ -7,7 +7,7 @@ says that too (`by_distance`), which is what a kernel needs to compute it by its
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,8 @@ class Bias(Value):
         True
     """
 
+    axes: ClassVar[tuple[tuple[str, str], ...]] = ()  # which axis of each array is N, the heads
+
     def at(self, q: Slots, kv: Slots, dtype: Any) -> Any:
         """What it adds for each pair of slots, rank 4, in `dtype`."""
         distances = self.by_distance()
@@ -154,6 +156,8 @@ class Bias(Value):
 class Alibi(Bias):
     """`alibi(slopes)`."""
 
+    axes = (("slopes", "N"),)
+
     slopes: Any
 
     def by_distance(self) -> Distances:
@@ -167,6 +171,8 @@ class Alibi(Bias):
 class Relative(Bias):
     """`relative_bias(table, ...)`."""
 
+    axes = (("table", "rN"),)
+
     table: Any
     bidirectional: bool = True
     max_distance: int = 128
@@ -177,6 +183,16 @@ class Relative(Bias):
 
     def check(self, shape):
         _check_heads("relative_bias", "columns in its table", self.table.shape[1], shape[1])
+
+
+@rule
+class Whole(Bias):
+    """A bias of all heads where only some are computed: by `at` alone, which reads their numbers."""
+
+    bias: Bias
+
+    def at(self, q, kv, dtype):
+        return self.bias.at(q, kv, dtype)
 
 
 @rule

@@ -7,7 +7,7 @@ It also says what it is: which masks it is made of (`parts`), what it `reads`, h
 nothing is taken for the worst: a rule that reads everything and bounds nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -88,7 +88,7 @@ class Mask(Value):
     one_interval: ClassVar[bool] = False
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
     # The axes of each array (B, N, T, S, others), the last ones if it has fewer; an array [B] need not be named.
-    axes: ClassVar[Mapping[str, str]] = {}
+    axes: ClassVar[tuple[tuple[str, str], ...]] = ()
     # Its arrays hold one entry per token and nothing else is read of the slots: tokens in another order take it along.
     by_token: ClassVar[bool] = False
 

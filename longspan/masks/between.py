@@ -36,7 +36,7 @@ class Between(BySlot):
     """
 
     one_interval = True
-    axes = dict(starts="BNT", stops="BNT")
+    axes = (("starts", "BNT"), ("stops", "BNT"))
 
     starts: Array
     stops: Array

@@ -135,7 +135,7 @@ class KvFlags(BySlot):
         #.#
     """
 
-    axes, by_token = dict(flags="BS"), True
+    axes, by_token = (("flags", "BS"),), True
 
     flags: Array
 
@@ -236,7 +236,7 @@ class Segments(EqualIds):
         ....
     """
 
-    axes, by_token = dict(q_ids="BT", kv_ids="BS"), True
+    axes, by_token = (("q_ids", "BT"), ("kv_ids", "BS")), True
 
     q_ids: Array
     kv_ids: Array | None = None
@@ -282,7 +282,7 @@ class TokenTypes(EqualIds):
     """
 
     applied = "token_type_ids"
-    axes, by_token = dict(q_types="BT", kv_types="BS"), True
+    axes, by_token = (("q_types", "BT"), ("kv_types", "BS")), True
 
     q_types: Array
     kv_types: Array | None = None
@@ -330,7 +330,7 @@ class Global(Mask):
         #..
     """
 
-    axes, by_token = dict(q_flags="BT", kv_flags="BS"), True
+    axes, by_token = (("q_flags", "BT"), ("kv_flags", "BS")), True
 
     indices: tuple[int, ...] = ()
     _: KW_ONLY

@@ -40,7 +40,7 @@ class View(Mask):
     """Allows what `mask` allows for the slots that were kept."""
 
     static = ("q_slots", "kv_slots")
-    axes = dict(q_slots="BT", kv_slots="BS")
+    axes = (("q_slots", "BT"), ("kv_slots", "BS"))
 
     mask: Mask
     q_slots: Kept

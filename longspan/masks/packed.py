@@ -64,7 +64,7 @@ class FirstOfSegment(EqualIds):
         ......
     """
 
-    axes = dict(q_ids="BT", first_ids="BS")
+    axes = (("q_ids", "BT"), ("first_ids", "BS"))
 
     q_ids: Array
     n: Number

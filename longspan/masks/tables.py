@@ -37,7 +37,7 @@ class Blocks(BySlot):
     """
 
     static = ("table",)
-    axes = dict(table="BNQr")
+    axes = (("table", "BNQr"),)
 
     table: Array
     block_size: int
@@ -170,7 +170,7 @@ class Dense(BySlot):
         ####.#
     """
 
-    axes = dict(array="BNTS")
+    axes = (("array", "BNTS"),)
 
     array: Array
     q_offset: Number | None = None
