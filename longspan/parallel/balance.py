@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longspan._checks import check_static_size
+from longspan._types import no_type_check
 from longspan.layout import _Plane
 from longspan.layout import plan as layout_of
 from longspan.masks import Mask
@@ -30,6 +31,7 @@ def load(mask: Mask, length: int, shards: int, order: str, *, total: bool = Fals
     return float(by_device.max() / by_device.mean()) if by_device.any() else 1.0
 
 
+@no_type_check
 def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
     """The order for a model with these masks: "zigzag" if it spreads the work better, else "contiguous".
 

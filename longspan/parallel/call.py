@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
@@ -18,6 +18,7 @@ from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions
 from longspan.biases import AnyBias, Bias, Whole, terms
 from longspan.dropout import Dropout
 from longspan.engines import Engine, Request
+from longspan.engines._contract import without_pairs
 from longspan.engines._gradient import Floats
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
@@ -192,6 +193,9 @@ def attention(
     if _is_array(scale):
         request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
     words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 else None
+    if 0 in request.dims.values():
+        out, lse = without_pairs(request)
+        return (out, lse) if return_lse else out
     setting = Setting(
         plan, engine, axis, tuple(mesh.axis_names), request.scale, request.soft_cap, request.platform
     )  # fmt: skip
@@ -296,7 +300,10 @@ def _run(request: Request, words, *, setting: Setting, axes: Axes):
 
     here = specs.q
     run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=(here, P(*here[:3])), check_vma=False)
-    out, lse = run(operands, mask, positions, words)
+    given = operands, mask, positions, words
+    if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
+        given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, spec)), given, in_specs)
+    out, lse = run(*given)
     return out[:, :T], lse[:, :T]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from longspan._checks import check_static_size
 from longspan._pairs import count_by_query
+from longspan._types import no_type_check
 from longspan.masks.sides import two_sides
 from longspan.parallel.balance import load
 from longspan.parallel.plan import Plan
@@ -93,6 +94,7 @@ class Cost:
         ])  # fmt: skip
 
 
+@no_type_check
 def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: Any, chip: Chip = V5E) -> Cost:
     """What one layer of a model costs one device, under a plan.
 

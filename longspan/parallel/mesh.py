@@ -8,8 +8,10 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from longspan._checks import check_static_size
+from longspan._types import no_type_check
 
 
+@no_type_check
 def mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes "dp", "fsdp", "tp" and "sp", of the first dp·fsdp·tp·sp devices.
 

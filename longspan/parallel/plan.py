@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from longspan._checks import check_extents, check_static_size
+from longspan._types import no_type_check
 from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION
 from longspan.masks.sides import two_sides
@@ -145,6 +146,7 @@ def leaps(distance: int, shards: int) -> int:
     return (distance % shards).bit_count()
 
 
+@no_type_check
 def plan(
     mask: Mask, length: int, shards: int, order: Order = "contiguous", *, global_capacity: int | None = None
 ) -> Plan:
