@@ -25,7 +25,7 @@ from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.parallel.order import Order, check_order, padded, runs_of
 from longspan.parallel.parts import Context, Setting, place_of
-from longspan.parallel.plan import Plan, planned, without_arrays
+from longspan.parallel.plan import Plan, planned
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, in_order, rule_specs
 
@@ -192,7 +192,7 @@ def attention(
     plan = chosen_plan(plan, request, axes.shards, order, global_capacity)
     if _is_array(scale):
         request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
-    words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 else None
+    words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 and dropout_key is not None else None
     if 0 in request.dims.values():
         out, lse = without_pairs(request)
         return (out, lse) if return_lse else out
@@ -255,56 +255,73 @@ def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, c
             f"This plan is for {given.length} tokens on {given.shards} devices, but the call has {length} on {shards}. "
             "Make another one."
         )
-    if given.mask != without_arrays(request.mask, positions):
-        raise ValueError(f"This plan is for {given.text}, but the call has {request.mask!r}. Make another one.")
-    if not travel and given.queries:
-        raise ValueError("This plan sends queries, and a bias along the queries cannot travel. Leave the plan out.")
+    # Different masks may look alike without their arrays: what would be planned now must be the same.
+    wanted = planned(
+        request.mask,
+        length,
+        shards,
+        order,
+        global_capacity=given.capacity or capacity,
+        positions=positions,
+        travel=travel,
+    )
+    if given != wanted:
+        raise ValueError(
+            f"This plan is for {given.text}, but the call, with its positions and bias, is another: {request.mask!r}. "
+            "Leave the plan out, or make another one."
+        )
     return given
 
 
 @partial(jax.jit, static_argnames=("setting", "axes"))
 def _run(request: Request, words, *, setting: Setting, axes: Axes):
-    plan = setting.plan
-    B, T, N, K = (request.dims[letter] for letter in "BTNK")
-    more = padded(T, plan.shards, plan.order) - T
-    parts = axes.count(axes.heads)
-    times = 1 if K % parts == 0 else int(np.lcm(K, parts)) // K
-    q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
-    k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
-    mask = as_data(request.mask) if axes.count((*axes.batch, *axes.heads)) > 1 else request.mask
-    bias = _map_terms(lambda term: _prepared(axes, term, more), request.bias)
+    """The program on all devices, of arrays that are padded and split, and what it gives without padding."""
+    T = request.dims["T"]
+    operands, specs = _operands(request, setting.plan, axes)
+    mask = as_data(request.mask) if axes.numbered else request.mask
     positions = [None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions)]
-    operands = Floats(q, k, v, bias, request.sinks)
-    specs = Floats(
-        *[axes.spec("BtNH", (max(B, 2), max(T, 2), max(N, 2), 1))] * 3,
-        _bias_specs(axes, bias),
-        None if request.sinks is None else axes.spec("N", (max(N, 2),)),
-    )
     rows = [None if p is None else axes.spec("BT", p.shape) for p in positions]
     in_specs = specs, rule_specs(axes, mask), rows, None if words is None else P()
+    rate = 0.0 if request.dropout is None else request.dropout.rate
 
     def local(operands: Floats, mask: Mask, positions, words):
-        batch, heads = operands.q.shape[0], operands.q.shape[2]
-        device = jax.lax.axis_index(axes.sequence).astype(np.int32)
-        numbers = [
-            axes.number(names) * np.int32(size) + jnp.arange(size, dtype=np.int32)
-            for names, size in ((axes.batch, batch), (axes.heads, heads))
-        ]
-        dropout = None if words is None else Dropout(words, *numbers, rate=request.dropout.rate)
-        if plan.order != "contiguous":
-            mask, positions = _unstored(plan, mask, positions)
-        # Without them engines need not look up what is here.
-        numbers = numbers if axes.count((*axes.batch, *axes.heads)) > 1 else (None, None)
-        context = Context(mask, *positions, dropout, *numbers, device)
-        return attend(setting, operands, context)
+        return attend(setting, operands, _context(operands.q, mask, positions, words, rate, setting.plan, axes))
 
-    here = specs.q
-    run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=(here, P(*here[:3])), check_vma=False)
+    out_specs = specs.q, P(*specs.q[:3])
+    run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     given = operands, mask, positions, words
     if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
         given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, spec)), given, in_specs)
     out, lse = run(*given)
     return out[:, :T], lse[:, :T]
+
+
+def _operands(request: Request, plan: Plan, axes: Axes) -> tuple[Floats, Floats]:
+    """What has gradients, padded, and how each of them is split."""
+    T, K, parts = request.dims["T"], request.dims["K"], axes.count(axes.heads)
+    more = padded(T, plan.shards, plan.order) - T
+    times = 1 if K % parts == 0 else int(np.lcm(K, parts)) // K
+    q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
+    k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
+    bias = _map_terms(lambda term: _prepared(axes, term, more), request.bias)
+    here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
+    heads = None if request.sinks is None else P(axes.heads or None)
+    return Floats(q, k, v, bias, request.sinks), Floats(here, here, here, _bias_specs(axes, bias), heads)
+
+
+def _context(q, mask: Mask, positions, words, rate: float, plan: Plan, axes: Axes) -> Context:
+    """What this device knows besides its operands."""
+    rows, heads = (
+        axes.number(names) * np.int32(size) + jnp.arange(size, dtype=np.int32)
+        for names, size in ((axes.batch, q.shape[0]), (axes.heads, q.shape[2]))
+    )
+    dropout = None if words is None else Dropout(words, rows, heads, rate)
+    if plan.order != "contiguous":
+        mask, positions = _unstored(plan, mask, positions)
+    # Without numbers engines need not look up what is here.
+    rows, heads = (rows, heads) if axes.numbered else (None, None)
+    device = jax.lax.axis_index(axes.sequence).astype(np.int32)
+    return Context(mask, positions[0], positions[1], dropout, rows, heads, device)
 
 
 def _unstored(plan: Plan, mask: Mask, positions):

@@ -42,7 +42,7 @@ def _attend(setting: Setting, floats: Floats, rest):
 
 
 def _attend_fwd(setting: Setting, floats: Floats, rest):
-    part, saved = _forward_once(setting, floats, rest)
+    part, saved = _forward_once(setting, floats, rest)  # type: ignore[misc]
     return (part.out.astype(floats.q.dtype), part.lse), (floats, rest, part, saved)
 
 
@@ -71,7 +71,7 @@ class _Here(NamedTuple):
         plan = self.setting.plan
         slots = slots_of(plan, (self.context.device - distance) % np.int32(plan.shards))
         inside = plan.rows * plan.shards == plan.length
-        return Keys(*shard, slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
+        return Keys(shard[0], shard[1], slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
 
     def ways(self) -> tuple[Halo | None, Columns | None]:
         """How keys come to this device, besides the ring."""
@@ -81,9 +81,9 @@ class _Here(NamedTuple):
     def foreign(self, way: Halo | Columns, kv: Any) -> Keys:
         """The keys that came one way."""
         if isinstance(way, Columns):
-            return Keys(*kv, way.slots, way.hidden(), inside=True)
+            return Keys(kv[0], kv[1], way.slots, way.hidden(), inside=True)
         slots = way.slots()
-        return Keys(*kv, slots, self.hidden_keys(slots, True))
+        return Keys(kv[0], kv[1], slots, self.hidden_keys(slots, True))
 
 
 class _Saved(NamedTuple):

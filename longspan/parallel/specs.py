@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,11 @@ class Axes:
     @property
     def shards(self) -> int:
         return self.mesh.shape[self.sequence]
+
+    @property
+    def numbered(self) -> bool:
+        """Whether devices hold different batch rows or heads."""
+        return self.count((*self.batch, *self.heads)) > 1
 
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
         """Of an array whose axes are these letters, t being the sequence; an axis of size 1 stands for all."""
@@ -100,7 +105,7 @@ def as_data(mask: Mask) -> Mask:
         for name, letters in type(mask).axes
         if isinstance(getattr(mask, name), np.ndarray) and "N" in letters
     }
-    return replace(mask, **tables) if tables else mask
+    return replace(cast(Any, mask), **tables) if tables else mask
 
 
 def in_order(mask: Mask, order: Any) -> Mask:
