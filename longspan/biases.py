@@ -117,8 +117,6 @@ class Bias(Value):
         True
     """
 
-    axes: ClassVar[tuple[tuple[str, str], ...]] = ()  # which axis of each array is N, the heads
-
     def at(self, q: Slots, kv: Slots, dtype: Any) -> Any:
         """What it adds for each pair of slots, rank 4, in `dtype`."""
         distances = self.by_distance()
@@ -156,7 +154,7 @@ class Bias(Value):
 class Alibi(Bias):
     """`alibi(slopes)`."""
 
-    axes = (("slopes", "N"),)
+    array_axes: ClassVar = {"slopes": "N"}
 
     slopes: Any
 
@@ -171,7 +169,7 @@ class Alibi(Bias):
 class Relative(Bias):
     """`relative_bias(table, ...)`."""
 
-    axes = (("table", "rN"),)
+    array_axes: ClassVar = {"table": ".N"}
 
     table: Any
     bidirectional: bool = True

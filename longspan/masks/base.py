@@ -35,7 +35,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "pinned",
+    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes", "pinned",
     "by_token",
 )  # fmt: skip
 
@@ -71,7 +71,8 @@ class Mask(Value):
 
     Subclass with `@rule` and define `allowed`; `classify`, `kv_spans` and `q_spans` are optional and let engines skip.
     Read your arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). Say in `reads` what your
-    rule compares, if not both positions and slots.
+    rule compares, if not both positions and slots, and in `array_axes` which axes of your arrays are batch rows and
+    heads (`{"ids": "BT"}`), or else every device needs all of them.
 
     Example:
         >>> from longspan import Causal, Window
@@ -86,9 +87,8 @@ class Mask(Value):
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
     # By slot, yet without arrays along the keys: what a query sees is one interval of slots, which `kv_spans` gives.
     one_interval: ClassVar[bool] = False
+    array_axes: ClassVar[dict[str, str]] = {}
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
-    # The axes of each array (B, N, T, S, others), the last ones if it has fewer; an array [B] need not be named.
-    axes: ClassVar[tuple[tuple[str, str], ...]] = ()
     # Its arrays hold one entry per token and nothing else is read of the slots: tokens in another order take it along.
     by_token: ClassVar[bool] = False
 

@@ -1,7 +1,7 @@
 """`Between`: one interval of keys per query, said by arrays."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ class Between(BySlot):
     """
 
     one_interval = True
-    axes = (("starts", "BNT"), ("stops", "BNT"))
+
+    array_axes: ClassVar = {"starts": "BNT", "stops": "BNT"}
 
     starts: Array
     stops: Array

@@ -4,7 +4,7 @@ A number is checked when its mask is made. One that is traced has no value then:
 stands for the least legal one (`Window(-1, 0)` for `Window(0, 0)`, `Chunk(0)` for `Chunk(1)`), in every engine.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +157,8 @@ class Band(_Banded):
         ...#
     """
 
+    array_axes: ClassVar = {"low": "B", "high": "B"}
+
     low: Number | None
     high: Number | None
 
@@ -187,6 +189,8 @@ class Causal(_Banded):
     """
 
     applied = "causal"
+
+    array_axes: ClassVar = {"offset": "B"}
 
     offset: Number = 0
 
@@ -220,6 +224,8 @@ class Window(_Banded):
         .#.#.
         ..#.#
     """
+
+    array_axes: ClassVar = {"left": "B", "right": "B", "dilation": "B"}
 
     left: Number
     right: Number
@@ -316,6 +322,8 @@ class Chunk(Mask):
     reads = BY_POSITION
     applied = "chunked"
 
+    array_axes: ClassVar = {"size": "B"}
+
     size: Number
 
     def __post_init__(self):
@@ -369,6 +377,8 @@ class BlockCausal(Mask):
 
     reads = BY_POSITION
 
+    array_axes: ClassVar = {"size": "B"}
+
     size: Number
 
     def __post_init__(self):
@@ -412,6 +422,8 @@ class Prefix(Mask):
     """
 
     reads = BY_POSITION
+
+    array_axes: ClassVar = {"length": "B"}
 
     length: Number
 

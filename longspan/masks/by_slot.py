@@ -4,7 +4,7 @@
 """
 
 from dataclasses import KW_ONLY, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,10 @@ class KvLengths(BySlot):
         ##..
     """
 
-    one_interval = by_token = True
+    one_interval = True
+
+    array_axes: ClassVar = {"lengths": "B"}
+    by_token = True
 
     lengths: Number
 
@@ -91,7 +94,10 @@ class QLengths(BySlot):
         ....
     """
 
-    one_interval = by_token = True
+    one_interval = True
+
+    array_axes: ClassVar = {"lengths": "B"}
+    by_token = True
 
     lengths: Number
 
@@ -135,7 +141,8 @@ class KvFlags(BySlot):
         #.#
     """
 
-    axes, by_token = (("flags", "BS"),), True
+    array_axes: ClassVar = {"flags": "BS"}
+    by_token = True
 
     flags: Array
 
@@ -236,7 +243,8 @@ class Segments(EqualIds):
         ....
     """
 
-    axes, by_token = (("q_ids", "BT"), ("kv_ids", "BS")), True
+    array_axes: ClassVar = {"q_ids": "BT", "kv_ids": "BS"}
+    by_token = True
 
     q_ids: Array
     kv_ids: Array | None = None
@@ -282,7 +290,9 @@ class TokenTypes(EqualIds):
     """
 
     applied = "token_type_ids"
-    axes, by_token = (("q_types", "BT"), ("kv_types", "BS")), True
+
+    array_axes: ClassVar = {"q_types": "BT", "kv_types": "BS"}
+    by_token = True
 
     q_types: Array
     kv_types: Array | None = None
@@ -330,7 +340,8 @@ class Global(Mask):
         #..
     """
 
-    axes, by_token = (("q_flags", "BT"), ("kv_flags", "BS")), True
+    array_axes: ClassVar = {"q_flags": "BT", "kv_flags": "BS"}
+    by_token = True
 
     indices: tuple[int, ...] = ()
     _: KW_ONLY

@@ -6,7 +6,7 @@ the kept slots too. Where they grow, an interval of slots before the cut is an i
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,8 @@ class View(Mask):
     """Allows what `mask` allows for the slots that were kept."""
 
     static = ("q_slots", "kv_slots")
-    axes = (("q_slots", "BT"), ("kv_slots", "BS"))
+
+    array_axes: ClassVar = {"q_slots": "BT", "kv_slots": "BS"}
 
     mask: Mask
     q_slots: Kept

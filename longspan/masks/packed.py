@@ -2,7 +2,7 @@
 
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ class FirstOfSegment(EqualIds):
         ......
     """
 
-    axes = (("q_ids", "BT"), ("first_ids", "BS"))
+    array_axes: ClassVar = {"q_ids": "BT", "n": "B", "first_ids": "BS"}
 
     q_ids: Array
     n: Number

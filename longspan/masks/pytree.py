@@ -13,6 +13,9 @@ class Value:
 
     static: ClassVar[tuple[str, ...]] = ()  # fields whose NumPy arrays belong to the structure, not to the data
     _data: tuple[str, ...] = ()  # fields that are pytree children, found by `rule`
+    # What the last axes of a field's arrays run along, where that is batch rows (B) or heads (N): of {"ids": "BT"} each
+    # device has its own rows. Only of arrays that are read through the sides; others, and what is not named, are whole.
+    array_axes: ClassVar[dict[str, str]] = {}
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -70,6 +73,24 @@ def rule(cls):
     cls.__init__ = init
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+def axes_of(tree: Any, letters: str = "") -> list[str]:
+    """What each array in a tree runs along, one letter per axis, "." for those that the tree does not name.
+
+    Example:
+        >>> axes_of(ls.Causal(jnp.ones(2, int)) & ls.Segments(jnp.zeros((2, 3), int)))
+        ['B', 'BT']
+    """
+    if tree is None:
+        return []
+    flat = jax.tree_util.default_registry.flatten_one_level_with_keys(tree)
+    if flat is None:
+        ndim = len(tree.shape)
+        return [letters.rjust(ndim, ".")[max(len(letters) - ndim, 0) :]]
+    own = getattr(tree, "array_axes", None)
+    children = [(getattr(key, "name", ""), child) for key, child in flat[0]]
+    return [axes for name, child in children for axes in axes_of(child, letters if own is None else own.get(name, ""))]
 
 
 class StaticArray:

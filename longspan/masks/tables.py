@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ class Blocks(BySlot):
     """
 
     static = ("table",)
-    axes = (("table", "BNQr"),)
+
+    array_axes: ClassVar = {"table": "BNT."}
 
     table: Array
     block_size: int
@@ -170,7 +172,7 @@ class Dense(BySlot):
         ####.#
     """
 
-    axes = (("array", "BNTS"),)
+    array_axes: ClassVar = {"array": "BNTS", "q_offset": "B", "kv_offset": "B"}
 
     array: Array
     q_offset: Number | None = None

@@ -349,7 +349,7 @@ def _prepared(axes: Axes, term, more: int):
     if not isinstance(term, Bias):
         return _padded(term, 2, more) if term.shape[2] > 1 else term
     # Kernels want what tells heads apart split like the heads; whose axes nobody knows, stays whole, and in JAX.
-    split = axes.count(axes.heads) > 1 and not type(term).axes
+    split = axes.count(axes.heads) > 1 and not type(term).array_axes
     return Whole(term) if split and term.by_distance() is not None else term
 
 

@@ -1,6 +1,5 @@
 """How the operands of a call are laid out on a mesh: which axis of each array is split, and over which devices."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from longspan.biases import Bias, terms
 from longspan.masks import Mask
 from longspan.masks.base import SLOT
+from longspan.masks.pytree import axes_of
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,13 @@ def rule_specs(axes: Axes, rule: Mask | Bias) -> Any:
 
     Arrays whose axes nobody knows are whole everywhere; rules read them by the numbers of rows and heads.
     """
-    specs = [P() if letters is None else axes.spec(letters, np.shape(leaf)) for _, letters, leaf in lettered(rule)]
+    specs = [axes.spec(letters, np.shape(leaf)) for letters, leaf in lettered(rule)]
     return jax.tree.unflatten(jax.tree.structure(rule), specs)
 
 
-def lettered(rule: Mask | Bias) -> Iterator[tuple[Any, str | None, Any]]:
-    """(rule, axes or None, array) for each array of a mask or bias, in the order of its leaves."""
-    for name in rule._data:
-        value = getattr(rule, name)
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, Mask | Bias):
-                yield from lettered(item)
-            else:
-                letters = None if isinstance(value, tuple) else _letters(rule, name, np.ndim(item))
-                yield from ((rule, letters, leaf) for leaf in jax.tree.leaves(item))
-
-
-def _letters(rule: Mask | Bias, name: str, rank: int) -> str | None:
-    known = dict(type(rule).axes).get(name)
-    if known is None:
-        return ("", "B")[rank] if rank < 2 and isinstance(rule, Mask) else None
-    return known[len(known) - rank :]
+def lettered(rule: Mask | Bias) -> list[tuple[str, Any]]:
+    """(axes, array) for each array of a mask or bias, in the order of its leaves; "." is an axis that is not named."""
+    return list(zip(axes_of(rule), jax.tree.leaves(rule), strict=True))
 
 
 def as_data(mask: Mask) -> Mask:
@@ -102,7 +88,7 @@ def as_data(mask: Mask) -> Mask:
         return mask.with_parts([as_data(part) for part in parts])
     tables = {
         name: jnp.asarray(getattr(mask, name))
-        for name, letters in type(mask).axes
+        for name, letters in type(mask).array_axes.items()
         if isinstance(getattr(mask, name), np.ndarray) and "N" in letters
     }
     return replace(cast(Any, mask), **tables) if tables else mask
@@ -111,8 +97,7 @@ def as_data(mask: Mask) -> Mask:
 def in_order(mask: Mask, order: Any) -> Mask:
     """The mask, whose arrays along the sequence are taken at `order` [T]."""
     leaves = [
-        leaf if letters is None or letters[-1:] not in ("T", "S") else jnp.take(leaf, order, axis=-1)
-        for _, letters, leaf in lettered(mask)
+        jnp.take(leaf, order, axis=-1) if letters[-1:] in ("T", "S") else leaf for letters, leaf in lettered(mask)
     ]
     return jax.tree.unflatten(jax.tree.structure(mask), leaves)
 

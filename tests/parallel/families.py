@@ -50,7 +50,6 @@ BY_TOKEN: dict[str, Callable[[np.ndarray], ls.Mask]] = {
     "custom": lambda at: ls.Custom(every_fourth),
     "custom by row and head": lambda at: ls.Custom(by_row_and_head, batch=B, heads=N) & ls.Window(7, 3),
     "per head": lambda at: ls.PerHead((ls.Causal(), ls.Window(2, 2), ls.Causal(), ls.Prefix(4))),
-    "a user's": lambda at: Near(5),
 }
 # Those that are about slots: for tokens in their own order.
 BY_SLOT: dict[str, Callable[[np.ndarray], ls.Mask]] = {
@@ -60,6 +59,7 @@ BY_SLOT: dict[str, Callable[[np.ndarray], ls.Mask]] = {
         np.random.default_rng(2).integers(0, -(-len(at) // 5), (N, -(-len(at) // 5), 2)), 5
     ),
     "first of documents": lambda at: ls.FirstOfSegment(IDS[:, at], 2) | ls.Window(2, 0),
+    "a user's": lambda at: Near(5),
     "a user's by slot": lambda at: NearSlots(5),
 }
 FAMILIES = BY_TOKEN | BY_SLOT

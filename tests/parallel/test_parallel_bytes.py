@@ -111,6 +111,7 @@ def test_explain_tells_order_load_steps_and_the_worst_case():
     assert "8 share the sequence, zigzag, 64 tokens each; load max/mean depends on data" in text
     assert "ring -7: 448 rows" in text
     assert "this is the worst case" in text
+    assert "whole on every device, 1,792 B if they come split" in text
     text = str(report(ls.Window(9, 5)))
     assert "shift +1: 9 rows, keys before: 1,152 B forward, 1,152 B backward" in text
     assert "per device forward" in text
