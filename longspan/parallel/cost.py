@@ -53,9 +53,8 @@ class Cost:
     bound_bytes: int
     gather_bytes: int
     rows: int  # tokens that a device holds
-    sent_rows: int
+    halo_rows: int  # that it receives of its neighbours, and holds at once
     load: float  # the busiest device's pairs over the mean
-    ring: bool  # shards go round one after the other; otherwise what is received is held at once
 
     @property
     def compute_seconds(self) -> float:
@@ -74,14 +73,14 @@ class Cost:
         Products shrink with the shard, what is sent does not: the link becomes the longer of the two. And a shard that
         is smaller than the window receives more rows than it holds.
         """
-        return self.compute_seconds > self.link_seconds and (self.ring or self.sent_rows <= self.rows)
+        return self.compute_seconds > self.link_seconds and self.halo_rows <= self.rows
 
     def __str__(self) -> str:
         pays = "more shards would pay" if self.more_shards_pay else "more shards would not pay"
         why = ""
         if not self.more_shards_pay:
             slow = self.link_seconds >= self.compute_seconds
-            shard = f"a device receives {self.sent_rows:,} rows and holds {self.rows:,}"
+            shard = f"a device receives {self.halo_rows:,} rows and holds {self.rows:,}"
             why = f": {'the link takes longer than the products' if slow else shard}"
         return "\n".join([
             f"{self.chip.name}, assumed {self.chip.flops:.3g} FLOP/s · {self.chip.share} and {self.chip.link:.3g} B/s",
@@ -133,9 +132,8 @@ def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dt
         bound_bytes=bytes_of.bound,
         gather_bytes=bytes_of.gather,
         rows=plan.rows,
-        sent_rows=plan.sent_rows,
+        halo_rows=sum(step.rows for step in plan.halo),
         load=busiest,
-        ring=plan.ring is not None,
     )
 
 
