@@ -24,6 +24,9 @@ Arguments that all three have, by name:
         be traced. By default nothing is rotated.
     rope_interleaved: whether neighbouring features are a pair, as in `ls.rope.rotate`.
     engine: as in `attention`.
+    mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+    axis: the mesh axis that shares it.
+    order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Without `positions`, `rope` goes by that.
 """
 
 import math
@@ -41,7 +44,7 @@ from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._attend import attend
+from longspan.nn._attend import attend, shared_by, stored_at
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
 from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, rms_norm, split_of
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
@@ -68,6 +71,9 @@ class _Attention(nn.Module, kw_only=True):
     rope: Any = None
     rope_interleaved: bool = False
     engine: EngineName | Engine = "auto"
+    mesh: Any = None
+    axis: str = "sp"
+    order: str = "contiguous"
 
     def __post_init__(self):
         self.rope = settled(self.rope)
@@ -107,9 +113,10 @@ class _Attention(nn.Module, kw_only=True):
 
     @nn.nowrap
     def _options(self, deterministic: bool | None) -> dict[str, Any]:
+        given = dict(engine=self.engine, **shared_by(self.mesh, self.axis, self.order))
         if self.dropout_rate > 0 and not nn.merge_param("deterministic", self.deterministic, deterministic):
-            return dict(engine=self.engine, dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
-        return dict(engine=self.engine)
+            return given | dict(dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
+        return given
 
 
 class SelfAttention(_Attention, kw_only=True):
@@ -239,6 +246,9 @@ class LongformerSelfAttention(_Attention, kw_only=True):
         """
         chosen = self._rope(x, rope)
         check_rope_positions(chosen, positions)
+        positions = (
+            stored_at(x.shape[1], mesh=self.mesh, axis=self.axis, order=self.order) if positions is None else positions
+        )
         # Without kinds nobody is global; the parameters exist nevertheless.
         used = token_kinds is not None or self.is_initializing()
         sets = [("query", "key", "value"), ("query_global", "key_global", "value_global")][: 1 + used]
@@ -299,6 +309,9 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(x, rope)
         check_rope_positions(chosen, positions)
+        positions = (
+            stored_at(x.shape[1], mesh=self.mesh, axis=self.axis, order=self.order) if positions is None else positions
+        )
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:

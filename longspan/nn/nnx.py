@@ -19,7 +19,7 @@ from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._attend import attend
+from longspan.nn._attend import attend, shared_by, stored_at
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
 from longspan.nn._shared import attention_fn, resolve_heads, rms_norm, split_of
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
@@ -55,8 +55,12 @@ class _Attention(nnx.Module):
         rope: Any = None,
         rope_interleaved: bool = False,
         engine: EngineName | Engine = "auto",
+        mesh: Any = None,
+        axis: str = "sp",
+        order: str = "contiguous",
         rngs: nnx.Rngs,
     ):
+        self.mesh, self.axis, self.order = mesh, axis, order
         heads = resolve_heads(num_heads, num_kv_heads, head_dim, qkv_features, in_features)
         self.rope, self.rope_interleaved = settled(resolved(rope, None, heads.size)), rope_interleaved
         self.num_heads, self.dropout_rate, self.deterministic, self.engine = (
@@ -95,16 +99,17 @@ class _Attention(nnx.Module):
         return [getattr(self, name)(x) for name in names]
 
     def _options(self, deterministic: bool | None, rngs) -> dict[str, Any]:
+        given = dict(engine=self.engine, **shared_by(self.mesh, self.axis, self.order))
         if self.dropout_rate == 0:
-            return dict(engine=self.engine)
+            return given
         name = type(self).__name__
         wanted = f"No `deterministic` argument was provided to {name} as either a __call__ argument or class attribute."
         if first_from(deterministic, self.deterministic, error_msg=wanted):
-            return dict(engine=self.engine)
+            return given
         wanted = f"No `rngs` argument was provided to {name} as either a __call__ argument or class attribute."
         rngs = first_from(rngs, self.rngs, error_msg=wanted)
         key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
-        return dict(engine=self.engine, dropout_rate=self.dropout_rate, dropout_key=key)
+        return given | dict(dropout_rate=self.dropout_rate, dropout_key=key)
 
 
 class SelfAttention(_Attention):
@@ -229,6 +234,9 @@ class LongformerSelfAttention(_Attention):
         """
         chosen = self._rope(rope)
         check_rope_positions(chosen, positions)
+        positions = (
+            stored_at(x.shape[1], mesh=self.mesh, axis=self.axis, order=self.order) if positions is None else positions
+        )
         # Without kinds nobody is global.
         sets = [self.projections[:3], self.projections[3:]][: 1 + (token_kinds is not None)]
         projected = []
@@ -290,6 +298,9 @@ class BigBirdSelfAttention(_Attention):
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(rope)
         check_rope_positions(chosen, positions)
+        positions = (
+            stored_at(x.shape[1], mesh=self.mesh, axis=self.axis, order=self.order) if positions is None else positions
+        )
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
