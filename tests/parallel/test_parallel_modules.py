@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import longspan as ls
-from longspan import nn
+from longspan import models, nn
 from longspan.parallel.order import stored
 from tests.parallel.families import MESHES
 
@@ -62,3 +62,25 @@ def test_a_cache_and_a_mesh_are_refused_together():
     cache = ls.cache.init(ls.cache.plan(ls.Causal(), 9), 2, 2, 4, jnp.float32)
     with pytest.raises(ValueError, match="A `cache` is decoded with on one device"):
         layer(X[:, :3], cache=cache)
+
+
+DECODER = dict(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16)
+TEXT = jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, T)), jnp.int32)
+DOCUMENTS = np.sort(np.random.default_rng(2).integers(0, 3, (2, T)), axis=1)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_a_decoder_on_devices_equals_one(packed, order):
+    mesh, at = MESHES["sp4"](), stored(T, 4, order)
+    model = models.CausalLM(models.MistralConfig(**DECODER, sliding_window=5), rngs=nnx.Rngs(0))
+    ids = dict(segment_ids=DOCUMENTS) if packed else {}
+    want = model(TEXT, **ids).logits
+    got = model(TEXT[:, at], **{name: x[:, at] for name, x in ids.items()}, mesh=mesh, order=order).logits
+    np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_with_a_cache_and_a_mesh_is_refused():
+    model = models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="A `cache` is decoded with on one device"):
+        model(TEXT[:, :3], cache=model.init_cache(batch=2, length=9), mesh=MESHES["sp4"]())

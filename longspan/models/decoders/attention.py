@@ -14,6 +14,7 @@ from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.norm import RMSNorm
 from longspan.models.layers import linear
+from longspan.parallel.shared import ALONE, Shared
 from longspan.rope import rotate
 
 
@@ -24,6 +25,7 @@ class Tokens(NamedTuple):
     ropes: dict[str, tuple[Any, Any]]  # (inv_freq, factor) by kind of layer
     positions: Any  # int32 [T] or [B, T]
     lengths: Any = None  # int32 [B]: how many tokens of each row a cache keeps
+    shared: Shared = ALONE  # which devices share the sequence
 
 
 class Attention(nnx.Module):
@@ -53,7 +55,7 @@ class Attention(nnx.Module):
         q, k = (rotate(x, at, inv_freq, attention_factor=factor) for x in (q, k))
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         if cache is None:
-            out = attention(q, k, v, mask=tokens.masks[self.kind], **options)
+            out = tokens.shared.attention(q, k, v, mask=tokens.masks[self.kind], **options)
         else:
             cache, view = cache.append(k, v, tokens.lengths)
             out = attention(q, **view.of(cache.plan.mask), **options)

@@ -17,6 +17,7 @@ from longspan.models.decoders.layer import run_layers, stack
 from longspan.models.decoders.norm import RMSNorm
 from longspan.models.layers import embed, linear
 from longspan.models.output import Output
+from longspan.parallel.shared import Shared
 
 
 class CausalLM(nnx.Module):
@@ -72,6 +73,9 @@ class CausalLM(nnx.Module):
         cache: Any = None,
         *,
         remat: bool = False,
+        mesh: Any = None,
+        axis: str = "sp",
+        order: str = "contiguous",
     ) -> Output:
         """The logits [B, T, vocab_size] of the token after each token; with a `cache` also the new one.
 
@@ -89,12 +93,15 @@ class CausalLM(nnx.Module):
             cache: what `init_cache` gave, or the call before, for the tokens that come after those in it. Rows may
                 have different numbers of them, by `attention_mask`.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
+            mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+            axis: the mesh axis that shares it.
+            order: how tokens lie on it, as `ls.parallel.shard_batch` gives them.
         """
-        config = self.config
-        shape = check_inputs(config, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache)
+        config, shared = self.config, Shared(mesh, axis, order)
+        shape = check_inputs(config, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, shared)
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
-            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids)
+            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, shared)
             return self._output(*self._run(x, tokens, None, remat))
         if attention_mask is None:
             return self._output(*self._run(x, cached_tokens_of(config, shape, cache, None), cache, remat))
