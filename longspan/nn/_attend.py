@@ -11,37 +11,27 @@ from longspan.cache import Cache
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.nn._rope import turned
-from longspan.parallel.call import attention as shared_attention
-from longspan.parallel.order import stored
+from longspan.parallel.shared import Shared
 
 NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys
 
 
-def attend(q, k, v, *, mask, positions, rope, interleaved: bool, cache, lengths, **options) -> tuple[jax.Array, Any]:
+def attend(
+    q, k, v, *, mask, positions, rope, interleaved: bool, cache, lengths, shared: Shared, **options
+) -> tuple[jax.Array, Any]:  # fmt: skip
     """The output [B, T, N, H], and the cache with the new tokens; None without one."""
     if cache is None:
         _check_uncached(lengths)
-        q_at, kv_at = (stored_at(q.shape[1], **options) if at is None else at for at in _places_of(mask, positions))
+        q_at, kv_at = (shared.tokens(q.shape[1]) if at is None else at for at in _places_of(mask, positions))
         (q,), (k,) = turned(rope, interleaved, q_at, q), turned(rope, interleaved, kv_at, k)
-        call: Any = shared_attention if "mesh" in options else attention
-        return call(q, k, v, mask=mask, q_positions=positions, kv_positions=positions, **options), None
-    _check_cached(cache, positions, options)
+        return shared.attention(q, k, v, mask=mask, q_positions=positions, kv_positions=positions, **options), None
+    _check_cached(cache, positions, shared)
     # Keys are stored as they are seen: turned by the positions that the cache is about to give them.
     at = cache.length[:, None] + jnp.arange(q.shape[1], dtype=np.int32)[None]
     q, k = turned(rope, interleaved, at, q, k)
     mask = cache.plan.mask if mask is None else mask
     cache, view = cache.append(k, v, lengths)
     return attention(q, **view.of(mask), **options), cache
-
-
-def shared_by(mesh: Any, axis: str, order: str) -> dict[str, Any]:
-    """What a call is told of the devices that share its sequence: nothing without a mesh."""
-    return {} if mesh is None else dict(mesh=mesh, axis=axis, order=order)
-
-
-def stored_at(length: int, *, mesh: Any = None, axis: str = "sp", order: str = "contiguous", **_: Any) -> Any:
-    """The positions of tokens that lie on devices in another order; None where they are the slots."""
-    return None if mesh is None or order == "contiguous" else stored(length, mesh.shape[axis], order)
 
 
 def _places_of(mask: Any, positions: Any) -> tuple[Any, Any]:
@@ -60,8 +50,8 @@ def _check_uncached(lengths: Any) -> None:
         )
 
 
-def _check_cached(cache: Any, positions: Any, options: dict[str, Any]) -> None:
-    if "mesh" in options:
+def _check_cached(cache: Any, positions: Any, shared: Shared) -> None:
+    if shared.mesh is not None:
         raise ValueError("A `cache` is decoded with on one device; a `mesh` shares whole sequences. Give one of them.")
     if not isinstance(cache, Cache):
         raise TypeError(f"`cache` must be what `ls.cache.init(plan, ...)` gives, got {type(cache).__name__}.")

@@ -19,9 +19,10 @@ from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._attend import attend, shared_by, stored_at
+from longspan.nn._attend import attend
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
 from longspan.nn._shared import attention_fn, resolve_heads, rms_norm, split_of
+from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
@@ -98,8 +99,11 @@ class _Attention(nnx.Module):
     def _project(self, x, *names: str) -> list:
         return [getattr(self, name)(x) for name in names]
 
+    def _shared(self) -> Shared:
+        return Shared(self.mesh, self.axis, self.order)
+
     def _options(self, deterministic: bool | None, rngs) -> dict[str, Any]:
-        given = dict(engine=self.engine, **shared_by(self.mesh, self.axis, self.order))
+        given: dict[str, Any] = dict(engine=self.engine)
         if self.dropout_rate == 0:
             return given
         name = type(self).__name__
@@ -193,7 +197,7 @@ class SelfAttention(_Attention):
         q, k, v = self._project(x, "query", "key", "value")
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, shared=self._shared())
         turn = dict(rope=self._rope(rope), interleaved=self.rope_interleaved)
         sinks = None if self.sink is None else self.sink[...]
         out, cache = attend(q, k, v, **given, **turn, sinks=sinks, **self._options(deterministic, rngs))
@@ -234,9 +238,8 @@ class LongformerSelfAttention(_Attention):
         """
         chosen = self._rope(rope)
         check_rope_positions(chosen, positions)
-        positions = (
-            stored_at(x.shape[1], mesh=self.mesh, axis=self.axis, order=self.order) if positions is None else positions
-        )
+        shared = self._shared()
+        positions = shared.tokens(x.shape[1]) if positions is None else positions
         # Without kinds nobody is global.
         sets = [self.projections[:3], self.projections[3:]][: 1 + (token_kinds is not None)]
         projected = []
@@ -249,6 +252,7 @@ class LongformerSelfAttention(_Attention):
             token_kinds=token_kinds,
             dilation=self.dilation,
             causal=self.causal,
+            **shared.options,
             **self._options(deterministic, rngs),
         )
         return self.out(out)
@@ -298,9 +302,8 @@ class BigBirdSelfAttention(_Attention):
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(rope)
         check_rope_positions(chosen, positions)
-        positions = (
-            stored_at(x.shape[1], mesh=self.mesh, axis=self.axis, order=self.order) if positions is None else positions
-        )
+        shared = self._shared()
+        positions = shared.tokens(x.shape[1]) if positions is None else positions
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
@@ -313,7 +316,7 @@ class BigBirdSelfAttention(_Attention):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **shared.options)
         out = bigbird_attention(
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic, rngs)
         )

@@ -84,3 +84,33 @@ def test_a_decoder_with_a_cache_and_a_mesh_is_refused():
     model = models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="A `cache` is decoded with on one device"):
         model(TEXT[:, :3], cache=model.init_cache(batch=2, length=9), mesh=MESHES["sp4"]())
+
+
+ENCODER = dict(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16)
+ENCODERS = {
+    "bert": lambda: models.BertConfig(**ENCODER, max_position_embeddings=64),
+    "longformer": lambda: models.LongformerConfig(**ENCODER, max_position_embeddings=64, window=3),
+    "bigbird": lambda: models.BigBirdConfig(**ENCODER, max_position_embeddings=64, block_size=4, num_random_blocks=1),
+}
+
+
+@pytest.mark.parametrize("family", [pytest.param("bigbird", marks=pytest.mark.slow), "bert", "longformer"])
+def test_an_encoder_on_devices_equals_one(family):
+    encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
+    mask, given = np.ones((2, T), int), {}
+    mask[1, 40:] = 0
+    if family == "longformer":
+        given = dict(global_attention_mask=np.arange(T)[None].repeat(2, 0) % 30 == 0)
+    want = encoder(TEXT, mask, **given).last_hidden_state
+    got = encoder(TEXT, mask, **given, mesh=MESHES["sp4"]()).last_hidden_state
+    there = mask.astype(bool)
+    np.testing.assert_allclose(np.asarray(got)[there], np.asarray(want)[there], rtol=1e-4, atol=1e-4)
+
+
+def test_an_encoder_in_another_order_needs_position_ids():
+    encoder, at = models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    shared = dict(mesh=MESHES["sp4"](), order="zigzag")
+    with pytest.raises(ValueError, match="give their `position_ids` too"):
+        encoder(TEXT[:, at], **shared)
+    got = encoder(TEXT[:, at], position_ids=at[None], **shared).last_hidden_state
+    np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)
