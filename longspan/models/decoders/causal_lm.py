@@ -106,10 +106,10 @@ class CausalLM(nnx.Module):
         if attention_mask is None:
             return self._output(*self._run(x, cached_tokens_of(config, shape, cache, None), cache, remat))
         # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
-        order, lengths = tokens_first(attention_mask)
-        x = jnp.take_along_axis(x, order[..., None], axis=1)
+        tokens_before, lengths = tokens_first(attention_mask)
+        x = jnp.take_along_axis(x, tokens_before[..., None], axis=1)
         x, cache = self._run(x, cached_tokens_of(config, shape, cache, lengths), cache, remat)
-        return self._output(jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1), cache)
+        return self._output(jnp.take_along_axis(x, jnp.argsort(tokens_before, axis=1)[..., None], axis=1), cache)
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> tuple:
         """Empty caches of all layers, for `batch` rows of up to `length` tokens each.
