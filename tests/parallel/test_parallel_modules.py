@@ -38,7 +38,7 @@ def test_self_attention_on_devices_equals_one(kind, order):
     np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_longformers_module_on_devices_equals_one(kind):
     mesh, at = MESHES["sp4"](), stored(T, 4, "zigzag")
     fields = dict(num_heads=2, window=3, rope=ROPE, engine="reference")
@@ -94,7 +94,9 @@ ENCODERS = {
 }
 
 
-@pytest.mark.parametrize("family", [pytest.param("bigbird", marks=pytest.mark.slow), "bert", "longformer"])
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird"))]
+)
 def test_an_encoder_on_devices_equals_one(family):
     encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
     mask, given = np.ones((2, T), int), {}
@@ -114,3 +116,9 @@ def test_an_encoder_in_another_order_needs_position_ids():
         encoder(TEXT[:, at], **shared)
     got = encoder(TEXT[:, at], position_ids=at[None], **shared).last_hidden_state
     np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_encoder_takes_a_mesh_too():
+    run = models.compiled(models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)))
+    got, want = run(TEXT, mesh=MESHES["sp4"]()), run(TEXT)
+    np.testing.assert_allclose(got.last_hidden_state, want.last_hidden_state, rtol=1e-4, atol=1e-4)

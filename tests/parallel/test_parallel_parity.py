@@ -115,7 +115,18 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+SLOWER = (
+    "a bias of a global token by key",
+    "a bias by row and head",
+    "T5 buckets",
+    "several biases",
+    "positions apart",
+)
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=pytest.mark.slow) if name in SLOWER else name for name in FEATURES]
+)
 def test_features_are_those_of_one_device(feature):
     mask, given, mesh = FEATURES[feature]
     assert_matches_reference("auto", *operands(), mask, run=shared(mesh), **given)
@@ -128,7 +139,7 @@ def test_key_value_heads_that_the_axis_does_not_divide_are_repeated(heads, kv_he
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64], ids=["bf16", "f64"])
-@pytest.mark.parametrize("family", ["window and global tokens", "causal"])
+@pytest.mark.parametrize("family", [pytest.param("window and global tokens", marks=pytest.mark.slow), "causal"])
 def test_other_dtypes(family, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         assert_matches_reference("cpu", *operands(dtype=dtype), FAMILIES[family](WHOLE), run=shared("sp3"))
