@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import statistics_dtype
+from longspan._types import FAR, statistics_dtype
 from longspan.biases import apart, together
 from longspan.engines._gradient import Floats
 from longspan.parallel.collectives import Columns, Halo, gathered, reach, ring, ring_back, scattered, tokens
@@ -296,7 +296,10 @@ def _plus(totals: Any, more: Any) -> Any:
 
 def _one_of(slots, listed, real):
     """Which of some slots [1, n] are among those listed [B or 1, m], as far as these are real."""
-    return ((slots[:, :, None] == listed[:, None]) & real[:, None]).any(2)
+    # By bisection: a long prefix would make a table of all pairs as large as a mask.
+    rows = jnp.sort(jnp.where(real, listed, np.int32(FAR)), axis=1)
+    place = jax.vmap(lambda row: jnp.searchsorted(row, slots[0]))(rows)
+    return jnp.take_along_axis(rows, jnp.minimum(place, rows.shape[1] - 1), axis=1) == slots
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
