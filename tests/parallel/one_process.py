@@ -3,11 +3,7 @@
 Started by test_parallel_processes.py as `python one_process.py <port> <processes> <number>`.
 """
 
-import os
 import sys
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 
 import jax
 import jax.numpy as jnp

@@ -15,7 +15,6 @@ B, T, N, K, H = 1, 512, 4, 2, 8
 ROW = 2 * K * H * 4  # one token's k and v, in float32
 GATHER = 7 * (T // 8) * ROW
 MESH = ls.parallel.mesh(sp=8)
-HERE = NamedSharding(MESH, P(None, "sp"))
 IDS, FLAGS = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
 
 
