@@ -88,7 +88,14 @@ def main(topology: str = TOPOLOGY, length: str = str(LENGTH)) -> None:
         plan = said(mask, order, mesh, count)
         temporary = both.memory_analysis().temp_size_in_bytes / 1e6
         told = f"{plan.sent_bytes:,}", f"{plan.sent_bytes + plan.sent_bytes_backward:,}"
-        numbers = f"{total(forward):,}", told[0], f"{total(both):,}", told[1], f"{temporary:.1f}", f"{seconds:.0f}"
+        numbers = (
+            f"{total(forward, trips=mesh.size - 1):,}",
+            told[0],
+            f"{total(both, trips=mesh.size - 1):,}",
+            told[1],
+            f"{temporary:.1f}",
+            f"{seconds:.0f}",
+        )
         rows.append([name, *numbers])
         print(name, flush=True)
     print(f"\n{topology}, {mesh.size} chips, {count:,} tokens, {HEADS}/{KV_HEADS} heads of {SIZE}, bfloat16")

@@ -9,6 +9,7 @@ from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
 from longspan import cache as cache
+from longspan import parallel as parallel
 from longspan import rope as rope
 from longspan import testing as testing
 from longspan._attention import attention as attention
@@ -101,6 +102,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "MaskInfo",
     "MaskSharding",
     "merge",
+    "parallel",
     "PerHead",
     "positions_from_segments",
     "Prefix",

@@ -1,11 +1,13 @@
 """`explain`: what `attention` would do with the same arguments, as a report that prints itself."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Bool, Float
 
 from longspan import cache
@@ -19,6 +21,9 @@ from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.masks.by_slot import EqualIds
+from longspan.parallel.order import Order
+from longspan.parallel.report import sending
+from longspan.parallel.specs import Axes
 from longspan.render.html import page, table_html, tile_bar
 
 WASTEFUL = 4  # executed over useful FLOPs from which on `explain` advises
@@ -41,14 +46,25 @@ def explain(
     kv_positions: Positions | None = None,
     engine: EngineName | Engine = "auto",
     return_lse: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str = "sp",
+    batch_axes: str | Sequence[str] = ("dp", "fsdp"),
+    head_axis: str | None = "tp",
+    order: Order = "contiguous",
+    global_capacity: int | None = None,
 ) -> "Explanation":
     """What `attention` would do with the same arguments, which may be `jax.ShapeDtypeStruct`s: engine, tiles, FLOPs.
+
+    With a `mesh`, what `ls.parallel.attention` would do: also what devices send each other, step by step.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
         >>> report = ls.explain(x, x, x, mask=ls.Causal(), engine="reference")
         >>> report.engine, report.tiles_empty, report.tiles_partial, report.tiles_full
         ('reference', 28, 8, 28)
+        >>> report = ls.explain(x, x, x, mask=ls.Window(31, 0), mesh=ls.parallel.mesh(sp=8))
+        >>> report.sent_bytes, report.sent_bytes_backward, report.bound_bytes, report.gather_bytes
+        (31744, 31744, 31744, 917504)
     """
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     chosen, refused = choose(engine, request)
@@ -70,6 +86,9 @@ def explain(
         notes=(*_notes(request), *chosen.notes(request), *_estimate(counts), *_advice(request, work)),
         temporary_bytes=temporary_bytes(chosen, request),
         **_cache(request),
+        **(
+            {} if mesh is None else sending(request, Axes.of(mesh, axis, batch_axes, head_axis), order, global_capacity)
+        ),
         **_sizes(request),
         **work,
     )
@@ -127,6 +146,12 @@ class Explanation:
     cache_bytes: int | None = None  # keys and values that decoding would keep; None: no such mask, or no self-attention
     full_cache_bytes: int | None = None  # what keeping all of them would take
     useful_is_estimate: bool = False  # too many pairs would have to be read; tiles are counted all the same
+    # With a mesh, of one device; the most that may come where it depends on data:
+    sent_bytes: int | None = None  # what it receives of others, forward
+    sent_bytes_backward: int | None = None
+    bound_bytes: int | None = None  # what the device that needs most cannot do without, forward
+    gather_bytes: int | None = None  # what gathering all keys and values would send
+    sending: tuple[str, ...] = ()  # order and load, then one line per step
 
     def __str__(self) -> str:
         rows = self._rows()
@@ -154,6 +179,7 @@ class Explanation:
             ("reads and writes", _short(self.array_bytes, "B", 1024)),
             *self._temporary(),
             *self._kept(),
+            *self._sent(),
             ("a dense mask would take", _short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
@@ -167,6 +193,20 @@ class Explanation:
             return []
         kept, full = (_short(n, "B", 1024) for n in (self.cache_bytes, self.full_cache_bytes))
         return [("a cache would take", f"{kept}; one of all keys {full}")]
+
+    def _sent(self) -> list[tuple[str, str]]:
+        if self.sent_bytes is None:
+            return []
+        head, *steps = self.sending
+        sent, back, bound, gather = (
+            _short(n, "B", 1024)
+            for n in (self.sent_bytes, self.sent_bytes_backward, self.bound_bytes, self.gather_bytes)
+        )
+        return [
+            ("devices", head),
+            *(("  sends", step) for step in steps),
+            ("  in all", f"{sent} per device forward, {back} backward; bound {bound}, a gather {gather}"),
+        ]
 
 
 def _notes(request: Request) -> tuple[str, ...]:

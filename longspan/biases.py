@@ -189,6 +189,16 @@ class Relative(Bias):
 
 
 @rule
+class Whole(Bias):
+    """A bias of all heads where only some are computed: by `at` alone, which reads their numbers."""
+
+    bias: Bias
+
+    def at(self, q, kv, dtype):
+        return self.bias.at(q, kv, dtype)
+
+
+@rule
 class ScoreBias(Bias):
     """Adds `fn(q, k, *arrays)` or `fn(b, h, q, k, *arrays)`: batch row, query head and the two positions.
 

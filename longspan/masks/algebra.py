@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR
-from longspan.masks.base import NOBODY, Extent, Mask, rule
+from longspan.masks.base import NOBODY, Extent, Mask, Pinned, rule
 from longspan.masks.by_position import MergedBand
 from longspan.masks.checks import check_masks
 from longspan.masks.sides import KEYS, QUERIES
@@ -35,6 +35,21 @@ class _Composition(Mask):
     @property
     def reads_q_place(self):
         return any(part.reads_q_place for part in self.parts())
+
+    @property
+    def by_token(self):
+        return all(part.by_token or "slot" not in part.reads for part in self.parts())
+
+    def pinned(self, length):
+        # Where no part pins anything, each part is its rest: so is what is made of them.
+        found = [part.pinned(length) for part in self.parts()]
+        return Pinned(
+            self.with_parts([part.rest for part in found]),
+            frozenset().union(*(part.columns for part in found)),
+            frozenset().union(*(part.rows for part in found)),
+            tuple(flags for part in found for flags in part.kv_flags),
+            tuple(flags for part in found for flags in part.q_flags),
+        )
 
     def _cut(self, q, kv, q_len, kv_len):
         given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}

@@ -37,7 +37,8 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 # What holds for one `allowed` only.
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes",
+    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes", "pinned",
+    "by_token",
 )  # fmt: skip
 
 
@@ -48,6 +49,19 @@ class Extent(NamedTuple):
     axis: str
     size: int
     unit: int = 1
+
+
+class Pinned(NamedTuple):
+    """A rule taken apart: what it is where neither the key is one of `columns` nor the query one of `rows`.
+
+    Both are positions, the same for every batch row and head. Flags [B or 1, L] name further keys and queries by slot.
+    """
+
+    rest: "Mask"
+    columns: frozenset[int] = frozenset()
+    rows: frozenset[int] = frozenset()
+    kv_flags: tuple[Any, ...] = ()
+    q_flags: tuple[Any, ...] = ()
 
 
 class Mask(Value):
@@ -77,6 +91,8 @@ class Mask(Value):
     one_interval: ClassVar[bool] = False
     array_axes: ClassVar[dict[str, str]] = {}
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
+    # Its arrays hold one entry per token and nothing else is read of the slots: tokens in another order take it along.
+    by_token: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A class with an `allowed` of its own is another rule: what its parent said of the old one is forgotten."""
@@ -178,6 +194,13 @@ class Mask(Value):
     def strides(self) -> bool:
         """Whether the queries that see a key lie apart at a fixed distance."""
         return False
+
+    def pinned(self, length: int) -> Pinned:
+        """The rule, and the few tokens among `length` that everybody sees or that see everybody, if they are known.
+
+        Devices that share a sequence bring those together by themselves, and plan the rest without them.
+        """
+        return Pinned(self)
 
     def of_head(self, head: int) -> "Mask":
         """The rule as one head has it."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Number
-from longspan.masks.base import BY_POSITION, NOBODY, Mask, rule
+from longspan.masks.base import BY_POSITION, NOBODY, Mask, Pinned, rule
 from longspan.masks.checks import check_at_least, check_number
 from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
@@ -457,6 +457,10 @@ class Prefix(Mask):
         if not isinstance(self.length, int):
             return None
         return np.where(key < self.length, -NOBODY, 1), np.where(key < self.length, NOBODY, 0)
+
+    def pinned(self, length):
+        known = isinstance(self.length, int)
+        return Pinned(Empty(), frozenset(range(min(self.length, length)))) if known else Pinned(self)
 
     def _arguments(self):
         return [short(self.length)]

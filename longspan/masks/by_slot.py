@@ -12,8 +12,8 @@ import numpy as np
 
 from longspan._checks import check_choice
 from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, rule
-from longspan.masks.by_position import Full
+from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Pinned, rule
+from longspan.masks.by_position import Empty, Full
 from longspan.masks.checks import check_array, check_indices, check_number
 from longspan.masks.cut import gather
 from longspan.masks.pieces import Piece
@@ -49,6 +49,7 @@ class KvLengths(BySlot):
     one_interval = True
 
     array_axes: ClassVar = {"lengths": "B"}
+    by_token = True
 
     lengths: Number
 
@@ -96,6 +97,7 @@ class QLengths(BySlot):
     one_interval = True
 
     array_axes: ClassVar = {"lengths": "B"}
+    by_token = True
 
     lengths: Number
 
@@ -140,6 +142,7 @@ class KvFlags(BySlot):
     """
 
     array_axes: ClassVar = {"flags": "BS"}
+    by_token = True
 
     flags: Array
 
@@ -241,6 +244,7 @@ class Segments(EqualIds):
     """
 
     array_axes: ClassVar = {"q_ids": "BT", "kv_ids": "BS"}
+    by_token = True
 
     q_ids: Array
     kv_ids: Array | None = None
@@ -291,6 +295,7 @@ class TokenTypes(EqualIds):
     applied = "token_type_ids"
 
     array_axes: ClassVar = {"q_types": "BT", "kv_types": "BS"}
+    by_token = True
 
     q_types: Array
     kv_types: Array | None = None
@@ -339,6 +344,7 @@ class Global(Mask):
     """
 
     array_axes: ClassVar = {"q_flags": "BT", "kv_flags": "BS"}
+    by_token = True
 
     indices: tuple[int, ...] = ()
     _: KW_ONLY
@@ -397,6 +403,15 @@ class Global(Mask):
 
     def loose(self):
         return () if self.q_flags is None and self.kv_flags is None else (self,)
+
+    def pinned(self, length):
+        inside = frozenset(i for i in self.indices if 0 <= i < length)
+        flags = [
+            (array,) if wanted and array is not None else ()
+            for array, wanted in ((self.kv_flags, self.columns), (self.q_flags, self.rows))
+        ]
+        columns, rows = (inside if wanted else frozenset() for wanted in (self.columns, self.rows))
+        return Pinned(Empty(), columns, rows, *flags)
 
     def _spans(self, mine, my_flags, i_see_all, others, other_flags, all_see) -> Spans:
         sees_all, _ = self._any_all(mine, my_flags)

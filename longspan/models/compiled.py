@@ -17,7 +17,14 @@ from longspan.models.encoders.tasks import Model
 from longspan.models.output import Output
 
 P = ParamSpec("P")
-OPTIONS = ("deterministic", "attention_type", "remat")  # arguments of a call that are no arrays: each has a program
+OPTIONS = (
+    "deterministic",
+    "attention_type",
+    "remat",
+    "mesh",
+    "axis",
+    "order",
+)  # arguments of a call that are no arrays: each has a program
 
 
 def compiled(model: Callable[P, Output]) -> Callable[P, Output]:

@@ -11,18 +11,21 @@ from longspan.cache import Cache
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.nn._rope import turned
+from longspan.parallel.shared import Shared
 
 NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys
 
 
-def attend(q, k, v, *, mask, positions, rope, interleaved: bool, cache, lengths, **options) -> tuple[jax.Array, Any]:
+def attend(
+    q, k, v, *, mask, positions, rope, interleaved: bool, cache, lengths, shared: Shared, **options
+) -> tuple[jax.Array, Any]:  # fmt: skip
     """The output [B, T, N, H], and the cache with the new tokens; None without one."""
     if cache is None:
         _check_uncached(lengths)
-        q_at, kv_at = _places_of(mask, positions)
+        q_at, kv_at = (shared.tokens(q.shape[1]) if at is None else at for at in _places_of(mask, positions))
         (q,), (k,) = turned(rope, interleaved, q_at, q), turned(rope, interleaved, kv_at, k)
-        return attention(q, k, v, mask=mask, q_positions=positions, kv_positions=positions, **options), None
-    _check_cached(cache, positions)
+        return shared.attention(q, k, v, mask=mask, q_positions=positions, kv_positions=positions, **options), None
+    _check_cached(cache, positions, shared)
     # Keys are stored as they are seen: turned by the positions that the cache is about to give them.
     at = cache.length[:, None] + jnp.arange(q.shape[1], dtype=np.int32)[None]
     q, k = turned(rope, interleaved, at, q, k)
@@ -47,7 +50,9 @@ def _check_uncached(lengths: Any) -> None:
         )
 
 
-def _check_cached(cache: Any, positions: Any) -> None:
+def _check_cached(cache: Any, positions: Any, shared: Shared) -> None:
+    if shared.mesh is not None:
+        raise ValueError("A `cache` is decoded with on one device; a `mesh` shares whole sequences. Give one of them.")
     if not isinstance(cache, Cache):
         raise TypeError(f"`cache` must be what `ls.cache.init(plan, ...)` gives, got {type(cache).__name__}.")
     if positions is not None:

@@ -24,6 +24,9 @@ Arguments that all three have, by name:
         be traced. By default nothing is rotated.
     rope_interleaved: whether neighbouring features are a pair, as in `ls.rope.rotate`.
     engine: as in `attention`.
+    mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+    axis: the mesh axis that shares it.
+    order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Without `positions`, `rope` goes by that.
 """
 
 import math
@@ -44,6 +47,7 @@ from longspan.masks import Mask
 from longspan.nn._attend import attend
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
 from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, rms_norm, split_of
+from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
@@ -68,6 +72,9 @@ class _Attention(nn.Module, kw_only=True):
     rope: Any = None
     rope_interleaved: bool = False
     engine: EngineName | Engine = "auto"
+    mesh: Any = None
+    axis: str = "sp"
+    order: str = "contiguous"
 
     def __post_init__(self):
         self.rope = settled(self.rope)
@@ -106,10 +113,15 @@ class _Attention(nn.Module, kw_only=True):
         )
 
     @nn.nowrap
+    def _shared(self) -> Shared:
+        return Shared(self.mesh, self.axis, self.order)
+
+    @nn.nowrap
     def _options(self, deterministic: bool | None) -> dict[str, Any]:
+        given: dict[str, Any] = dict(engine=self.engine)
         if self.dropout_rate > 0 and not nn.merge_param("deterministic", self.deterministic, deterministic):
-            return dict(engine=self.engine, dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
-        return dict(engine=self.engine)
+            return given | dict(dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
+        return given
 
 
 class SelfAttention(_Attention, kw_only=True):
@@ -184,7 +196,7 @@ class SelfAttention(_Attention, kw_only=True):
         q, k, v = self._project(x, "query", "key", "value")
         if self.qk_norm:
             q, k = self._norm("query_norm")(q), self._norm("key_norm")(k)
-        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, shared=self._shared())
         turn = dict(rope=self._rope(x, rope), interleaved=self.rope_interleaved)
         out, cache = attend(q, k, v, **given, **turn, sinks=self._sink(), **self._options(deterministic))
         return self._join(x, out) if cache is None else (self._join(x, out), cache)
@@ -239,6 +251,8 @@ class LongformerSelfAttention(_Attention, kw_only=True):
         """
         chosen = self._rope(x, rope)
         check_rope_positions(chosen, positions)
+        shared = self._shared()
+        positions = shared.tokens(x.shape[1]) if positions is None else positions
         # Without kinds nobody is global; the parameters exist nevertheless.
         used = token_kinds is not None or self.is_initializing()
         sets = [("query", "key", "value"), ("query_global", "key_global", "value_global")][: 1 + used]
@@ -252,6 +266,7 @@ class LongformerSelfAttention(_Attention, kw_only=True):
             token_kinds=token_kinds,
             dilation=self.dilation,
             causal=self.causal,
+            **shared.options,
             **self._options(deterministic),
         )
         return self._join(x, out)
@@ -299,6 +314,8 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(x, rope)
         check_rope_positions(chosen, positions)
+        shared = self._shared()
+        positions = shared.tokens(x.shape[1]) if positions is None else positions
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
@@ -311,7 +328,7 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **shared.options)
         out = bigbird_attention(
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic)
         )

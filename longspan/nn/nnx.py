@@ -22,6 +22,7 @@ from longspan.masks import Mask
 from longspan.nn._attend import attend
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
 from longspan.nn._shared import attention_fn, resolve_heads, rms_norm, split_of
+from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
@@ -55,8 +56,12 @@ class _Attention(nnx.Module):
         rope: Any = None,
         rope_interleaved: bool = False,
         engine: EngineName | Engine = "auto",
+        mesh: Any = None,
+        axis: str = "sp",
+        order: str = "contiguous",
         rngs: nnx.Rngs,
     ):
+        self.mesh, self.axis, self.order = mesh, axis, order
         heads = resolve_heads(num_heads, num_kv_heads, head_dim, qkv_features, in_features)
         self.rope, self.rope_interleaved = settled(resolved(rope, None, heads.size)), rope_interleaved
         self.num_heads, self.dropout_rate, self.deterministic, self.engine = (
@@ -94,17 +99,21 @@ class _Attention(nnx.Module):
     def _project(self, x, *names: str) -> list:
         return [getattr(self, name)(x) for name in names]
 
+    def _shared(self) -> Shared:
+        return Shared(self.mesh, self.axis, self.order)
+
     def _options(self, deterministic: bool | None, rngs) -> dict[str, Any]:
+        given: dict[str, Any] = dict(engine=self.engine)
         if self.dropout_rate == 0:
-            return dict(engine=self.engine)
+            return given
         name = type(self).__name__
         wanted = f"No `deterministic` argument was provided to {name} as either a __call__ argument or class attribute."
         if first_from(deterministic, self.deterministic, error_msg=wanted):
-            return dict(engine=self.engine)
+            return given
         wanted = f"No `rngs` argument was provided to {name} as either a __call__ argument or class attribute."
         rngs = first_from(rngs, self.rngs, error_msg=wanted)
         key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
-        return dict(engine=self.engine, dropout_rate=self.dropout_rate, dropout_key=key)
+        return given | dict(dropout_rate=self.dropout_rate, dropout_key=key)
 
 
 class SelfAttention(_Attention):
@@ -188,7 +197,7 @@ class SelfAttention(_Attention):
         q, k, v = self._project(x, "query", "key", "value")
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, shared=self._shared())
         turn = dict(rope=self._rope(rope), interleaved=self.rope_interleaved)
         sinks = None if self.sink is None else self.sink[...]
         out, cache = attend(q, k, v, **given, **turn, sinks=sinks, **self._options(deterministic, rngs))
@@ -229,6 +238,8 @@ class LongformerSelfAttention(_Attention):
         """
         chosen = self._rope(rope)
         check_rope_positions(chosen, positions)
+        shared = self._shared()
+        positions = shared.tokens(x.shape[1]) if positions is None else positions
         # Without kinds nobody is global.
         sets = [self.projections[:3], self.projections[3:]][: 1 + (token_kinds is not None)]
         projected = []
@@ -241,6 +252,7 @@ class LongformerSelfAttention(_Attention):
             token_kinds=token_kinds,
             dilation=self.dilation,
             causal=self.causal,
+            **shared.options,
             **self._options(deterministic, rngs),
         )
         return self.out(out)
@@ -290,6 +302,8 @@ class BigBirdSelfAttention(_Attention):
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(rope)
         check_rope_positions(chosen, positions)
+        shared = self._shared()
+        positions = shared.tokens(x.shape[1]) if positions is None else positions
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
@@ -302,7 +316,7 @@ class BigBirdSelfAttention(_Attention):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **shared.options)
         out = bigbird_attention(
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic, rngs)
         )

@@ -2,20 +2,24 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int, Num
 
 from longspan._attention import attention
 from longspan._checks import FLOATS, check_qkv, check_static_size, is_array, is_int
 from longspan._types import Array, EngineName, Key, Output, Query, no_type_check
+from longspan.biases import Bias
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
-from longspan.masks import Blocks, Full, Global, Mask, Segments
+from longspan.masks import Blocks, Full, Global, Mask, Segments, rule
+from longspan.parallel.call import attention as shared_attention
+from longspan.parallel.order import Order
 from longspan.patterns._padding import padding_ids
 
 LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 tokens
@@ -70,6 +74,9 @@ def bigbird_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     engine: EngineName | Engine = "auto",
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str = "sp",
+    order: Order = "contiguous",
 ) -> Output:
     """BigBird's block-sparse attention (arXiv:2007.14062): one softmax over a multiset of key blocks.
 
@@ -89,6 +96,9 @@ def bigbird_attention(
         dropout_rate: as in `attention`; a pair that counts twice is kept or dropped as one.
         dropout_key: as in `attention`.
         engine: as in `attention`.
+        mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+        axis: the mesh axis that shares it.
+        order: how the tokens lie on it; blocks are of neighbouring tokens, so "zigzag" is refused.
 
     Returns:
         The output [B, T, N, H]; 0 for padded queries and for those that see no key.
@@ -107,8 +117,13 @@ def bigbird_attention(
         if mask is not None:
             _check_token_mask(name, mask, B, length)
             _check_zero_one(name, mask)
-    layout = _bigbird_layout(_padding(q_mask, kv_mask, T), int(block_size), blocks, rand_attn)
-    return attention(q, k, v, mask=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    padding = _padding(q_mask, kv_mask, T)
+    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    if mesh is not None:
+        mask = bigbird(T, block_size=block_size, rand_attn=rand_attn) & padding
+        times = _multiplicity(int(block_size), blocks, rand_attn)
+        return shared_attention(q, k, v, mask=mask, bias=times, mesh=mesh, axis=axis, order=order, **options)
+    return attention(q, k, v, mask=_bigbird_layout(padding, int(block_size), blocks, rand_attn), **options)
 
 
 @no_type_check
@@ -205,6 +220,43 @@ def _bigbird_intervals(rand_attn, blocks: int):
         jnp.concatenate([*(jnp.broadcast_to(a, shape) for a in near), random], axis=3).astype(np.int32)
         for *near, random in zip(first, window, last, drawn, strict=True)
     )
+
+
+@rule
+class Multiplicity(Bias):
+    """log(how often a row of a table lists the key's block): what counts twice weighs twice. Once, if it is not listed.
+
+    A layout can visit a tile twice; devices that share a sequence cut masks, and have no layout of the whole.
+    """
+
+    array_axes: ClassVar = {"table": "N.."}
+
+    table: Any  # int [N or 1, blocks, r], -1: none
+    block_size: int
+
+    def at(self, q, kv, dtype):
+        listed = q.side.listed(self.table, q.position // self.block_size)
+        block = kv.position // self.block_size
+        times = sum((listed[..., i] == block).astype(np.int32) for i in range(listed.shape[-1]))
+        return jnp.log(jnp.maximum(times, 1).astype(dtype))
+
+
+def _multiplicity(block_size: int, blocks: int, rand_attn) -> Multiplicity | None:
+    """How often blocks count, as a bias; None if it is known that each counts once."""
+    xp = np if isinstance(rand_attn, np.ndarray) else jnp
+    row = xp.arange(1, blocks - 1, dtype=np.int32).reshape(1, -1, 1)
+    near = xp.concatenate([row - 1, row, row + 1], axis=2)
+    near = xp.where((near > 0) & (near < blocks - 1), near, np.int32(-1))  # the ends are listed by themselves
+    ends = xp.concatenate([row * 0, row * 0 + np.int32(blocks - 1)], axis=2)
+    shape = (rand_attn.shape[0], blocks - 2)
+    parts = [xp.broadcast_to(part, (*shape, part.shape[2])) for part in (near, ends)]
+    table = xp.concatenate([*parts, rand_attn.astype(np.int32)], axis=2)
+    if xp is np:
+        ranked = np.sort(table, axis=2)
+        if not ((ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] >= 0)).any():
+            return None
+    # The first and the last block see every block once.
+    return Multiplicity(jnp.asarray(xp.pad(table, ((0, 0), (1, 1), (0, 0)), constant_values=-1)), block_size)
 
 
 def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> None:

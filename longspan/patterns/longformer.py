@@ -3,12 +3,14 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Num
 
 from longspan._attention import attention
@@ -17,6 +19,8 @@ from longspan._types import Array, EngineName, Key, Number, Output, Query, no_ty
 from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
+from longspan.parallel.call import attention as shared_attention
+from longspan.parallel.order import Order
 from longspan.patterns._padding import padding_ids
 
 
@@ -78,6 +82,9 @@ def longformer_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     engine: EngineName | Engine = "auto",
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str = "sp",
+    order: Order = "contiguous",
 ) -> Output:
     """Longformer's attention (arXiv:2004.05150): windows, and global tokens with projections of their own.
 
@@ -101,6 +108,9 @@ def longformer_attention(
         dropout_rate: as in `attention`.
         dropout_key: as in `attention`.
         engine: as in `attention`.
+        mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+        axis: the mesh axis that shares it.
+        order: how the tokens lie on it; `token_kinds` lie as they do.
 
     Returns:
         The output [B, T, N, H].
@@ -118,10 +128,17 @@ def longformer_attention(
     dilation = _check_dilation(dilation, N)
     near = _window_mask(window, dilation, causal)
     options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    attend = attention if mesh is None else partial(shared_attention, mesh=mesh, axis=axis, order=order)
     if token_kinds is None:
-        return attention(q, k, v, mask=near, **options)
+        return attend(q, k, v, mask=near, **options)
     _check_token_kinds(token_kinds, B, T)
     far_q, far_k, far_v = _check_global_projections((q, k, v), (q_global, k_global, v_global))
+    if mesh is not None:
+        # Not sorted by kind: tokens stay where they are, and devices bring global ones together by themselves.
+        is_global, is_token = _kinds_of(jnp.asarray(token_kinds))
+        local, rows = _local_and_global(near, is_global, is_token, causal)
+        out, out_global = attend(q, k, v, mask=local, **options), attend(far_q, far_k, far_v, mask=rows, **options)
+        return jnp.where(is_global[:, :, None, None], out_global, out)
     tokens = _sort_tokens(jnp.broadcast_to(jnp.asarray(token_kinds), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
@@ -132,6 +149,16 @@ def longformer_attention(
     rows = _global_rows(tokens, causal)
     out_global = attention(tokens.sorted(far_q), far_k, far_v, mask=rows, q_positions=tokens.order, **options)
     return jnp.where(tokens.is_global[:, :, None, None], tokens.unsorted(out_global), out)
+
+
+def _local_and_global(near: Mask, is_global, is_token, causal: bool) -> tuple[Mask, Mask]:
+    """What local queries see, and what global ones do: each of them nothing in the other's."""
+    local = near | Global(kv_flags=is_global, rows=False)
+    rows: Mask = Global(q_flags=is_global, columns=False)
+    if causal:
+        local, rows = local & Causal(), rows & Causal()
+    keys = padding_ids(is_token)
+    return local & Segments(padding_ids(is_token & ~is_global), keys), rows & Segments(keys)
 
 
 def _window_mask(window: Number, dilation: int | tuple[int, ...], causal: bool) -> Mask:

@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from longspan._attention import attention
 from longspan.cache.store import Step
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
@@ -17,6 +16,7 @@ from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear
+from longspan.parallel.shared import ALONE, Shared
 from longspan.rope import rotate
 
 
@@ -27,6 +27,7 @@ class Tokens(NamedTuple):
     ropes: Mapping[str, tuple[Any, Any]]  # (inv_freq, factor)
     positions: Any  # int32 [T] or [B, T]: for rotations
     steps: Mapping[str, Step] | None = None  # into the caches, if there are any
+    shared: Shared = ALONE  # which devices share the sequence
 
 
 class Attention(nnx.Module):
@@ -60,7 +61,7 @@ class Attention(nnx.Module):
             (kept_k, k), (kept_v, v) = write(kept[0], k), write(kept[1], v)
             kept = kept_k, kept_v
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
-        out = attention(q, k, v, mask=tokens.masks[self.kind], **options)
+        out = tokens.shared.attention(q, k, v, mask=tokens.masks[self.kind], **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
         return out, kept
 

@@ -20,6 +20,7 @@ from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import is_native, times
 from longspan.models.layers import embed, linear
 from longspan.models.output import Output
+from longspan.parallel.shared import Shared
 
 FEW = 64  # tokens of a step of decoding, at most: `MOST_ROWS` in longspan/engines/cpu/product.py
 
@@ -77,6 +78,9 @@ class CausalLM(nnx.Module):
         cache: Any = None,
         *,
         remat: bool = False,
+        mesh: Any = None,
+        axis: str = "sp",
+        order: str = "contiguous",
     ) -> Output:
         """The logits [B, T, vocab_size] of the token after each token; with a `cache` also the new one.
 
@@ -94,22 +98,25 @@ class CausalLM(nnx.Module):
             cache: what `init_cache` gave, or the call before, for the tokens that come after those in it. Rows may
                 have different numbers of them, by `attention_mask`.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
+            mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+            axis: the mesh axis that shares it.
+            order: how tokens lie on it, as `ls.parallel.shard_batch` gives them.
         """
-        config = self.config
-        shape = check_inputs(config, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache)
+        config, shared = self.config, Shared(mesh, axis, order)
+        shape = check_inputs(config, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, shared)
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
-            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids)
+            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, shared)
             return self._output(*self._run(x, tokens, None, remat=remat))
-        step, order, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
+        step, tokens_before, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
         if attention_mask is not None:
             # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
-            order, lengths = tokens_first(attention_mask)
-            x = jnp.take_along_axis(x, order[..., None], axis=1)
+            tokens_before, lengths = tokens_first(attention_mask)
+            x = jnp.take_along_axis(x, tokens_before[..., None], axis=1)
         tokens, kept = cached_tokens_of(config, shape, Kept.of(config, cache), lengths, self.dtype)
         x, pairs = self._run(x, tokens, kept.pairs, step=step, remat=remat)
-        if order is not None:
-            x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
+        if tokens_before is not None:
+            x = jnp.take_along_axis(x, jnp.argsort(tokens_before, axis=1)[..., None], axis=1)
         return self._output(x, kept._replace(pairs=pairs).caches(config), step=step)
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> tuple:

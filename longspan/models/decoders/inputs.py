@@ -13,6 +13,7 @@ from longspan.models._inputs import check_shape, shape_of_input
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Tokens
 from longspan.models.decoders.kept import Kept, layouts
+from longspan.parallel.shared import ALONE, Shared
 
 
 def check_inputs(
@@ -23,6 +24,7 @@ def check_inputs(
     inputs_embeds: Any,
     segment_ids: Any,
     cache: Any,
+    shared: Shared = ALONE,
 ) -> tuple[int, int]:
     """The batch and the number of tokens, after checking that all arguments are of one call that the model can run."""
     shape = shape_of_input(config, input_ids, inputs_embeds)
@@ -34,6 +36,10 @@ def check_inputs(
         if not is_int(positions):
             raise ValueError(f"`positions` must be ints, got {positions.dtype}.")
     if cache is not None:
+        if shared.mesh is not None:
+            raise ValueError(
+                "A `cache` is decoded with on one device; a `mesh` shares whole sequences. Give one of them."
+            )
         _check_cache(config, cache, shape, attention_mask)
         for name, array in (("positions", positions), ("segment_ids", segment_ids)):
             if array is not None:
@@ -44,16 +50,27 @@ def check_inputs(
     return shape
 
 
-def tokens_of(config: DecoderConfig, shape: tuple[int, int], attention_mask, positions, segment_ids) -> Tokens:
+def tokens_of(
+    config: DecoderConfig, shape: tuple[int, int], attention_mask, positions, segment_ids, shared: Shared = ALONE
+) -> Tokens:
     """The masks and the positions of a call without a cache.
 
-    Masks go by slots: padding at either end and packed documents leave the distances inside of a document alone.
+    Masks go by slots, or by the tokens' places before devices shared them: padding at either end and packed documents
+    leave the distances inside of a document alone.
     """
     kinds, ids = dict.fromkeys(config.kinds), _documents(shape, attention_mask, segment_ids)
     masks = {kind: config.mask(kind) if ids is None else config.packed_mask(kind, ids) for kind in kinds}
     if positions is None:
-        positions = jnp.arange(shape[1], dtype=np.int32) if ids is None else positions_from_segments(ids)
-    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32))
+        positions = _counted(shape[1], ids, shared)
+    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32), shared=shared)
+
+
+def _counted(length: int, ids, shared: Shared) -> Any:
+    """Positions where none are given: tokens are counted in each row, and in each document."""
+    at = shared.tokens(length)
+    if ids is None:
+        return jnp.arange(length, dtype=np.int32) if at is None else at
+    return positions_from_segments(ids) if at is None else positions_from_segments(ids[:, np.argsort(at)])[:, at]
 
 
 def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], kept: Kept, lengths, dtype, ropes=None):

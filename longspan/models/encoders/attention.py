@@ -12,10 +12,11 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from longspan._attention import attention
 from longspan.masks import Global
+from longspan.masks.by_slot import KvFlags
 from longspan.models.encoders._family import EncoderConfig
 from longspan.models.layers import linear, side_by_side
+from longspan.parallel.shared import ALONE, Shared
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +28,7 @@ class Tokens:
     valid: Any = None  # bool [B, T]; None: no padding
     is_global: Any = None  # bool [B, T]; None: a Longformer without global tokens
     full: bool = field(default=False, metadata=dict(static=True))  # BigBird: this call attends to everything
+    shared: Shared = field(default=ALONE, metadata=dict(static=True))  # which devices share the sequence
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +61,9 @@ class FullAttention(nnx.Module):
 
     def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict) -> Any:
         mask = None if tokens.valid is None else Global(kv_flags=tokens.valid, rows=False)
-        return attention(q, k, v, mask=mask, **dropout)
+        if tokens.shared.mesh is not None and tokens.valid is not None:
+            mask = KvFlags(tokens.valid)  # the same, of keys that are not few enough to be sent to everybody
+        return tokens.shared.attention(q, k, v, mask=mask, **dropout)
 
     def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.config.num_attention_heads, -1)

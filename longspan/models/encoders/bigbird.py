@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -111,7 +111,7 @@ class BigBirdAttention(FullAttention):
             return x, tokens
         valid = jnp.ones((B, T), bool) if tokens.valid is None else tokens.valid
         valid = jnp.pad(valid, ((0, 0), (0, missing)))
-        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), Tokens(valid=valid)
+        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), replace(tokens, valid=valid)
 
     def sites(self, seq_len, tokens):
         if tokens.full:
@@ -121,7 +121,7 @@ class BigBirdAttention(FullAttention):
     def attend(self, x, q, k, v, tokens, site, dropout):
         if tokens.full:
             return super().attend(x, q, k, v, tokens, site, dropout)
-        masks = dict(q_mask=tokens.valid, kv_mask=tokens.valid)
+        masks: dict[str, Any] = dict(q_mask=tokens.valid, kv_mask=tokens.valid, **tokens.shared.options)
         return bigbird_attention(
             q, k, v, block_size=self.config.block_size, rand_attn=site.random_blocks, **masks, **dropout
         )

@@ -1,5 +1,6 @@
 """The encoder that all families share: embeddings, layers, pooler."""
 
+import dataclasses
 import functools
 import operator
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from longspan.models.encoders.attention import Site, Tokens
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, by_pieces, dropout, embed, linear
 from longspan.models.output import Output
+from longspan.parallel.shared import Shared
 
 
 class Encoder(nnx.Module):
@@ -70,6 +72,9 @@ class Encoder(nnx.Module):
         attention_type: str | None = None,
         remat: bool = False,
         rngs: Rngs | None = None,
+        mesh: Any = None,
+        axis: str = "sp",
+        order: str = "contiguous",
     ) -> Output:
         """Encodes token ids, or word embeddings in their place.
 
@@ -88,6 +93,10 @@ class Encoder(nnx.Module):
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
             rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. It may be an
                 argument of a jitted step that a loss inside of it closes over.
+            mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
+            axis: the mesh axis that shares it.
+            order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Any but "contiguous" needs
+                `position_ids`.
         """
         arguments = input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
         T = check_inputs(self.config, *arguments)[1]
@@ -96,6 +105,9 @@ class Encoder(nnx.Module):
         attention = self.layers.attention
         valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         tokens = attention.tokens(T, valid, global_attention_mask, attention_type)
+        tokens = dataclasses.replace(tokens, shared=Shared(mesh, axis, order))
+        if tokens.shared.tokens(T) is not None and position_ids is None:
+            raise ValueError(f"order={order!r} moves tokens to other slots: give their `position_ids` too.")
         keys = _dropout_keys(self.config, deterministic, rngs)
         x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=keys and keys[0])
         x, tokens = attention.fit(x, tokens)

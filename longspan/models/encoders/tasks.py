@@ -51,6 +51,9 @@ class Model(nnx.Module):
         attention_type: str | None = None,
         remat: bool = False,
         rngs: Rngs | None = None,
+        mesh: Any = None,
+        axis: str = "sp",
+        order: str = "contiguous",
     ) -> Output:
         """See `Encoder`. The output has the encoder's fields and the head's."""
         arguments = input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
@@ -74,6 +77,9 @@ class Model(nnx.Module):
             attention_type=attention_type,
             remat=remat,
             rngs=rngs,
+            mesh=mesh,
+            axis=axis,
+            order=order,
         )
         keys = jax.random.split(next_key(dropout_stream(rngs)), 2) if drops else [None, None]
         return dataclasses.replace(output, **self.head(output, input_ids, keys))

@@ -1,0 +1,359 @@
+"""`attention` over a sequence that devices share: check, plan what is sent, run the program on all of them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float
+
+from longspan._attention import _is_array, _scaled, bind
+from longspan._checks import check_keywords
+from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Value, no_type_check
+from longspan.biases import AnyBias, Bias, Whole, terms
+from longspan.dropout import Dropout
+from longspan.engines import Engine, Request
+from longspan.engines._contract import without_pairs
+from longspan.engines._gradient import Floats
+from longspan.layout import BlockLayout
+from longspan.maskinfo import MaskInfo
+from longspan.masks import Mask
+from longspan.parallel.order import Order, check_order, padded, runs_of
+from longspan.parallel.parts import Context, Setting, place_of
+from longspan.parallel.plan import Plan, planned
+from longspan.parallel.program import attend
+from longspan.parallel.specs import Axes, as_data, check_zigzag, in_order, rule_specs
+
+
+@overload
+def attention(
+    q: Query,
+    k: Key,
+    v: Value,
+    *,
+    mesh: Mesh | AbstractMesh,
+    mask: Mask | MaskInfo | Bool[Array, "..."] | None = ...,
+    axis: str = ...,
+    batch_axes: str | Sequence[str] = ...,
+    head_axis: str | None = ...,
+    order: Order = ...,
+    global_capacity: int | None = ...,
+    plan: Plan | None = ...,
+    bias: AnyBias | None = ...,
+    scale: float | np.floating | Float[Array, ""] | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "N"] | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    q_positions: Positions | None = ...,
+    kv_positions: Positions | None = ...,
+    engine: EngineName | Engine = ...,
+    return_lse: Literal[False] = ...,
+) -> Output: ...
+
+
+@overload
+def attention(
+    q: Query,
+    k: Key,
+    v: Value,
+    *,
+    mesh: Mesh | AbstractMesh,
+    mask: Mask | MaskInfo | Bool[Array, "..."] | None = ...,
+    axis: str = ...,
+    batch_axes: str | Sequence[str] = ...,
+    head_axis: str | None = ...,
+    order: Order = ...,
+    global_capacity: int | None = ...,
+    plan: Plan | None = ...,
+    bias: AnyBias | None = ...,
+    scale: float | np.floating | Float[Array, ""] | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "N"] | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    q_positions: Positions | None = ...,
+    kv_positions: Positions | None = ...,
+    engine: EngineName | Engine = ...,
+    return_lse: Literal[True],
+) -> tuple[Output, LogSumExp]: ...
+
+
+@overload
+def attention(
+    q: Query,
+    k: Key,
+    v: Value,
+    *,
+    mesh: Mesh | AbstractMesh,
+    mask: Mask | MaskInfo | Bool[Array, "..."] | None = ...,
+    axis: str = ...,
+    batch_axes: str | Sequence[str] = ...,
+    head_axis: str | None = ...,
+    order: Order = ...,
+    global_capacity: int | None = ...,
+    plan: Plan | None = ...,
+    bias: AnyBias | None = ...,
+    scale: float | np.floating | Float[Array, ""] | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Float[Array, "N"] | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    q_positions: Positions | None = ...,
+    kv_positions: Positions | None = ...,
+    engine: EngineName | Engine = ...,
+    return_lse: bool,
+) -> Output | tuple[Output, LogSumExp]: ...
+
+
+@no_type_check
+def attention(
+    q: Query,
+    k: Key,
+    v: Value,
+    *,
+    mesh: Mesh | AbstractMesh,
+    mask: Mask | MaskInfo | Bool[Array, "..."] | None = None,
+    axis: str = "sp",
+    batch_axes: str | Sequence[str] = ("dp", "fsdp"),
+    head_axis: str | None = "tp",
+    order: Order = "contiguous",
+    global_capacity: int | None = None,
+    plan: Plan | None = None,
+    bias: AnyBias | None = None,
+    scale: float | np.floating | Float[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    engine: EngineName | Engine = "auto",
+    return_lse: bool = False,
+    **unknown: Any,  # for the sake of a message
+) -> Output | tuple[Output, LogSumExp]:
+    """`ls.attention` over a sequence that the devices of a mesh axis share: exact for every mask, in one call.
+
+    Takes and returns whole arrays, under `jit` or not, and splits batch, sequence and heads by itself: each device
+    computes for its own queries and receives only what the mask makes it need, as `ls.parallel.plan(mask, T, shards)`
+    says beforehand. A length that the axis does not divide is padded inside. Gradients are exact too, once: second
+    derivatives are a NotImplementedError.
+
+    The mask's arrays and given positions are whole along the sequence on every device: they are few bytes per token.
+
+    Args:
+        q: queries [B, T, N, H], or [T, N, H] with keys and values likewise.
+        k: keys [B, T, K, H]. Key/value heads are repeated as often as `head_axis` makes it necessary.
+        v: values [B, T, K, Hv].
+        mesh: a mesh of devices, as `ls.parallel.mesh` makes.
+        mask: a `Mask`, a `MaskInfo`, or bools [T, T] or broadcastable to [B, N, T, T]; by default everything.
+        axis: the mesh axis that shares the sequence.
+        batch_axes: those that share the batch; names that the mesh lacks are skipped.
+        head_axis: the one that shares the heads, likewise.
+        order: how the tokens lie: "contiguous", or "zigzag" as `ls.parallel.shard_batch` gives them. Then q, k, v,
+            arrays [B, T] of the mask and positions are in that order; rules about slots (`Blocks`, `Dense`, `Between`)
+            and biases [T, T] are refused.
+        global_capacity: how many tokens the flags of a `Global` may name before all keys are sent; by default 128.
+        plan: a plan made earlier, by default this call's; one for another mask, length or order is refused.
+        bias: as for `ls.attention`; rows of arrays lie where their queries do.
+        scale: as for `ls.attention`.
+        soft_cap: as for `ls.attention`.
+        sinks: one logit per query head, [N]; counted once.
+        dropout_rate: as for `ls.attention`.
+        dropout_key: a JAX random key; the same weights are dropped as on one device.
+        q_positions: int [T] or [B, T]; by default each token's index before it was put in order. Where positions are
+            given, all keys may have to be sent: rules by position say nothing before the data come.
+        kv_positions: likewise.
+        engine: what each device computes with.
+        return_lse: also return the log-sum-exp of the scores.
+        unknown: nothing.
+
+    Returns:
+        The output [B, T, N, Hv], sharded like the queries; with `return_lse` also lse [B, T, N].
+
+    Example:
+        >>> mesh = ls.parallel.mesh(dp=2, sp=4)
+        >>> q = k = v = jnp.ones((2, 64, 2, 4))
+        >>> ls.parallel.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0), mesh=mesh).sharding.spec
+        P('dp', 'sp')
+    """
+    check_keywords("attention", list(unknown))
+    check_order(order)
+    axes = Axes.of(mesh, axis, batch_axes, head_axis)
+    if isinstance(mask, BlockLayout):
+        raise TypeError("A BlockLayout is planned for one device. Pass its mask, `mask=layout.mask`.")
+    request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
+    check_call(axes, request, order)
+    plan = chosen_plan(plan, request, axes.shards, order, global_capacity)
+    if _is_array(scale):
+        request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
+    words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 and dropout_key is not None else None
+    if 0 in request.dims.values():
+        out, lse = without_pairs(request)
+        return (out, lse) if return_lse else out
+    setting = Setting(
+        plan, engine, axis, tuple(mesh.axis_names), request.scale, request.soft_cap, request.platform
+    )  # fmt: skip
+    out, lse = _run(request, words, setting=setting, axes=axes)
+    if len(q.shape) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def check_call(axes: Axes, request: Request, order: str) -> None:
+    """A call that can be split so."""
+    B, T, S, N, K = (request.dims[letter] for letter in "BTSNK")
+    if T != S:
+        raise ValueError(
+            f"ls.parallel.attention is for sequences that attend to themselves, got {T} queries and {S} keys. Use "
+            "`ls.attention` for others."
+        )
+    if axes.shards > T:
+        raise ValueError(
+            f"{T} tokens cannot be shared by the {axes.shards} devices of axis {axes.sequence!r}: "
+            "give each at least one."
+        )
+    unit = axes.shards * runs_of(order)
+    if order != "contiguous" and T % unit:
+        raise ValueError(
+            f"order={order!r} needs a multiple of {unit} tokens, got {T}. Pad and order them with "
+            "`ls.parallel.shard_batch`."
+        )
+    for name, size, names in (("batch rows", B, axes.batch), ("query heads", N, axes.heads)):
+        if size % axes.count(names):
+            raise ValueError(
+                f"{size} {name} cannot be split over the {axes.count(names)} devices of {', '.join(map(repr, names))}. "
+                "Choose another mesh, or leave the axis out of `batch_axes` or `head_axis`."
+            )
+    parts = axes.count(axes.heads)
+    if K % parts and N % np.lcm(K, parts):
+        raise ValueError(
+            f"{K} key/value heads, repeated or not, cannot be split over {parts} devices with {N} query heads. "
+            "Choose another mesh, or leave the axis out of `head_axis`."
+        )
+    if order == "zigzag":
+        check_zigzag(request.mask, request.bias)
+
+
+def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, capacity: int | None) -> Plan:
+    """The plan of a call, or the one that was given, if it is for this call."""
+    length, positions = request.dims["T"], not request.has_positions
+    travel = all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias))
+    if given is None:
+        return planned(
+            request.mask, length, shards, order, global_capacity=capacity, positions=positions, travel=travel
+        )
+    if given.order != order:
+        raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Make another one.")
+    if (given.length, given.shards) != (length, shards):
+        raise ValueError(
+            f"This plan is for {given.length} tokens on {given.shards} devices, but the call has {length} on {shards}. "
+            "Make another one."
+        )
+    # Different masks may look alike without their arrays: what would be planned now must be the same.
+    wanted = planned(
+        request.mask,
+        length,
+        shards,
+        order,
+        global_capacity=given.capacity or capacity,
+        positions=positions,
+        travel=travel,
+    )
+    if given != wanted:
+        raise ValueError(
+            f"This plan is for {given.text}, but the call, with its positions and bias, is another: {request.mask!r}. "
+            "Leave the plan out, or make another one."
+        )
+    return given
+
+
+@partial(jax.jit, static_argnames=("setting", "axes"))
+def _run(request: Request, words, *, setting: Setting, axes: Axes):
+    """The program on all devices, of arrays that are padded and split, and what it gives without padding."""
+    T = request.dims["T"]
+    operands, specs = _operands(request, setting.plan, axes)
+    mask = as_data(request.mask) if axes.numbered else request.mask
+    positions = [None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions)]
+    rows = [None if p is None else axes.spec("BT", p.shape) for p in positions]
+    in_specs = specs, rule_specs(axes, mask), rows, None if words is None else P()
+    rate = 0.0 if request.dropout is None else request.dropout.rate
+
+    def local(operands: Floats, mask: Mask, positions, words):
+        return attend(setting, operands, _context(operands.q, mask, positions, words, rate, setting.plan, axes))
+
+    out_specs = specs.q, P(*specs.q[:3])
+    run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    given = operands, mask, positions, words
+    if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
+        given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, spec)), given, in_specs)
+    out, lse = run(*given)
+    return out[:, :T], lse[:, :T]
+
+
+def _operands(request: Request, plan: Plan, axes: Axes) -> tuple[Floats, Floats]:
+    """What has gradients, padded, and how each of them is split."""
+    T, K, parts = request.dims["T"], request.dims["K"], axes.count(axes.heads)
+    more = padded(T, plan.shards, plan.order) - T
+    times = 1 if K % parts == 0 else int(np.lcm(K, parts)) // K
+    q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
+    k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
+    bias = _map_terms(lambda term: _prepared(axes, term, more), request.bias)
+    here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
+    heads = None if request.sinks is None else P(axes.heads or None)
+    return Floats(q, k, v, bias, request.sinks), Floats(here, here, here, _bias_specs(axes, bias), heads)
+
+
+def _context(q, mask: Mask, positions, words, rate: float, plan: Plan, axes: Axes) -> Context:
+    """What this device knows besides its operands."""
+    rows, heads = (
+        axes.number(names) * np.int32(size) + jnp.arange(size, dtype=np.int32)
+        for names, size in ((axes.batch, q.shape[0]), (axes.heads, q.shape[2]))
+    )
+    dropout = None if words is None else Dropout(words, rows, heads, rate)
+    if plan.order != "contiguous":
+        mask, positions = _unstored(plan, mask, positions)
+    # Without numbers engines need not look up what is here.
+    rows, heads = (rows, heads) if axes.numbered else (None, None)
+    device = jax.lax.axis_index(axes.sequence).astype(np.int32)
+    return Context(mask, positions[0], positions[1], dropout, rows, heads, device)
+
+
+def _unstored(plan: Plan, mask: Mask, positions):
+    """Arrays along the sequence, which lie as the tokens do, in the order of the tokens."""
+    device, row = place_of(plan, jnp.arange(plan.length, dtype=np.int32))
+    order = device * np.int32(plan.rows) + row
+    return in_order(mask, order), [None if p is None else jnp.take(p, order, axis=1) for p in positions]
+
+
+def _map_terms(of, bias):
+    found = tuple(of(term) for term in terms(bias))
+    return found if isinstance(bias, tuple) else (found[0] if found else None)
+
+
+def _bias_specs(axes: Axes, bias) -> Any:
+    """Rows of arrays lie where the queries do; what is computed from positions is everywhere."""
+    found = tuple(
+        rule_specs(axes, term) if isinstance(term, Bias) else axes.spec("BNtS", term.shape) for term in terms(bias)
+    )
+    return found if isinstance(bias, tuple) else (found[0] if found else None)
+
+
+def _prepared(axes: Axes, term, more: int):
+    """A term of the bias, ready to be split."""
+    if not isinstance(term, Bias):
+        return _padded(term, 2, more) if term.shape[2] > 1 else term
+    # Kernels want what tells heads apart split like the heads; whose axes nobody knows, stays whole, and in JAX.
+    split = axes.count(axes.heads) > 1 and not type(term).array_axes
+    return Whole(term) if split and term.by_distance() is not None else term
+
+
+def _padded(x, axis: int, more: int):
+    if not more:
+        return x
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])

@@ -1,0 +1,376 @@
+"""`plan`: which rows of keys a device must receive to attend with a mask, found from the mask's spans alone.
+
+A row is one token's k and v. Whatever the mask, every device runs the same program, so a step brings the same rows of
+a neighbour to every device: the hull of what any of them needs.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from longspan._checks import check_extents, check_static_size
+from longspan._types import no_type_check
+from longspan.masks import Full, Mask
+from longspan.masks.base import POSITION
+from longspan.masks.sides import two_sides
+from longspan.parallel.balance import load
+from longspan.parallel.order import Order, check_order, owner_of, padded, runs_of
+
+MOST_STEPS = 20  # permutes that are written out: beyond, a loop that sends whole shards is at most 5% over
+MOST_TOUCHES = 1 << 22  # pairs of a chunk and an interval that are looked at one by one
+CAPACITY = 128  # tokens that flags may make global before the ring takes over, if nobody says
+FEWEST = 8  # and at most one of so many that a device holds
+TRAVELLING = 8  # rows that a travelling query is worth: it goes out in all heads, and comes back in float32
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that devices send: `rows` is what each of them receives of it."""
+
+    kind: str  # "permute", "ring", "columns" or "queries"
+    rows: int
+    why: str
+    shift: int = 0  # permute: from how many devices before, negative: after; ring: how many shards before
+    run: int = 0  # permute: of which of the neighbour's runs
+    start: int = 0  # permute: from which of its rows on
+    after: int = 0  # ring: how many shards after
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each device sends so that attention with a mask is exact; static, hashable, prints itself.
+
+    `sent_rows` and `sent_rows_backward` count what a device receives, `bound_rows` what the device that needs most
+    cannot do without. Where that depends on data, they are the most that may come.
+
+    Example:
+        >>> plan = ls.parallel.plan(ls.Causal() & ls.Window(511, 0), 16384, 8)
+        >>> plan.sent_rows, plan.bound_rows
+        (511, 511)
+    """
+
+    mask: Mask  # without its arrays
+    length: int
+    shards: int
+    order: Order
+    steps: tuple[Step, ...]
+    bound_rows: int
+    columns: tuple[int, ...] = ()  # keys that everybody sees
+    queries: tuple[int, ...] = ()  # queries that see everything
+    capacity: int = 0  # how many tokens flags may make global, besides
+    by_flags: tuple[bool, bool] = (False, False)  # whether flags name columns, and queries
+    fallback: "Plan | None" = None  # what is done if they are more
+    data: bool = False  # how far the ring goes depends on arrays
+    sees_after: bool = False  # some device may need keys of devices after it
+    load: float | None = field(default=None, compare=False)  # allowed pairs of the busiest device over the mean
+    text: str = field(default="", compare=False)
+
+    @property
+    def rows(self) -> int:
+        """How many tokens a device holds, padding included."""
+        return padded(self.length, self.shards, self.order) // self.shards
+
+    @property
+    def ring(self) -> Step | None:
+        return next((step for step in self.steps if step.kind == "ring"), None)
+
+    @property
+    def halo(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.kind == "permute")
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows of keys and values that a device receives, forward."""
+        return sum(self._forward(step) for step in self.steps)
+
+    @property
+    def sent_rows_backward(self) -> int:
+        """The same for the backward pass: gradients of rows count as rows."""
+        return sum(self._backward(step) for step in self.steps)
+
+    @property
+    def gather_rows(self) -> int:
+        """What gathering all keys and values would send."""
+        return (self.shards - 1) * self.rows
+
+    def _forward(self, step: Step) -> int:
+        if step.kind == "columns":  # an all-reduce
+            return 2 * step.rows * (self.shards - 1) // self.shards
+        return 0 if step.kind == "queries" else step.rows
+
+    def _backward(self, step: Step) -> int:
+        if step.kind != "ring":
+            return self._forward(step)
+        hops = hops_home(self, step)
+        return step.rows + hops * self.rows
+
+    def __str__(self) -> str:
+        busiest = "depends on data" if self.load is None else f"{self.load:.2f}"
+        head = f"{self.text}: {self.length} tokens on {self.shards} devices, {self.order}, load {busiest}"
+        lines = [head, *(f"  {line(step)}" for step in self.steps)]
+        if not self.steps:
+            lines.append("  nothing is sent")
+        most = "at most " * self.data
+        sent = f"{most}{self.sent_rows:,} rows forward, {self.sent_rows_backward:,} backward"
+        lines.append(f"  a device receives {sent}; bound {self.bound_rows:,}, a gather {self.gather_rows:,}")
+        if self.fallback is not None:
+            lines.append(f"  if more than {self.capacity} tokens are global: {self.fallback.sent_rows:,} rows")
+        return "\n".join(lines)
+
+
+def line(step: Step) -> str:
+    """A step in words."""
+    where = {
+        "permute": f"shift {step.shift:+d}",
+        "ring": f"ring -{step.shift} +{step.after}" if step.after else f"ring -{step.shift}",
+        "columns": "all-reduce",
+        "queries": "queries travel",
+    }[step.kind]
+    return f"{where}: {step.rows:,} rows, {step.why}"
+
+
+def hops_home(plan: Plan, step: Step) -> int:
+    """How often gradients are sent on in a ring's backward pass until they are all at home."""
+    # They travel on with each step; those that went all the way round are home then, others take a leap.
+    if not plan.data:
+        return sum(d + (d < plan.shards - 1) for d in (step.shift, step.after) if d)
+    # How far they go is data: the most that it may come to, with a leap for each bit of the way home.
+    before = max((d + leaps(d + 1, plan.shards) for d in range(1, step.shift + 1)), default=0)
+    return before + max((d + leaps(-d - 1, plan.shards) for d in range(1, step.after + 1)), default=0)
+
+
+def leaps(distance: int, shards: int) -> int:
+    """How many leaps of powers of two lead home from so many devices behind."""
+    return (distance % shards).bit_count()
+
+
+@no_type_check
+def plan(
+    mask: Mask, length: int, shards: int, order: Order = "contiguous", *, global_capacity: int | None = None
+) -> Plan:
+    """What devices send that share a sequence, for a mask: static, whatever the mask's arrays hold.
+
+    Arrays are not looked at. `Causal() & Segments(ids)` may see all that comes before; say what you know of documents
+    with a rule: `& Window(d - 1, 0)` if none is longer than d, `& Chunk(c)` if none crosses a multiple of c.
+
+    Args:
+        mask: any mask for `length` queries and as many keys, whose positions are their indices.
+        length: the number of tokens.
+        shards: how many devices share them.
+        order: how tokens lie on devices: "contiguous" or "zigzag".
+        global_capacity: how many tokens flags may make global before all keys are sent; by default 128, or an eighth
+            of what a device holds.
+
+    Example:
+        >>> print(ls.parallel.plan(ls.Window(3, 2), 64, 4))
+        Window(3, 2): 64 tokens on 4 devices, contiguous, load 1.02
+          shift +1: 3 rows, keys before
+          shift -1: 2 rows, keys after
+          a device receives 5 rows forward, 5 backward; bound 5, a gather 48
+        >>> ls.parallel.plan(ls.Chunk(8), 64, 4).sent_rows
+        0
+    """
+    return planned(mask, length, shards, order, global_capacity=global_capacity)
+
+
+def planned(mask, length, shards, order, *, global_capacity=None, positions=True, travel=True) -> Plan:
+    """`plan`, where positions may be other than indices, and queries may have to stay where they are."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
+    length, shards = check_static_size("length", length, 1), check_static_size("shards", shards, 1)
+    check_order(order)
+    check_extents(mask, q_len=length, kv_len=length)
+    if length < shards:
+        raise ValueError(f"{length} tokens cannot be shared by {shards} devices: give each at least one.")
+    rows = padded(length, shards, order) // shards
+    capacity = min(CAPACITY, -(-rows // FEWEST))
+    if global_capacity is not None:
+        capacity = check_static_size("global_capacity", global_capacity, 0)
+    whole = _made(mask, mask, length, shards, order, positions, Apart())
+    apart = _taken_apart(mask, length, positions, travel, capacity)
+    if apart is None:
+        return whole
+    rest, taken = apart
+    found = _made(mask, rest, length, shards, order, positions, taken)
+    if taken.by_flags != (False, False):
+        found = Plan(**{**vars(found), "fallback": whole})
+    asked = global_capacity is not None and any(taken.by_flags)
+    return found if asked or _price(found) < _price(whole) else whole
+
+
+def _price(plan: Plan) -> int:
+    """Rows, where a travelling query counts for several."""
+    return plan.sent_rows + sum(TRAVELLING * step.rows for step in plan.steps if step.kind == "queries")
+
+
+class Apart(NamedTuple):
+    """The tokens that are brought together by themselves."""
+
+    columns: tuple[int, ...] = ()
+    queries: tuple[int, ...] = ()
+    capacity: int = 0
+    by_flags: tuple[bool, bool] = (False, False)
+
+
+def _taken_apart(mask: Mask, length, positions: bool, travel: bool, capacity: int) -> tuple[Mask, Apart] | None:
+    """The mask without its global tokens, and these; None if there are none, or none that can be told."""
+    pinned = mask.pinned(length)
+    by_flags = (bool(pinned.kv_flags), bool(pinned.q_flags))
+    if not (pinned.columns or pinned.rows or any(by_flags)):
+        return None
+    if not positions and (pinned.columns or pinned.rows):
+        return None
+    if not travel and (pinned.rows or by_flags[1]):
+        return None
+    if any(by_flags) and not capacity:
+        return None
+    columns, rows = (tuple(sorted(found)) for found in (pinned.columns, pinned.rows))
+    return pinned.rest, Apart(columns, rows, capacity if any(by_flags) else 0, by_flags)
+
+
+def _made(mask: Mask, rest: Mask, length, shards, order, positions: bool, taken: Apart) -> Plan:
+    known = without_arrays(rest, positions)
+    needs = _needs(known, length, shards, order)
+    data = _holds_arrays(rest) or not positions
+    steps, rows = [], padded(length, shards, order) // shards
+    columns = len(taken.columns) + taken.capacity * taken.by_flags[0]
+    queries = len(taken.queries) + taken.capacity * taken.by_flags[1]
+    if shards > 1:
+        if columns:
+            steps.append(Step("columns", columns, "keys that everybody sees"))
+        if queries:
+            steps.append(Step("queries", queries, "queries that see everything, and what they saw"))
+        steps += _key_steps(needs, rest, shards, rows, order, data)
+    return Plan(
+        mask=without_arrays(mask, positions),
+        length=length,
+        shards=shards,
+        order=order,
+        steps=tuple(steps),
+        bound_rows=min(needs.bound + columns * (shards > 1), (shards - 1) * rows),
+        columns=taken.columns,
+        queries=taken.queries,
+        capacity=taken.capacity,
+        by_flags=taken.by_flags,
+        data=data and any(step.kind == "ring" for step in steps),
+        sees_after=order == "contiguous" and needs.reach[1] > 0,
+        load=None if data else load(known, length, shards, order),
+        text=repr(mask),
+    )
+
+
+def _key_steps(needs: "Needs", rest: Mask, shards: int, rows: int, order: str, data: bool) -> list[Step]:
+    """How the keys that a device lacks come to it: a few rows of a few neighbours, or shard after shard."""
+    ring = _ring(needs, shards, order)
+    hulls = needs.hulls
+    if hulls is not None and len(hulls) <= MOST_STEPS:
+        steps = [
+            Step("permute", stop - start, "keys before" if shift > 0 else "keys after", shift, run, start)
+            for (shift, run), (start, stop) in hulls.items()
+        ]
+        # A ring sends no more than two shards at a time; if all must go round, it holds far fewer than they are.
+        less = sum(step.rows for step in steps) - sum(ring) * rows
+        if less < 0 or (less == 0 and sum(ring) < shards - 1):
+            return steps
+    return [Step("ring", sum(ring) * rows, _why(rest, data), ring[0], after=ring[1])] if sum(ring) else []
+
+
+def _ring(needs: "Needs", shards: int, order: str) -> tuple[int, int]:
+    """How many shards must come from before and from after; all of them go round one way."""
+    before, after = needs.reach
+    if order == "zigzag" or before + after >= shards - 1:
+        return (shards - 1 if before + after else 0), 0
+    return before, after
+
+
+def _why(rest: Mask, data: bool) -> str:
+    unbounded = rest.unbounded()
+    if unbounded:
+        return f"{unbounded[0]!r} has no bounds"
+    return "as far as the arrays say" if data else "every shard is seen"
+
+
+class Needs(NamedTuple):
+    """What devices lack."""
+
+    hulls: dict[tuple[int, int], tuple[int, int]] | None  # (shift, run) -> rows [start, stop); None: too many to tell
+    reach: tuple[int, int]  # how many shards before and after
+    bound: int  # rows that the device which needs most lacks
+
+
+def _needs(mask: Mask, length: int, shards: int, order: str) -> Needs:
+    """Spans at chunks, met with the chunks that other devices hold."""
+    size = padded(length, shards, order) // (shards * runs_of(order))
+    tile, low, high = _spans(mask, length, size)
+    first, last = low // size, (high - 1) // size
+    device, _ = owner_of(order, shards, tile)
+    widths = high - low - np.clip(np.minimum(high, (tile + 1) * size) - np.maximum(low, tile * size), 0, None)
+    bound = int(np.bincount(device, widths, minlength=shards).max(initial=0))
+    touches = int((last - first + 1).sum())
+    if touches > MOST_TOUCHES:
+        before = int((tile - first).max(initial=0)), int((last - tile).max(initial=0))
+        return Needs(None, before if order == "contiguous" else (shards - 1, 0), bound)
+    which = np.arange(len(tile)).repeat(last - first + 1)
+    ends = np.cumsum(last - first + 1)
+    chunk = first[which] + np.arange(touches) - (ends - (last - first + 1))[which]
+    mine = device[which]
+    theirs, run = owner_of(order, shards, chunk)
+    start = np.maximum(low[which] - chunk * size, 0)
+    stop = np.minimum(high[which] - chunk * size, size)
+    foreign = theirs != mine
+    return _hulls(mine[foreign], theirs[foreign], run[foreign], start[foreign], stop[foreign], shards)
+
+
+def _hulls(mine, theirs, run, start, stop, shards: int) -> Needs:
+    """What each shift must bring so that every device has what it needs."""
+    shift = mine - theirs
+    hulls = {}
+    keys = (shift + shards) * 2 + run
+    for key in np.unique(keys)[::-1]:  # from the furthest before to the furthest after
+        here = keys == key
+        hulls[int(key // 2) - shards, int(key % 2)] = int(start[here].min()), int(stop[here].max())
+    # Of one device's needs in one run of a neighbour, the hull too: intervals may overlap.
+    pairs = (mine * shards + theirs) * 2 + run
+    _, group = np.unique(pairs, return_inverse=True)
+    count = int(group.max(initial=-1)) + 1
+    least, most, device = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    np.minimum.at(least, group, start)
+    np.maximum.at(most, group, stop)
+    device[group] = mine
+    bound = int(np.bincount(device, most - least, minlength=shards).max(initial=0))
+    return Needs(hulls, (int(shift.max(initial=0)), int((-shift).max(initial=0))), bound)
+
+
+def _spans(mask: Mask, length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The intervals of keys that each chunk of queries may see, one after the other: (chunk, low, high)."""
+    q, kv = two_sides(length, length, batch=mask.batch, heads=mask.heads, xp=np)
+    spans = mask.kv_spans(q.tiles(size), kv.tiles(size))
+    tiles = -(-length // size)
+    low, high = np.broadcast_arrays(spans.low, spans.high)
+    low, high = (np.broadcast_to(a, (*a.shape[:2], tiles, a.shape[3])) for a in (low, high))
+    low, high = (np.clip(a.astype(np.int64), 0, length).swapaxes(0, 2).reshape(tiles, -1) for a in (low, high))
+    tile = np.broadcast_to(np.arange(tiles)[:, None], low.shape)
+    found = [a.reshape(-1) for a in (tile, low, high)]
+    if spans.common is not None:
+        common = np.flatnonzero(np.asarray(spans.common).any((0, 1, 2)) & np.ones(tiles, bool))
+        rows = np.arange(tiles).repeat(len(common))
+        starts = np.tile(common, tiles) * size
+        more = rows, starts, np.minimum(starts + size, length)
+        found = [np.concatenate(pair) for pair in zip(found, more, strict=True)]
+    some = found[1] < found[2]
+    return found[0][some], found[1][some], found[2][some]
+
+
+def without_arrays(mask: Mask, positions: bool = True) -> Mask:
+    """The mask, where rules that cannot be known before the data come allow everything."""
+    parts = mask.parts()
+    if parts:
+        return mask.with_parts([without_arrays(part, positions) for part in parts])
+    unknown = _holds_arrays(mask) or (not positions and POSITION in mask.reads)
+    return Full() if unknown else mask
+
+
+def _holds_arrays(mask: Mask) -> bool:
+    return bool(jax.tree.leaves(mask))

@@ -1,0 +1,42 @@
+"""`Shared`: which devices share a sequence, as a model's layers are told."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from longspan._attention import attention
+from longspan.parallel.call import attention as shared_attention
+from longspan.parallel.order import check_order, stored
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Shared:
+    """A mesh, its axis and the order of tokens: part of what is compiled, so it may go where arrays go."""
+
+    mesh: Any = None  # None: one device has it all
+    axis: str = "sp"
+    order: str = "contiguous"
+
+    def __post_init__(self):
+        check_order(self.order)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a call of attention is told."""
+        return {} if self.mesh is None else dict(mesh=self.mesh, axis=self.axis, order=self.order)
+
+    def attention(self, *operands: Any, **given: Any) -> Any:
+        """`ls.attention`, or `ls.parallel.attention` with a mesh."""
+        call: Any = attention if self.mesh is None else shared_attention
+        return call(*operands, **given, **self.options)
+
+    def tokens(self, length: int) -> Any:
+        """Which token lies in each slot, int32 [length]; None where it is the slot's own."""
+        if self.mesh is None or self.order == "contiguous":
+            return None
+        return stored(length, self.mesh.shape[self.axis], self.order)
+
+
+ALONE = Shared()

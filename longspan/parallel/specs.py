@@ -1,0 +1,118 @@
+"""How the operands of a call are laid out on a mesh: which axis of each array is split, and over which devices."""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from longspan.biases import Bias, terms
+from longspan.masks import Mask
+from longspan.masks.base import SLOT
+from longspan.masks.pytree import axes_of
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh by what they split."""
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    sequence: str
+
+    @classmethod
+    def of(cls, mesh: Any, axis: str, batch_axes: Any, head_axis: Any) -> "Axes":
+        """Of the names given, those that the mesh has; the sequence's must be there."""
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise TypeError(
+                f"`mesh` must be a jax.sharding.Mesh, as `ls.parallel.mesh` makes, got {type(mesh).__name__}."
+            )
+        if axis not in mesh.axis_names:
+            listed = ", ".join(repr(name) for name in mesh.axis_names)
+            raise ValueError(f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the one that shares T.")
+        given = [(names,) if isinstance(names, str) else tuple(names or ()) for names in (batch_axes, head_axis)]
+        batch, heads = (tuple(name for name in names if name in mesh.axis_names) for names in given)
+        twice = {name for name in (*batch, *heads, axis) if (*batch, *heads, axis).count(name) > 1}
+        if twice:
+            raise ValueError(
+                f"The mesh axis {sorted(twice)[0]!r} is named twice, as `axis`, `batch_axes` or `head_axis`."
+            )
+        return cls(mesh, batch, heads, axis)
+
+    def count(self, names: tuple[str, ...]) -> int:
+        return int(np.prod([self.mesh.shape[name] for name in names], dtype=np.int64))
+
+    @property
+    def shards(self) -> int:
+        return self.mesh.shape[self.sequence]
+
+    @property
+    def numbered(self) -> bool:
+        """Whether devices hold different batch rows or heads."""
+        return self.count((*self.batch, *self.heads)) > 1
+
+    def spec(self, letters: str, shape: tuple[int, ...]) -> P:
+        """Of an array whose axes are these letters, t being the sequence; an axis of size 1 stands for all."""
+        names = {"B": self.batch, "N": self.heads, "t": (self.sequence,)}
+        return P(
+            *(names.get(letter, ()) or None if size > 1 else None for letter, size in zip(letters, shape, strict=True))
+        )
+
+    def number(self, names: tuple[str, ...]) -> Any:
+        """The number of this device among those that split an axis; inside `shard_map`."""
+        return jax.lax.axis_index(names).astype(np.int32) if names else jnp.zeros((), np.int32)
+
+
+def rule_specs(axes: Axes, rule: Mask | Bias) -> Any:
+    """A spec for every array of a mask or bias: batch rows and heads are split, the sequence is not.
+
+    Arrays whose axes nobody knows are whole everywhere; rules read them by the numbers of rows and heads.
+    """
+    specs = [axes.spec(letters, np.shape(leaf)) for letters, leaf in lettered(rule)]
+    return jax.tree.unflatten(jax.tree.structure(rule), specs)
+
+
+def lettered(rule: Mask | Bias) -> list[tuple[str, Any]]:
+    """(axes, array) for each array of a mask or bias, in the order of its leaves; "." is an axis that is not named."""
+    return list(zip(axes_of(rule), jax.tree.leaves(rule), strict=True))
+
+
+def as_data(mask: Mask) -> Mask:
+    """The mask, where tables that tell heads or rows apart are arrays that can be split, not constants."""
+    parts = mask.parts()
+    if parts:
+        return mask.with_parts([as_data(part) for part in parts])
+    tables = {
+        name: jnp.asarray(getattr(mask, name))
+        for name, letters in type(mask).array_axes.items()
+        if isinstance(getattr(mask, name), np.ndarray) and "N" in letters
+    }
+    return replace(cast(Any, mask), **tables) if tables else mask
+
+
+def in_order(mask: Mask, order: Any) -> Mask:
+    """The mask, whose arrays along the sequence are taken at `order` [T]."""
+    leaves = [
+        jnp.take(leaf, order, axis=-1) if letters[-1:] in ("T", "S") else leaf for letters, leaf in lettered(mask)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(mask), leaves)
+
+
+def check_zigzag(mask: Mask, bias: Any) -> None:
+    """What is told by slots, not by tokens, means nothing in another order."""
+    bad = [part for part in mask.walk() if not part.parts() and SLOT in part.reads and not part.by_token]
+    if bad:
+        raise ValueError(
+            f"order='zigzag' moves tokens to other slots, and {bad[0]!r} is about slots. Use order='contiguous', or a "
+            "rule by position or by ids."
+        )
+    for term in terms(bias):
+        if not isinstance(term, Bias) and term.shape[2:] != (1, 1):
+            raise ValueError(
+                f"order='zigzag' moves tokens to other slots, and a bias of shape {tuple(term.shape)} is about slots. "
+                "Use order='contiguous', or a `Bias` by position."
+            )

@@ -1,0 +1,88 @@
+"""The bytes of a plan: what each step sends, for a call of some sizes.
+
+Counted as ring algorithms send: of a collective whose result has R bytes on g devices, a permute takes R, an
+all-gather and an all-to-all R·(g − 1)/g, an all-reduce 2·R·(g − 1)/g, a reduce-scatter R·(g − 1).
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longspan._types import statistics_dtype
+from longspan.parallel.plan import Plan, Step, hops_home
+
+
+class Sizes(NamedTuple):
+    """What one device holds of a call."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: Any
+    devices: int  # of the whole mesh
+
+    def row(self, itemsize: int) -> int:
+        """One token's k and v, of every batch row."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * itemsize
+
+    @property
+    def item(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def wide(self) -> int:
+        """Of what is summed."""
+        return np.dtype(statistics_dtype(self.dtype)).itemsize
+
+
+class Traffic(NamedTuple):
+    """Bytes per device; where they depend on data, the most that may come."""
+
+    steps: tuple[tuple[Step, int, int], ...]  # forward, backward
+    agreement: int  # forward: on how far a ring goes, and whether global tokens are too many
+    bound: int
+    gather: int
+
+    @property
+    def forward(self) -> int:
+        return sum(step[1] for step in self.steps) + self.agreement
+
+    @property
+    def backward(self) -> int:
+        return sum(step[2] for step in self.steps)
+
+
+def traffic(plan: Plan, sizes: Sizes) -> Traffic:
+    """The bytes that each step of a plan sends."""
+    steps = tuple((step, *_bytes(plan, sizes, step)) for step in plan.steps)
+    agreed = _all_reduce(8 if plan.data else 4 if plan.fallback else 0, sizes.devices)
+    row = sizes.row(sizes.item)
+    return Traffic(
+        steps,
+        agreed,
+        plan.bound_rows * row,
+        plan.gather_rows * row,
+    )
+
+
+def _all_reduce(result: int, devices: int) -> int:
+    return 2 * result * (devices - 1) // devices
+
+
+def _bytes(plan: Plan, sizes: Sizes, step: Step) -> tuple[int, int]:
+    """(forward, backward) of a step."""
+    row, wide = sizes.row(sizes.item), sizes.row(sizes.wide)
+    if step.kind == "permute":
+        return step.rows * row, step.rows * row
+    if step.kind == "ring":
+        # Gradients travel as they are summed.
+        return step.rows * row, step.rows * row + hops_home(plan, step) * plan.rows * wide
+    if step.kind == "columns":
+        return _all_reduce(step.rows * row, plan.shards), _all_reduce(step.rows * wide, plan.shards)
+    number = sizes.batch * step.rows * sizes.heads
+    # Out: q, then the weighted sum with the greatest lse and the weights; back: delta and dout, then dq.
+    out = number * (sizes.head_dim * sizes.item + (sizes.v_head_dim + 2) * sizes.wide)
+    back = number * (sizes.v_head_dim * sizes.item + (sizes.head_dim + 1) * sizes.wide)
+    return _all_reduce(out, plan.shards), _all_reduce(back, plan.shards)

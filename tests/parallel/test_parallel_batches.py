@@ -1,0 +1,127 @@
+"""Batches in the order and on the devices that attention wants them, and back; what layers cost."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import longspan as ls
+from tests.parallel.families import MESHES, B, operands
+
+BATCH = dict(
+    tokens=np.arange(2 * 41).reshape(2, 41),
+    labels=np.ones((2, 41), int),
+    segment_ids=np.zeros((2, 41), int),
+    weights=np.ones((2, 41, 3), np.float32),
+    lengths=np.array([41, 7]),
+)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_unshard_undoes_shard_batch(mesh, order):
+    mesh = MESHES[mesh]()
+    placed = ls.parallel.shard_batch(BATCH, mesh, order=order)
+    unit = mesh.shape["sp"] * (2 if order == "zigzag" else 1)
+    assert set(placed) == {*BATCH, "positions"}
+    for name, x in BATCH.items():
+        spec = P(("dp", "fsdp"), "sp") if x.ndim > 1 else P(("dp", "fsdp"))
+        assert placed[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+        if x.ndim > 1:
+            assert placed[name].shape[1] % unit == 0
+            np.testing.assert_array_equal(ls.parallel.unshard(placed[name], mesh, length=41, order=order), x)
+    positions = np.asarray(placed["positions"])
+    padding = positions >= 41
+    assert (np.asarray(placed["labels"])[padding] == -100).all()
+    assert (np.asarray(placed["segment_ids"])[padding] == -1).all()
+    assert (np.asarray(placed["tokens"])[padding] == 0).all()
+    assert (np.asarray(placed["tokens"])[0][~padding[0]] == positions[0][~padding[0]]).all()
+
+
+def test_zigzag_gives_device_i_chunk_i_and_its_mirror():
+    mesh = ls.parallel.mesh(sp=3)
+    placed = ls.parallel.shard_batch(dict(x=np.arange(12)[None]), mesh, order="zigzag")
+    assert placed["x"].tolist() == [[0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_a_sharded_batch_is_attended_as_the_whole_is(order):
+    mesh, (q, k, v) = MESHES["sp4"](), operands()
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (B, 41)), axis=1)
+    placed = ls.parallel.shard_batch(dict(q=q, k=k, v=v, segment_ids=ids), mesh, order=order)
+    mask = ls.Causal() & ls.Segments(placed["segment_ids"])
+    out = ls.parallel.attention(*(placed[x] for x in "qkv"), mask=mask, mesh=mesh, order=order)
+    want = ls.attention(q, k, v, mask=ls.Causal() & ls.Segments(ids), engine="reference")
+    got = ls.parallel.unshard(out, mesh, length=41, order=order)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_is_what_fill_says():
+    placed = ls.parallel.shard_batch(dict(x=np.ones((1, 5), int)), ls.parallel.mesh(sp=4), fill=dict(x=7))
+    assert placed["x"].tolist() == [[1] * 5 + [7] * 3]
+
+
+REFUSED = {
+    "The batch has 'positions' already": dict(positions=np.zeros((2, 41))),
+    "must have as many tokens: 'a' has 41, 'b' has 40": dict(a=np.zeros((2, 41)), b=np.zeros((2, 40))),
+    "must have as many batch rows": dict(a=np.zeros((2, 41)), b=np.zeros(3)),
+    "has no array": dict(a=np.zeros(3)),
+    "2 tokens cannot be shared by 4 devices": dict(a=np.zeros((2, 2))),
+    "3 batch rows cannot be split over 2 devices": dict(a=np.zeros((3, 41))),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_batches_that_cannot_be_sharded_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        ls.parallel.shard_batch(REFUSED[message], MESHES["dp2-sp4"]())
+
+
+def test_unshard_refuses_what_shard_batch_does_not_make():
+    mesh = ls.parallel.mesh(sp=4)
+    with pytest.raises(ValueError, match="7 tokens are not what `shard_batch` makes for 4 devices, zigzag"):
+        ls.parallel.unshard(jnp.zeros((1, 7)), mesh, order="zigzag")
+    with pytest.raises(ValueError, match="length=9 is more than the 8 tokens"):
+        ls.parallel.unshard(jnp.zeros((1, 8)), mesh, length=9)
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    with pytest.raises(ValueError, match=r"dp=3 · fsdp=1 · tp=1 · sp=8 are 24 devices, but there are 8"):
+        ls.parallel.mesh(dp=3, sp=8)
+
+
+SIZES = dict(batch=1, heads=16, kv_heads=2, head_dim=128, dtype=jnp.bfloat16)
+
+
+def test_a_windows_cost_is_its_halo():
+    """1,047,552 bytes: what XLA's program for a real topology was seen to send."""
+    cost = ls.parallel.cost(ls.parallel.plan(ls.Causal() & ls.Window(1023, 0), 1 << 20, 256), **SIZES)
+    assert cost.sent_bytes == cost.bound_bytes == 1_047_552
+    pairs = (1 << 20) * 1024 - 1023 * 1024 // 2
+    assert cost.useful_flops == pytest.approx(4 * 128 * 16 * pairs / 256, rel=0.01)
+
+
+def test_more_shards_stop_paying_when_a_shard_is_smaller_than_the_window():
+    mask = ls.Causal() & ls.Window(1023, 0)
+    pay = [ls.parallel.cost(ls.parallel.plan(mask, 1 << 20, n), **SIZES).more_shards_pay for n in (256, 1024, 2048)]
+    assert pay == [True, True, False]
+    assert "receives 1,023 rows and holds 512" in str(ls.parallel.cost(ls.parallel.plan(mask, 1 << 20, 2048), **SIZES))
+
+
+def test_a_ring_stops_paying_when_the_link_takes_longer():
+    costs = [ls.parallel.cost(ls.parallel.plan(ls.Causal(), 1 << 20, n, "zigzag"), **SIZES) for n in (16, 4096)]
+    assert [cost.more_shards_pay for cost in costs] == [True, False]
+    assert "the link takes longer than the products" in str(costs[1])
+
+
+def test_global_queries_are_everybodys_work():
+    mask = ls.Window(64, 64) | ls.Global((0, 1))
+    assert ls.parallel.cost(ls.parallel.plan(mask, 1 << 16, 16), **SIZES).load < 1.1
+
+
+def test_cost_refuses_what_is_no_plan():
+    with pytest.raises(TypeError, match=r"`plan` must be what `ls.parallel.plan` makes, got Causal"):
+        ls.parallel.cost(ls.Causal(), **SIZES)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`heads` must be a Python int >= 1"):
+        ls.parallel.cost(ls.parallel.plan(ls.Causal(), 64, 4), **SIZES | dict(heads=0))

@@ -1,0 +1,118 @@
+"""What the compiled program sends is what `explain` says: read from its collectives, loops counted by trips."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import longspan as ls
+from longspan.parallel.plan import leaps
+from tests.parallel import hlo
+
+B, T, N, K, H = 1, 512, 4, 2, 8
+ROW = 2 * K * H * 4  # one token's k and v, in float32
+GATHER = 7 * (T // 8) * ROW
+MESH = ls.parallel.mesh(sp=8)
+IDS, FLAGS = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
+
+
+def compiled(mask, order="contiguous", *, length=T, mesh=MESH, batch=B, backward=False, **more):
+    """The program of a forward pass, or of both."""
+    here = NamedSharding(mesh, P("dp", "sp", "tp"))
+    q, k = (jax.ShapeDtypeStruct((batch, length, n, H), jnp.float32, sharding=here) for n in (N, K))
+
+    def forward(q, k, v, mask):
+        return ls.parallel.attention(q, k, v, mask=mask, mesh=mesh, order=order, engine="cpu", **more)
+
+    def both(q, k, v, mask, dout):
+        return jax.vjp(lambda *x: forward(*x, mask), q, k, v)[1](dout)
+
+    return (jax.jit(both).lower(q, k, k, mask, q) if backward else jax.jit(forward).lower(q, k, k, mask)).compile()
+
+
+def report(mask, order="contiguous", *, length=T, mesh=MESH, batch=B, **more):
+    q, k = (jax.ShapeDtypeStruct((batch, length, n, H), jnp.float32) for n in (N, K))
+    return ls.explain(q, k, k, mask=mask, mesh=mesh, order=order, **more)
+
+
+STATIC = {
+    "window": (ls.Window(9, 5), "contiguous"),
+    "window, zigzag": (ls.Window(9, 5), "zigzag"),
+    "wide window": (ls.Window(200, 0), "contiguous"),
+    "aligned chunks": (ls.Chunk(64), "contiguous"),
+    "bounded documents": (ls.Segments(IDS) & ls.Window(20, 0), "contiguous"),
+    "pinned columns": (ls.Causal() & (ls.Window(31, 0) | ls.Prefix(4)), "contiguous"),
+    "global tokens": (ls.Window(16, 16) | ls.Global((0, 300)), "contiguous"),
+    "causal": (ls.Causal(), "zigzag"),
+    "a bounded ring": (ls.Custom(lambda q, k: q == k) & ls.Window(150, 200), "contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_program_sends_what_explain_says(name):
+    mask, order = STATIC[name]
+    said = report(mask, order)
+    assert hlo.total(compiled(mask, order)) == said.sent_bytes
+    both = compiled(mask, order, backward=True)
+    assert hlo.total(both) == said.sent_bytes + said.sent_bytes_backward
+
+
+def test_on_meshes_with_other_axes_too():
+    mesh, mask = ls.parallel.mesh(dp=2, tp=2, sp=2), ls.Window(16, 16) | ls.Global((0, 300))
+    said = report(mask, mesh=mesh, batch=2)
+    both = compiled(mask, mesh=mesh, batch=2, backward=True)
+    assert hlo.total(both) == said.sent_bytes + said.sent_bytes_backward
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_a_ring_of_documents_sends_as_many_shards_as_they_reach(order):
+    mask = ls.Causal() & ls.Segments(IDS)
+    forward, both = (compiled(mask, order, backward=backward) for backward in (False, True))
+    shard, agreed = T // 8 * ROW, 2 * 8 * 7 // 8
+    for reach in (0, 2, 7):
+        assert hlo.sent(forward, trips=reach)["collective-permute"] == reach * shard
+        home = leaps(reach + 1, 8) if reach else 0
+        # Keys twice, gradients once; then home, if they are not.
+        assert hlo.sent(both, trips=reach, branch=0)["collective-permute"] == 3 * reach * shard
+        most = report(mask, order)
+        assert (3 * reach + home) * shard + agreed <= most.sent_bytes + most.sent_bytes_backward
+    assert hlo.sent(forward, trips=7)["all-reduce"] == agreed
+    assert report(mask, order).sent_bytes == 7 * shard + agreed
+
+
+def test_flags_send_their_capacity():
+    mask = ls.Window(8, 8) | ls.Global(q_flags=FLAGS, kv_flags=FLAGS)
+    said, both = report(mask, global_capacity=5), compiled(mask, global_capacity=5, backward=True)
+    assert hlo.total(both, branch=0) == said.sent_bytes + said.sent_bytes_backward
+    assert any("depends on data" in line for line in said.sending)
+
+
+def test_what_is_sent_is_near_the_bound():
+    window, pinned, tokens = (STATIC[name][0] for name in ("window", "pinned columns", "global tokens"))
+    assert report(window).sent_bytes <= 1.05 * report(window).bound_bytes
+    assert report(pinned).sent_bytes <= 1.3 * report(pinned).bound_bytes
+    assert report(ls.Chunk(64)).sent_bytes == 0
+    few = report(ls.Window(2, 2) | ls.Global((0, 300)))
+    assert few.sent_bytes < 0.1 * GATHER == 0.1 * few.gather_bytes
+    for mask in (window, pinned, tokens):
+        assert report(mask).sent_bytes == report(mask, length=64 * T).sent_bytes
+
+
+@pytest.mark.parametrize("mask", [ls.Window(9, 5), ls.Causal() & (ls.Window(31, 0) | ls.Prefix(4))], ids=repr)
+def test_a_longer_sequence_sends_no_more(mask):
+    assert hlo.sent(compiled(mask)) == hlo.sent(compiled(mask, length=4 * T))
+
+
+def test_explain_tells_order_load_steps_and_the_worst_case():
+    text = str(report(ls.Causal() & ls.Segments(IDS), "zigzag"))
+    assert "8 share the sequence, zigzag, 64 tokens each; load max/mean depends on data" in text
+    assert "ring -7: 448 rows" in text
+    assert "this is the worst case" in text
+    assert "whole on every device, 1,792 B if they come split" in text
+    text = str(report(ls.Window(9, 5)))
+    assert "shift +1: 9 rows, keys before: 1,152 B forward, 1,152 B backward" in text
+    assert "per device forward" in text
+    assert "nothing" in str(report(ls.Chunk(64)))
+    assert ls.explain(*[jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32)] * 3).sent_bytes is None

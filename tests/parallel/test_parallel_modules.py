@@ -1,0 +1,124 @@
+"""Flax modules and models over sequences that devices share: what they give on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import longspan as ls
+from longspan import models, nn
+from longspan.parallel.order import stored
+from tests.parallel.families import MESHES
+
+T = 48
+ROPE = dict(rope_type="default", rope_theta=100.0)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, 8)), jnp.float32)
+
+
+def of_kind(kind, name, **fields):
+    """A function of x and what a call takes, of one kind of Flax module with always the same parameters."""
+    if kind == "nnx":
+        layer = getattr(nn.nnx, name)(in_features=8, rngs=nnx.Rngs(0), **fields)
+        return lambda x, **call: layer(x, **call)
+    layer = getattr(nn.linen, name)(**fields)
+    params = getattr(nn.linen, name)(**fields | dict(mesh=None)).init(jax.random.key(0), X)
+    return lambda x, **call: layer.apply(params, x, **call)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_self_attention_on_devices_equals_one(kind, order):
+    mesh = MESHES["dp2-tp2-sp2"]()
+    at = stored(T, 2, order)
+    fields = dict(num_heads=4, num_kv_heads=2, rope=ROPE, sinks=True)
+    mask = ls.Causal() & ls.Window(7, 0)
+    got = of_kind(kind, "SelfAttention", mesh=mesh, order=order, **fields)(X[:, at], mask=mask)
+    want = of_kind(kind, "SelfAttention", **fields)(X, mask=mask)
+    np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+def test_longformers_module_on_devices_equals_one(kind):
+    mesh, at = MESHES["sp4"](), stored(T, 4, "zigzag")
+    fields = dict(num_heads=2, window=3, rope=ROPE, engine="reference")
+    kinds = np.zeros((2, T), int)
+    kinds[0, 5], kinds[1, 40:] = 1, -1
+    got = of_kind(kind, "LongformerSelfAttention", mesh=mesh, order="zigzag", **fields)(
+        X[:, at], token_kinds=kinds[:, at]
+    )
+    want = of_kind(kind, "LongformerSelfAttention", **fields)(X, token_kinds=kinds)
+    np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
+
+
+def test_bigbirds_module_on_devices_equals_one():
+    fields = dict(num_heads=2, block_size=4, num_random_blocks=1, engine="reference")
+    got = of_kind("linen", "BigBirdSelfAttention", mesh=MESHES["sp4"](), **fields)(X)
+    np.testing.assert_allclose(got, of_kind("linen", "BigBirdSelfAttention", **fields)(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_and_a_mesh_are_refused_together():
+    layer = nn.nnx.SelfAttention(num_heads=2, in_features=8, mesh=MESHES["sp4"](), rngs=nnx.Rngs(0))
+    cache = ls.cache.init(ls.cache.plan(ls.Causal(), 9), 2, 2, 4, jnp.float32)
+    with pytest.raises(ValueError, match="A `cache` is decoded with on one device"):
+        layer(X[:, :3], cache=cache)
+
+
+DECODER = dict(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16)
+TEXT = jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, T)), jnp.int32)
+DOCUMENTS = np.sort(np.random.default_rng(2).integers(0, 3, (2, T)), axis=1)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_a_decoder_on_devices_equals_one(packed, order):
+    mesh, at = MESHES["sp4"](), stored(T, 4, order)
+    model = models.CausalLM(models.MistralConfig(**DECODER, sliding_window=5), rngs=nnx.Rngs(0))
+    ids = dict(segment_ids=DOCUMENTS) if packed else {}
+    want = model(TEXT, **ids).logits
+    got = model(TEXT[:, at], **{name: x[:, at] for name, x in ids.items()}, mesh=mesh, order=order).logits
+    np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_with_a_cache_and_a_mesh_is_refused():
+    model = models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="A `cache` is decoded with on one device"):
+        model(TEXT[:, :3], cache=model.init_cache(batch=2, length=9), mesh=MESHES["sp4"]())
+
+
+ENCODER = dict(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=16)
+ENCODERS = {
+    "bert": lambda: models.BertConfig(**ENCODER, max_position_embeddings=64),
+    "longformer": lambda: models.LongformerConfig(**ENCODER, max_position_embeddings=64, window=3),
+    "bigbird": lambda: models.BigBirdConfig(**ENCODER, max_position_embeddings=64, block_size=4, num_random_blocks=1),
+}
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird"))]
+)
+def test_an_encoder_on_devices_equals_one(family):
+    encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
+    mask, given = np.ones((2, T), int), {}
+    mask[1, 40:] = 0
+    if family == "longformer":
+        given = dict(global_attention_mask=np.arange(T)[None].repeat(2, 0) % 30 == 0)
+    want = encoder(TEXT, mask, **given).last_hidden_state
+    got = encoder(TEXT, mask, **given, mesh=MESHES["sp4"]()).last_hidden_state
+    there = mask.astype(bool)
+    np.testing.assert_allclose(np.asarray(got)[there], np.asarray(want)[there], rtol=1e-4, atol=1e-4)
+
+
+def test_an_encoder_in_another_order_needs_position_ids():
+    encoder, at = models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    shared = dict(mesh=MESHES["sp4"](), order="zigzag")
+    with pytest.raises(ValueError, match="give their `position_ids` too"):
+        encoder(TEXT[:, at], **shared)
+    got = encoder(TEXT[:, at], position_ids=at[None], **shared).last_hidden_state
+    np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_encoder_takes_a_mesh_too():
+    run = models.compiled(models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)))
+    got, want = run(TEXT, mesh=MESHES["sp4"]()), run(TEXT)
+    np.testing.assert_allclose(got.last_hidden_state, want.last_hidden_state, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,128 @@
+"""What a plan says: rows that are sent, what cannot be done without, and the load."""
+
+import numpy as np
+import pytest
+
+import longspan as ls
+
+T, SHARDS = 16384, 8
+GATHER = 7 * 2048
+IDS, FLAGS = np.zeros((2, T), int), np.zeros((2, T), bool)
+
+
+def plan(mask, order="contiguous", **more):
+    return ls.parallel.plan(mask, T, SHARDS, order, **more)
+
+
+def test_a_window_sends_what_it_reaches():
+    found = plan(ls.Causal() & ls.Window(511, 0))
+    assert (found.sent_rows, found.sent_rows_backward, found.bound_rows) == (511, 511, 511)
+    assert f"{found.load:.2f}" == "1.02"
+
+
+def test_a_window_over_several_shards_sends_what_it_reaches():
+    found = plan(ls.Window(7000, 100))
+    assert found.sent_rows == found.bound_rows == 7100
+    assert [step.shift for step in found.steps] == [4, 3, 2, 1, -1]
+
+
+@pytest.mark.parametrize(
+    "mask", [ls.Chunk(2048), ls.Chunk(64), ls.Segments(IDS) & ls.Chunk(1024), ls.Empty()], ids=repr
+)
+def test_what_lies_within_shards_sends_nothing(mask):
+    assert plan(mask).sent_rows == 0
+    assert not plan(mask).steps
+
+
+def test_a_bound_on_documents_turns_a_ring_into_a_halo():
+    causal = ls.Causal() & ls.Segments(IDS)
+    assert plan(causal).sent_rows == GATHER
+    assert plan(causal).data
+    assert plan(causal & ls.Window(99, 0)).sent_rows == 99
+
+
+def test_causal_is_a_ring_and_zigzag_spreads_it():
+    contiguous, zigzag = plan(ls.Causal()), plan(ls.Causal(), "zigzag")
+    for found in (contiguous, zigzag):
+        assert (found.sent_rows, found.sent_rows_backward) == (GATHER, 2 * GATHER)
+    assert contiguous.load > 1.85
+    assert zigzag.load < 1.01
+
+
+def test_the_order_is_that_of_the_lesser_load(capsys):
+    assert ls.parallel.order([ls.Causal(), ls.Causal() & ls.Window(511, 0)], T, SHARDS) == "zigzag"
+    assert "contiguous: load 1.4" in capsys.readouterr().out
+    assert ls.parallel.order(ls.Window(511, 511), T, SHARDS) == "contiguous"
+
+
+def test_pinned_columns_cost_twice_their_number_at_most():
+    found = plan(ls.Causal() & (ls.Window(511, 0) | ls.Prefix(4)))
+    assert found.bound_rows == 515
+    assert found.sent_rows == 511 + 7
+
+
+def test_queries_of_global_tokens_travel():
+    found = plan(ls.Window(512, 512) | ls.Global((0, 9000)))
+    assert found.sent_rows < 0.1 * GATHER
+    assert found.queries == (0, 9000)
+
+
+def test_flags_have_a_capacity_and_a_way_out():
+    mask = ls.Window(64, 64) | ls.Global(q_flags=FLAGS, kv_flags=FLAGS)
+    assert plan(mask).capacity == 128
+    assert plan(mask).fallback.sent_rows == GATHER
+    assert plan(mask, global_capacity=0).fallback is None
+    assert plan(mask, global_capacity=7).capacity == 7
+
+
+def test_what_bounds_nothing_says_why():
+    assert "Custom(every) has no bounds" in str(plan(ls.Custom(every)))
+
+
+def every(q, k):
+    return q == k
+
+
+def test_rows_do_not_grow_with_the_length():
+    mask = ls.Causal() & (ls.Window(511, 0) | ls.Prefix(4) | ls.Global((77,)))
+    found = [ls.parallel.plan(mask, length, SHARDS) for length in (1 << 14, 1 << 17, 1 << 20)]
+    assert len({(p.sent_rows, p.sent_rows_backward, p.bound_rows, p.queries) for p in found}) == 1
+
+
+def test_ten_million_tokens_on_thousands_of_devices_are_planned_at_once():
+    found = ls.parallel.plan(ls.Causal() & ls.Window(4095, 0), 10 << 20, 4096)
+    assert found.sent_rows == found.bound_rows == 4095
+
+
+def test_plans_hash_and_equal_plans_are_equal():
+    masks = [
+        lambda: ls.Causal() & ls.Segments(IDS),
+        lambda: ls.Window(3, 0),
+        lambda: ls.Blocks(np.zeros((1, 8, 1), int), 2048),
+    ]
+    for make in masks:
+        assert plan(make()) == plan(make())
+        assert hash(plan(make())) == hash(plan(make()))
+    assert plan(ls.Window(3, 0)) != plan(ls.Window(3, 0), "zigzag")
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("shards", [3, 8])
+def test_a_plan_covers_what_is_seen(shards, order):
+    """Every key that a device sees is its own, or comes by some step."""
+    length = 48
+    for mask in (ls.Window(5, 3), ls.Chunk(7), ls.Causal() & (ls.Window(2, 0) | ls.Prefix(5)), ls.Band(-20, -11)):
+        found = ls.parallel.plan(mask, length, shards, order)
+        if found.ring is not None:
+            continue
+        truth = np.asarray(mask.dense(length, length))[0, 0]
+        place = ls.parallel.shard_batch(dict(x=np.zeros((1, length), int)), ls.parallel.mesh(sp=shards), order=order)
+        at = np.asarray(place["positions"])[0].reshape(shards, -1)
+        for device in range(shards):
+            have = {*at[device].tolist(), *found.columns}
+            size = found.rows // (1 if order == "contiguous" else 2)
+            for step in found.halo:
+                if 0 <= device - step.shift < shards:
+                    begin = step.run * size + step.start
+                    have |= {*at[device - step.shift][begin : begin + step.rows].tolist()}
+            assert set(np.flatnonzero(truth[at[device]].any(0)).tolist()) <= have
