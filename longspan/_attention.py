@@ -170,7 +170,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def answer(request: Request, engine: EngineName | Engine, *, scale=None, dropout_key=None) -> tuple[Any, Any]:
+def answer(request: Request, engine: Any, *, scale=None, dropout_key=None) -> tuple[Any, Any]:
     """(out, lse) of a request by an engine, with what a request does not hold: a traced scale and the dropout's key."""
     chosen, _ = choose(engine, request)
     if _is_array(scale):
