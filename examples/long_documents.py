@@ -85,7 +85,7 @@ def count_right(run, ids, labels, global_mask):
     return jnp.sum(jnp.argmax(logits, axis=-1) == labels)
 
 
-def train(
+def fit(
     *,
     with_global_token: bool,
     length: int = 4096,
@@ -94,29 +94,40 @@ def train(
     batch: int = 16,
     learning_rate: float = 5e-3,
     checkpoint: str | None = None,
-    save: str | None = None,
     seed: int = 0,
     report=print,
-) -> float:
-    """Trains a classifier and returns its accuracy on 20 batches of new documents."""
+) -> models.Encoder | models.Model:
+    """A classifier, trained; `report` is told how it goes, now and then."""
     model = make_model(checkpoint, length, window, seed)
     optimizer = nnx.Optimizer(model, make_optimizer(learning_rate, steps), wrt=nnx.Param)
     documents = jax.jit(partial(make_documents, batch=batch, length=length, paragraph=length // 16))
-    train_key, test_key = jax.random.split(jax.random.key(seed))
     # The first token is global, or none is. It is data: both run the same program.
     global_mask = jnp.zeros((batch, length), bool).at[:, 0].set(with_global_token)
     for step in range(steps):
-        ids, labels = documents(jax.random.fold_in(train_key, step))
+        ids, labels = documents(jax.random.fold_in(jax.random.key(seed), step))
         loss = train_step(model, optimizer, ids, labels, global_mask, remat=length > 8192)
-        if step % 20 == 0 or step == steps - 1:
+        if step % 10 == 0 or step == steps - 1:
             report(f"  step {step:4d}  loss {loss:.3f}")
-    tests = (documents(jax.random.fold_in(test_key, i)) for i in range(20))
+    return model
+
+
+def accuracy(model, *, with_global_token: bool, length: int, batch: int, batches: int = 20) -> float:
+    """The share of new documents that it gets right."""
+    documents = jax.jit(partial(make_documents, batch=batch, length=length, paragraph=length // 16))
+    global_mask = jnp.zeros((batch, length), bool).at[:, 0].set(with_global_token)
+    tests = (documents(jax.random.key(10**6 + i)) for i in range(batches))
     run = models.compiled(model)
-    right = sum(int(count_right(run, ids, labels, global_mask)) for ids, labels in tests)
+    return sum(int(count_right(run, ids, labels, global_mask)) for ids, labels in tests) / (batches * batch)
+
+
+def train(*, with_global_token: bool, length: int = 4096, batch: int = 16, save: str | None = None, **options) -> float:
+    """Trains a classifier, saves it if it is the one with a global token, and returns its accuracy on new documents."""
+    sizes = dict(with_global_token=with_global_token, length=length, batch=batch)
+    model = fit(**sizes, **options)
     if save is not None and with_global_token:
         hf.save(model, save)
-        report(f"  saved in {save}, for `hf.load` or Hugging Face's `from_pretrained`")
-    return right / (20 * batch)
+        print(f"  saved in {save}, for `hf.load` or Hugging Face's `from_pretrained`")
+    return accuracy(model, **sizes)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from longspan._version import __version__
 from longspan.cli import INTERRUPTED
 from longspan.cli.bench import bench
 from longspan.cli.check import check
+from longspan.cli.demo import demo
 from longspan.cli.diff import diff
 from longspan.cli.encode import encode
 from longspan.cli.explain import explain
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=dict(help_option_names=["-h", "--help"]),
 )
-for _command in (info, show, explain, diff, bench, check, encode, generate):
+for _command in (info, demo, show, explain, diff, bench, check, encode, generate):
     app.command()(_command)
 
 

@@ -1,0 +1,103 @@
+"""The demo at toy size: every section, its checks, its pictures; and that a claim that does not hold fails it."""
+
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.cli import demo as command
+from longspan.cli import main
+from longspan.cli._stage import Stage
+from longspan.cli.race import race
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def leave_out(monkeypatch, *sections):
+    for name in sections:
+        monkeypatch.setattr(command, name, lambda *_: None)
+
+
+def test_every_section_runs_and_every_claim_holds(here, capsys, monkeypatch):
+    if importlib.util.find_spec("longspan.parallel") is None:
+        leave_out(monkeypatch, "_devices")
+    assert main(["demo", "--toy", "--seconds", "0.1"]) == 0
+    out = capsys.readouterr().out
+    for line in ("engine cpu", "512 tokens, sparse against dense", "Right on new documents", "bits per byte",
+                 "A layer keeps 132 keys".lower(), "What to try next"):  # fmt: skip
+        assert line in out
+    assert "NOT SO" not in out and out.count("✓") >= 4
+    assert re.search(r"This took \d+ s\.", out)
+    names = {path.name for path in (here / "longspan-demo").iterdir()}
+    assert names == {f"{name}.png" for name in ("decoder", "documents", "encoder", "bigbird", "training")}
+    answer = out.split("def main(self):\n    ")[1]
+    assert len(answer.split("\n\n")[0]) >= 20
+
+
+def test_a_claim_that_does_not_hold_fails_it(here, capsys, monkeypatch):
+    leave_out(monkeypatch, "_masks", "_clues", "_decoder", "_devices")
+    monkeypatch.setattr(command, "_agree", lambda result: False)
+    assert main(["demo", "--toy"]) == 1
+    out = capsys.readouterr().out
+    assert "✗ NOT SO: all 512 results" in out and "1 of its claims did not hold" in out
+
+
+def test_the_race_notices_another_mask(monkeypatch):
+    """What sparse attention computes is compared with the mask's own truth: a wrong result cannot pass."""
+    mask = ls.Causal() & (ls.Window(6, 0) | ls.Prefix(2))
+    done = []
+    right = race(mask, 101, done.append)
+    assert command._agree(right) and done[-1] == len(done)
+    assert right.dense.bytes > 4 * 101**2 > right.sparse.bytes
+    assert np.isfinite([right.dense.seconds, right.sparse.seconds]).all()
+    attention = ls.attention
+    monkeypatch.setattr(ls, "attention", lambda q, k, v, mask: attention(q, k, v, mask=ls.Causal() & ls.Window(6, 0)))
+    wrong = race(mask, 101, done.append)
+    assert not command._agree(wrong) and wrong.apart > 0.01
+
+
+def test_numbers_that_are_none_do_not_agree():
+    race_of_nan = race(ls.Causal(), 40, lambda done: None)._replace(apart=float("nan"))
+    assert not command._agree(race_of_nan)
+
+
+def test_without_matplotlib_masks_are_pages(here, monkeypatch, capsys):
+    monkeypatch.setattr("longspan.cli._stage.is_there", lambda module: False)
+    Stage(here).draw("causal", ls.Causal(), 64, tile=16)
+    assert [path.name for path in here.iterdir()] == ["causal.html"]
+    assert "<svg" in (here / "causal.html").read_text("utf-8")
+    assert "causal.html" in capsys.readouterr().out
+
+
+def test_without_flax_or_examples_a_section_says_why_it_is_left_out(here, monkeypatch, capsys):
+    stage = Stage(here)
+    assert command._example(stage, "no_such_example") is None
+    assert "Left out: examples/no_such_example.py is not beside this installation" in capsys.readouterr().out
+
+    def missing(room, module, extra):
+        raise ImportError(f"{room} needs {module}: pip install 'longspan[{extra}]'")
+
+    monkeypatch.setattr(command, "needs", missing)
+    assert command._example(stage, "byte_decoder") is None
+    assert "Left out. This section needs flax: pip install 'longspan[flax]'" in capsys.readouterr().out
+
+
+def test_each_run_has_a_folder_of_its_own_unless_one_is_named(here):
+    assert [str(command._folder(None)) for _ in range(3)] == ["longspan-demo", "longspan-demo-2", "longspan-demo-3"]
+    named = here / "a" / "b"
+    assert command._folder(named) == command._folder(named) == named and named.is_dir()

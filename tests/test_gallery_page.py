@@ -1,0 +1,97 @@
+"""docs/gallery.md: its pictures are what its expressions draw, and its masks of attention-gym are what they should be."""
+
+import importlib.util
+import re
+import xml.dom.minidom
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import longspan as ls
+from tests.gallery import GALLERY
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "gallery.md").read_text("utf-8")
+# What attention-gym has, by the name of its picture; the last ones are drawn at random there, or are another's size.
+GYM = {
+    "causal": ("causal", dict(length=24)),
+    "window": ("sliding window", dict(length=24, window=5)),
+    "window-dilated": ("dilated sliding window", dict(length=24, keys=4, dilation=3)),
+    "longformer": ("global sliding window", dict(length=24, window=3, tokens=(0, 11))),
+    "sinks": ("attention sinks", dict(length=24, window=5, sinks=3)),
+    "prefix-lm": ("prefix LM", dict(length=24, prefix=7)),
+    "segments": ("document", dict(lengths=(5, 9, 1, 9))),
+    "packed-prefix": ("packed documents", dict(lengths=(5, 9, 1, 9), prefix=3)),
+    "shared-prefix": ("shared prefix", dict(groups=((8, 6, 4, 6),))),
+    "block-diffusion": ("block diffusion", dict(length=16, size=4)),
+    "flamingo": ("flamingo", dict(text=24, image=5, intervals=[[0, 9], [3, 9], [9, 18], [15, 24]])),
+    "natten": ("natten", dict(height=6, width=6, kernel=3)),
+    "sliding-tiles": ("sliding tiles 2d", dict(canvas=(8, 4), kernel=(4, 4), tile=(2, 2), text=4)),
+    "sparse-video-gen": ("sparse video gen", dict(prompt=3, frames=4, per_frame=7, width=1)),
+    "tree": ("tree", dict(prefix=9, parents=(-1, 0, 1, 1, 3, 3, 0))),
+    "draft-training": ("draft training", dict(prefix=8, blocks=3, size=4)),
+}
+OTHERS = {"chosen blocks", "natten, wide", "sliding tiles 3d"}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_pictures", DOCS / "make_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def masks(script):
+    """The mask of each picture, with both lengths."""
+    found, names = {}, {}
+    for block in script.BLOCK.finditer(PAGE):
+        exec(block["code"], names)
+        if block["name"]:
+            found[block["name"]] = names["mask"], int(block["queries"]), int(block["keys"])
+    return found
+
+
+def test_pictures_are_what_the_page_draws(script):
+    drawn = script.pictures(PAGE)
+    files = {path.stem: path.read_text("utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    assert set(files) == set(drawn) == set(re.findall(r"\(pictures/([\w-]+)\.svg\)", PAGE))
+    changed = [name for name, content in drawn.items() if files[name] != content]
+    assert not changed, f"python docs/make_pictures.py draws {changed} anew"
+
+
+def test_pictures_are_small_and_read_by_parsers():
+    for path in (DOCS / "pictures").glob("*.svg"):
+        assert path.stat().st_size < 30_000
+        root = xml.dom.minidom.parse(str(path)).documentElement
+        assert root is not None and root.getElementsByTagName("title")
+
+
+def test_every_mask_has_its_entry():
+    leaves = [name for name, value in vars(ls).items() if isinstance(value, type) and issubclass(value, ls.Mask)]
+    missing = [name for name in leaves if name != "Mask" and not re.search(rf"^### {name}\b", PAGE, re.MULTILINE)]
+    assert not missing
+    assert {"PerHead", "Custom", "Band"} <= set(leaves)
+
+
+def test_every_entry_is_a_sentence_a_picture_and_an_expression():
+    for entry in re.split(r"^### ", PAGE.split("## Scores")[0], flags=re.MULTILINE)[1:]:
+        assert re.match(r".+\n\n[^\n]+\.\n\n!\[[^\n]+\)\n\n```python\n.*?mask = .*?```\n+", entry, re.DOTALL), entry
+
+
+@pytest.mark.parametrize("name", GYM)
+def test_those_of_attention_gym_mean_what_plain_loops_say(name, masks):
+    exhibit, sizes = GYM[name]
+    mask, q_len, kv_len = masks[name]
+    made = GALLERY[exhibit].build(**sizes)
+    assert (q_len, kv_len) == (made.q_len, made.kv_len)
+    expected = np.zeros((1, made.mask.heads, q_len, kv_len), bool)
+    for place in np.ndindex(*expected.shape):
+        expected[place] = made.truth(*place[1:])
+    np.testing.assert_array_equal(mask.dense(q_len, kv_len), expected)
+
+
+def test_none_of_attention_gym_is_left_out():
+    assert {exhibit for exhibit, _ in GYM.values()} | OTHERS == set(GALLERY)
