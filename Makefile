@@ -10,9 +10,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PARITY := .venv-parity
 ACCELERATORS := .venv-accelerators
+DOCS := .venv-docs
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test native-arm64 demo quick test slow matrix lint format bench parity accelerators lock clean distclean
+.PHONY: help setup native native-test native-arm64 demo quick test slow matrix lint format bench parity accelerators docs \
+  lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +31,7 @@ help:
 	@echo "make lint       ruff, pyright and clang-format"
 	@echo "make format     let ruff and clang-format rewrite the files"
 	@echo "make bench      the benchmarks"
+	@echo "make docs       the site, built into build/site without warnings by what is installed into $(DOCS)"
 	@echo "make lock       pin the newest versions that pyproject.toml allows"
 	@echo "make clean      remove caches and build products; distclean also removes $(VENV)"
 
@@ -128,6 +131,18 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# Needs neither JAX nor the package: the reference is read from the sources.
+$(DOCS)/.ready: pyproject.toml
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@echo "Installing the docs extra into $(DOCS) (a minute, once)"
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > $(DOCS)/requirements.txt
+	@$(DOCS)/bin/python -m pip install $(PIP_FLAGS) -r $(DOCS)/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/mkdocs build --strict
+
 # From an empty environment, so that nothing installed by hand gets pinned.
 lock:
 	@echo "Resolving pyproject.toml in build/lock"
@@ -145,4 +160,4 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(PARITY) $(ACCELERATORS)
+	rm -rf $(VENV) $(PARITY) $(ACCELERATORS) $(DOCS)

@@ -8,6 +8,8 @@ from collections.abc import Callable as _Callable
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
+import jax as _jax
+
 from longspan import cache as cache
 from longspan import parallel as parallel
 from longspan import rope as rope
@@ -17,6 +19,7 @@ from longspan._explain import Explanation as Explanation
 from longspan._explain import explain as explain
 from longspan._merge import merge as merge
 from longspan._optional import is_there as _is_there
+from longspan._tested import warn_unless_tested as _warn_unless_tested
 from longspan._version import __version__ as __version__
 from longspan.biases import Bias as Bias
 from longspan.biases import ScoreBias as ScoreBias
@@ -121,6 +124,8 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "TokenTypes",
     "Window",
 ]
+
+_warn_unless_tested(_jax.__version__)
 
 # Rooms that need an optional dependency, and which: they are loaded when somebody asks for them.
 _LAZY = {"generate": "flax", "hf": "flax", "models": "flax", "nn": "flax"}
