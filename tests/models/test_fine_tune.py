@@ -88,3 +88,15 @@ def test_every_document_is_in_one_batch_and_shapes_are_few(batches):
 
 def test_it_is_short():
     assert len(EXAMPLE.read_text("utf-8").splitlines()) < 80
+
+
+def test_a_short_model_becomes_a_long_one(texts, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bert").mkdir()
+    bert, out = checkpoints.bert(tmp_path / "bert"), tmp_path / "out"  # of 90 tokens
+    options = ("--length", 128, "--batch-tokens", 512, "--epochs", 1)
+    run(monkeypatch, "--model", bert, "--texts", texts, "--out", out, *options)
+    assert "of 8 held-out documents are right" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    assert config["architectures"] == ["LongformerForSequenceClassification"]
+    assert hf.load(out).config.max_tokens == 128
+    assert (out / "tokenizer.json").is_file()
