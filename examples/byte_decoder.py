@@ -90,8 +90,8 @@ def main() -> None:
     prompt = b"def main(self):\n    "
     print(prompt.decode(), end="")
     show = lambda row, byte: print(chr(byte), end="", flush=True)  # noqa: E731
-    key = jax.random.key(0)
-    ls.generate(model, [list(prompt)], max_new_tokens=options.answer, temperature=0.7, key=key, stream=show)
+    size, key = options.answer, jax.random.key(0)
+    ls.generate(model, [list(prompt)], max_new_tokens=size, stream=show, temperature=0.7, key=key)
     print()
 
 

@@ -12,7 +12,6 @@ reads everything, and the same model gets them all right.
 
 import argparse
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,12 +122,11 @@ def accuracy(model, *, with_global_token: bool, length: int, batch: int, batches
 
 def train(*, with_global_token: bool, length: int = 4096, batch: int = 16, save: str | None = None, **options) -> float:
     """Trains a classifier, saves it if it is the one with a global token, and returns its accuracy on new documents."""
-    sizes: dict[str, Any] = dict(with_global_token=with_global_token, length=length, batch=batch)
-    model = fit(**sizes, **options)
+    model = fit(with_global_token=with_global_token, length=length, batch=batch, **options)
     if save is not None and with_global_token:
         hf.save(model, save)
         print(f"  saved in {save}, for `hf.load` or Hugging Face's `from_pretrained`")
-    return accuracy(model, **sizes)
+    return accuracy(model, with_global_token=with_global_token, length=length, batch=batch)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""docs/gallery.md: its pictures are what its expressions draw, its masks of attention-gym what they should be."""
+"""docs/gallery.md: its pictures are what its expressions draw, its masks of attention-gym are what they should be."""
 
 import importlib.util
 import re

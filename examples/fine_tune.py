@@ -1,0 +1,79 @@
+"""Fine-tunes an encoder on text files of your own, a folder for each label, and saves it for PyTorch colleagues too.
+
+`--model DIR --texts reviews --out DIR`: reviews/good/*.txt are documents of one label; docs/fine-tuning.md explains.
+"""
+
+import argparse
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import optax
+from flax import nnx
+from rich.progress import track
+from tokenizers import Tokenizer
+
+from longspan import hf, models
+
+
+def batches(documents, tokens: int, most: int, pad: int, rng: np.random.Generator) -> list[tuple[np.ndarray, ...]]:
+    """(ids [B, T], mask [B, T], labels [B]) of similar lengths, in few shapes; rows with label -1 are no documents."""
+    bucket = lambda one: min(most, max(64, 1 << (len(one[0]) - 1).bit_length()))  # noqa: E731
+    found, shuffled = [], [documents[i] for i in rng.permutation(len(documents))]
+    for length, alike in groupby(sorted(shuffled, key=bucket), bucket):
+        rows, left = max(1, tokens // length), list(alike)
+        while left:
+            ids, mask, labels = np.full((rows, length), pad), np.zeros((rows, length), bool), np.full(rows, -1)
+            for row, (own, label) in enumerate(left[:rows]):
+                ids[row, : len(own)], mask[row, : len(own)], labels[row] = own, True, label
+            found, left = [*found, (ids, mask, labels)], left[rows:]
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+@nnx.jit
+def step(model, optimizer, rngs, ids, mask, labels):
+    def loss(model):
+        logits = model(ids, attention_mask=mask, rngs=rngs, remat=ids.shape[1] > 2048).logits
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels.clip(0))
+        return each.mean(where=labels >= 0)
+
+    value, gradients = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--model", "--texts", "--out"):
+        parser.add_argument(name, type=Path, required=True)
+    for name, value in (("--length", 4096), ("--batch-tokens", 8192), ("--epochs", 3), ("--learning-rate", 3e-5)):
+        parser.add_argument(name, type=type(value), default=value)
+    options, rng = parser.parse_args(), np.random.default_rng(0)
+    names = sorted(path.name for path in options.texts.iterdir() if path.is_dir())
+    model = hf.load(options.model, task="sequence_classification", num_labels=len(names), rngs=nnx.Rngs(0))
+    assert isinstance(model, models.Model)  # of the task, a head on an encoder
+    if model.config.model_type in ("bert", "roberta") and options.length > model.config.max_tokens:
+        model = hf.extend(model, max_positions=options.length, window=256)  # now it is a Longformer
+    most = min(options.length, model.config.max_tokens)
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(most)
+    files = [(path, number) for number, name in enumerate(names) for path in (options.texts / name).glob("*.txt")]
+    documents = [(tokenizer.encode(path.read_text("utf-8")).ids, number) for path, number in sorted(files)]
+    test, train = documents[::5], [one for i, one in enumerate(documents) if i % 5]
+    shape = (options.batch_tokens, most, max(model.config.pad_token_id, 0), rng)
+    steps = options.epochs * len(batches(train, *shape))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, steps // 10, steps)
+    optimizer, rngs = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param), nnx.Rngs(dropout=0)
+    for epoch in range(1, options.epochs + 1):
+        model.train()  # dropout is on, and off again below
+        losses = [float(step(model, optimizer, rngs, *one)) for one in track(batches(train, *shape), f"epoch {epoch}")]
+        model.eval()
+        run = models.compiled(model)
+        right = sum(int(np.sum(run(x, attention_mask=m).logits.argmax(-1) == y)) for x, m, y in batches(test, *shape))
+        print(f"epoch {epoch}: loss {np.mean(losses):.3f}, {right} of {len(test)} held-out documents are right")
+        hf.save(model, options.out, id2label=names)
+
+
+if __name__ == "__main__":
+    main()

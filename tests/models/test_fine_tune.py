@@ -1,0 +1,102 @@
+"""The script that fine-tunes on text files, with a tiny model and a tokenizer of a few words."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer
+
+from longspan import hf, models
+from tests.cli import checkpoints
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fine_tune.py"
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return runpy.run_path(str(EXAMPLE))["batches"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A Longformer of two layers, without a head."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2, window=4)
+    shape = dict(vocab_size=len(checkpoints.WORDS), max_position_embeddings=200, pad_token_id=0)
+    config = models.LongformerConfig(**shape, **sizes, initializer_range=0.2)
+    (tmp_path / "model").mkdir()
+    return checkpoints.save(models.Encoder(config, rngs=nnx.Rngs(0)), tmp_path / "model", checkpoints.words())
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Good documents have a word of their own that bad ones do not have; lengths are of two buckets."""
+    rng = np.random.default_rng(0)
+    for label, own in (("good", "w1"), ("bad", "w2")):
+        (tmp_path / "texts" / label).mkdir(parents=True)
+        for number in range(20):
+            words = [own if n < 12 else f"w{n}" for n in rng.integers(3, 27, rng.integers(5, 110))]
+            (tmp_path / "texts" / label / f"{number}.txt").write_text(" ".join(words), "utf-8")
+    return tmp_path / "texts"
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["fine_tune.py", *map(str, arguments)])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def test_it_learns_and_saves_what_others_load(model, texts, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    options = ("--length", 128, "--batch-tokens", 512, "--epochs", 6, "--learning-rate", 1e-2)
+    run(monkeypatch, "--model", model, "--texts", texts, "--out", out, *options)
+    assert "8 of 8 held-out documents are right" in capsys.readouterr().out.splitlines()[-1]
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    assert config["id2label"] == {"0": "bad", "1": "good"}
+    assert config["architectures"] == ["LongformerForSequenceClassification"]
+    tokenizer, again = Tokenizer.from_file(str(out / "tokenizer.json")), hf.load(out)
+    for word, label in (("w1", 1), ("w2", 0)):
+        ids = tokenizer.encode(f"w15 {word} w19 {word} {word} w24").ids
+        assert int(again(np.array([ids])).logits.argmax()) == label
+
+
+def test_every_document_is_in_one_batch_and_shapes_are_few(batches):
+    rng = np.random.default_rng(0)
+    documents = [([number + 7] * int(n), number % 3) for number, n in enumerate(rng.integers(1, 257, 57))]
+    found = batches(documents, 512, 256, 5, rng)
+    assert {ids.shape for ids, _, _ in found} <= {(8, 64), (4, 128), (2, 256)}
+    seen = {}
+    for ids, mask, labels in found:
+        np.testing.assert_array_equal(ids[~mask], 5)
+        assert not mask[labels == -1].any()
+        for row in np.flatnonzero(labels >= 0):
+            own = ids[row][mask[row]]
+            seen[int(own[0]) - 7] = (own.tolist(), labels[row])
+    assert seen == dict(enumerate(documents))
+
+
+def test_it_is_short():
+    assert len(EXAMPLE.read_text("utf-8").splitlines()) < 80
+
+
+def test_a_short_model_becomes_a_long_one(texts, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bert").mkdir()
+    bert, out = checkpoints.bert(tmp_path / "bert"), tmp_path / "out"  # of 90 tokens
+    options = ("--length", 128, "--batch-tokens", 512, "--epochs", 1)
+    run(monkeypatch, "--model", bert, "--texts", texts, "--out", out, *options)
+    assert "of 8 held-out documents are right" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    assert config["architectures"] == ["LongformerForSequenceClassification"]
+    assert hf.load(out).config.max_tokens == 128
+    assert (out / "tokenizer.json").is_file()
