@@ -1,4 +1,8 @@
-"""A hook of mkdocs: the reference's pages, one for each section of docs/api.md, so that no name is listed twice."""
+"""Hooks of mkdocs: pages that are made of other files, so that nothing is said twice.
+
+The reference has a page for each section of docs/api.md. Files of the folder above docs/ are shown where a page names
+them.
+"""
 
 import re
 from pathlib import Path
@@ -29,6 +33,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = f"# {title}\n\n" + "\n\n".join(_entry(name) for name in names) + "\n"
         files.append(File.generated(config, _path(title), content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Puts the files that a page names in its place; their links start from the folder above docs/."""
+    return re.sub(r'^--8<-- "([\w.]+)(?::(\w+))?"$', lambda m: _file(m[1], m[2]), markdown, flags=re.MULTILINE)
+
+
+def _file(name: str, section: str | None) -> str:
+    text = (ROOT / name).read_text("utf-8")
+    if section is not None:
+        text = text.split(f"[start:{section}] -->\n")[1].split(f"<!-- --8<-- [end:{section}]")[0]
+    return text.replace("](docs/", "](")
 
 
 def _sections() -> dict[str, list[str]]:
