@@ -75,6 +75,26 @@ def test_a_step_that_reads_in_place_gives_what_the_scan_gives(name):
         np.testing.assert_allclose(ours.k, theirs.k, rtol=0, atol=TOLERANCE * np.abs(theirs.k).max())
 
 
+@needs_native
+def test_layers_that_were_replaced_are_called():
+    """LoRA's beside a stacked matrix, another one with a bias as the head: not only their kernels are multiplied."""
+    model, rngs = small(num_hidden_layers=2, initializer_range=0.4), nnx.Rngs(3)
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def adapter(rngs):
+        return nnx.LoRA(16, 3, 16, b_initializer=nnx.initializers.normal(1.0), rngs=rngs)
+
+    base = model.layers[0].attention.query
+    model.layers[0].attention.query = nnx.Sequential(adapter(rngs), base)
+    model.head = nnx.Linear(16, 31, bias_init=nnx.initializers.normal(9.0), rngs=rngs)
+    ids = np.array([[3, 7, 5, 2]])
+    want = model(ids).logits[:, -1]
+    output = model(ids[:, :3], cache=model.init_cache(1, 9))
+    got = model(ids[:, 3:], cache=output.cache).logits[:, 0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+
 def test_16_bits_generate_too():
     model = hf.load(directory("mistral"), dtype=jnp.bfloat16)
     ids = np.stack([prompt[:20] for prompt in peers.prompts()])

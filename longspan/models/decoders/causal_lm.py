@@ -17,7 +17,7 @@ from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, toke
 from longspan.models.decoders.kept import Kept
 from longspan.models.decoders.layer import run_layers, stack, step_layers
 from longspan.models.decoders.norm import RMSNorm
-from longspan.models.decoders.products import is_native, times
+from longspan.models.decoders.products import is_native, is_plain, times
 from longspan.models.layers import embed, linear
 from longspan.models.output import Output
 from longspan.parallel.shared import Shared
@@ -175,7 +175,8 @@ class CausalLM(nnx.Module):
         return Output(last_hidden_state=x, logits=self._logits(x, step=step), cache=cache)
 
     def _logits(self, x, *, step: bool) -> jax.Array:
-        if not step:
+        head = self.embed if self.head is None else self.head
+        if not step or not is_plain(head, x) or getattr(head, "bias", None) is not None:
             logits = self.embed.attend(x) if self.head is None else self.head(x)
         elif self.head is None:
             logits = times(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)

@@ -21,23 +21,35 @@ def is_native(rows: int, dtype: Any, param_dtype: Any) -> bool:
     return jax.default_backend() == "cpu" and exact and can_multiply(rows, dtype, param_dtype)
 
 
-def linear_each(layers: Sequence[nnx.Linear], x: jax.Array, at: int | None) -> list[jax.Array]:
+def is_plain(layer: Any, x: jax.Array) -> bool:
+    """Whether a layer is Flax's own, which multiplies with its matrix; another one, as LoRA's, does more with x."""
+    own = type(layer) in (nnx.Linear, nnx.Embed)
+    return own and layer.dtype is not None and jnp.dtype(layer.dtype) == x.dtype
+
+
+def linear_each(layers: Sequence[Any], x: jax.Array, at: int | None) -> list[jax.Array]:
     """[layer(x) for layer in layers]; if they are stacks, of the layer `at`."""
     if at is None:
         return [layer(x) for layer in layers]
-    kernels, dtype = [layer.kernel[...] for layer in layers], layers[0].dtype
-    ys = [y.astype(dtype) for y in times(x, kernels, at)]
+    if not all(is_plain(layer, x) for layer in layers):
+        return [_of_stack(layer, at)(x) for layer in layers]
+    ys = [y.astype(x.dtype) for y in times(x, [layer.kernel[...] for layer in layers], at)]
     return [y if layer.bias is None else y + _row(layer.bias[at], y) for y, layer in zip(ys, layers, strict=True)]
 
 
 def times(x: jax.Array, matrices: Sequence[jax.Array], at: int = 0, *, by_outer: bool = False) -> list[jax.Array]:
     """[x @ matrix[at] for matrix in matrices] for stacks or single matrices, transposed if they lie by outputs."""
     rows = x.reshape(-1, x.shape[-1])
-    if not is_native(rows.shape[0], x.dtype, matrices[0].dtype):
+    if not all(is_native(rows.shape[0], x.dtype, matrix.dtype) for matrix in matrices):
         ours = [matrix[at] if matrix.ndim == 3 else matrix for matrix in matrices]
         return [x @ (matrix.T if by_outer else matrix).astype(x.dtype) for matrix in ours]
     ys: Any = _products(at, by_outer, rows.astype(jnp.float32), tuple(matrices))
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
+
+
+def _of_stack(layer: Any, at: int) -> Any:
+    graph, state = nnx.split(layer)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[at], state))
 
 
 def _row(bias: jax.Array, like: jax.Array) -> jax.Array:
