@@ -36,7 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Puts the files that a page names in its place; their links start from the folder above docs/."""
+    """Puts the files that a page names in its place; links to and from the folder above docs/ are mended."""
+    markdown = markdown.replace("](../CONTRIBUTING.md", "](extending.md")
     return re.sub(r'^--8<-- "([\w.]+)(?::(\w+))?"$', lambda m: _file(m[1], m[2]), markdown, flags=re.MULTILINE)
 
 
