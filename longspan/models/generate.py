@@ -74,6 +74,7 @@ def generate(
     check_model(model)
     rows = check_prompts(model.config, prompts)
     check_options(len(rows), max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, key, prefill_chunk)
+    max_new_tokens = int(max_new_tokens)  # perhaps NumPy's
     length = check_lengths(model.config, rows, max_new_tokens, max_length)
     stop = stop_tokens_of(model, stop_tokens)
     if not rows or max_new_tokens == 0:

@@ -333,6 +333,12 @@ def test_dynamic_rope_has_no_end():
     assert len(tokens) == 40
 
 
+def test_numpys_ints_are_ints_and_stop_tokens_may_lie_outside_of_the_vocabulary():
+    model, prompt = load("llama"), [5, 6, 7]
+    (tokens,) = ls.generate(model, [prompt], max_new_tokens=np.int64(2), stop_tokens=[2**40, -1, -(2**40)])
+    assert tokens.tolist() == greedy(model, [prompt], 2)[0]
+
+
 def test_nothing_asked_for_is_nothing():
     assert ls.generate(load("llama"), [], max_new_tokens=3) == []
     (none,) = ls.generate(load("llama"), [[1, 2]], max_new_tokens=0)

@@ -130,7 +130,8 @@ def stop_tokens_of(model: CausalLM, given: Any) -> tuple[int, ...]:
     found = np.atleast_1d(np.asarray([] if given is None else given))
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise ValueError(f"`stop_tokens` must be token ids, ints, or () for none, got {given!r}.")
-    return tuple(int(token) for token in found)
+    # Others never come, and may not fit an int32.
+    return tuple(int(token) for token in found if 0 <= token < model.config.vocab_size)
 
 
 def _generation_config(model: CausalLM) -> dict[str, Any]:
