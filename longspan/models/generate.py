@@ -13,10 +13,18 @@ from jaxtyping import Int
 from longspan._types import Array, no_type_check
 from longspan.models._graph import Graph
 from longspan.models.decoders.causal_lm import CausalLM
-from longspan.models.decoders.requests import check_lengths, check_model, check_options, check_prompts, stop_tokens_of
+from longspan.models.decoders.requests import (
+    check_kept,
+    check_lengths,
+    check_model,
+    check_options,
+    check_prompts,
+    stop_tokens_of,
+)
 from longspan.models.decoders.sampling import Sampling
 from longspan.models.decoders.steps import NOTHING, Compiled, Rules, burst, first, prefill, start
 
+SHORTEST = 32  # tokens of a prompt's chunk, from which on smaller ones would save little
 STOPS = 8  # the number of stop tokens is rounded up to a multiple, so that another one compiles nothing
 
 
@@ -106,11 +114,13 @@ def _bursts(
     kept, last = start(model.config, len(rows), length, model.dtype)
     for ids, lengths in chunks(rows, chunk):
         kept, last = prefill(of, params, kept, last, ids, lengths, rules.ropes)
+    check_kept(model.config, kept)
     seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
     state = first(of, params, last, seen, np.full(len(rows), most, np.int32), rules)
     yield list(enumerate(np.asarray(state.tokens).tolist()))
     while np.asarray(state.left).any():
         kept, state, tokens = burst(of, params, kept, state, rules)
+        check_kept(model.config, kept)
         found = np.asarray(tokens)
         yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NOTHING)]
 
@@ -129,20 +139,23 @@ def chunks(rows: Sequence[np.ndarray], most: int) -> Iterator[tuple[np.ndarray, 
 
 
 def chunk_size(left: int, most: int) -> int:
-    """How many tokens to compute at once, of those that are left: one of four sizes, each a quarter of the one before.
+    """How many tokens to compute at once, of those that are left: one of few sizes, each a quarter of the one before.
 
     Example:
         >>> [chunk_size(left, 2048) for left in (5000, 1900, 900, 388, 4)]
         [2048, 2048, 512, 512, 32]
     """
-    sizes = [max(most // 4**i, 1) for i in range(4)]
+    sizes = [most]
+    while sizes[-1] > SHORTEST:
+        sizes.append(max(sizes[-1] // 4, 1))
     # A size that is a little too large costs less than two that are smaller.
     fitting = [size for size in sizes if size * 3 <= left * 4]
     return fitting[0] if fitting else sizes[-1]
 
 
 def _number(value: Any) -> Any:
-    return None if value is None else np.float32(value)
+    # Beyond these a float32, or what is divided by it, would be 0 or infinite.
+    return None if value is None else np.float32(np.clip(value, 1e-30, 1e30))
 
 
 def _padded(stop: tuple[int, ...]) -> np.ndarray:

@@ -1,6 +1,5 @@
 """The demo at toy size: every section, its checks, its pictures; and that a claim that does not hold fails it."""
 
-import importlib.util
 import re
 
 import jax
@@ -33,9 +32,7 @@ def leave_out(monkeypatch, *sections):
         monkeypatch.setattr(command, name, lambda *_: None)
 
 
-def test_every_section_runs_and_every_claim_holds(here, capsys, monkeypatch):
-    if importlib.util.find_spec("longspan.parallel") is None:
-        leave_out(monkeypatch, "_devices")
+def test_every_section_runs_and_every_claim_holds(here, capsys):
     assert main(["demo", "--toy", "--seconds", "0.1"]) == 0
     out = capsys.readouterr().out
     for line in ("engine cpu", "512 tokens, sparse against dense", "Right on new documents", "bits per byte",

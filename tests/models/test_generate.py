@@ -292,6 +292,9 @@ def test_keys_are_by_row_and_the_same_key_draws_the_same():
         (dict(prompts=[[-1]]), ValueError, "token id -1"),
         (dict(prompts=[[1.5]]), ValueError, "must be token ids"),
         (dict(prompts=[[[1]]]), ValueError, "must be token ids"),
+        (dict(prompts=[[1, [2, 3]]]), ValueError, "must be token ids"),
+        (dict(temperature="hot"), ValueError, "temperature"),
+        (dict(temperature=None), ValueError, "temperature"),
         (dict(prompts=[1, 2]), ValueError, r"`\[prompt\]`"),
         (dict(prompts="hello"), TypeError, "list of arrays of token ids"),
         (dict(prompts=["hello"]), ValueError, "must be token ids"),
@@ -324,6 +327,47 @@ def test_an_encoder_does_not_generate():
     for other in (models.Encoder(config, rngs=nnx.Rngs(0)), SimpleNamespace()):
         with pytest.raises(TypeError, match="must be a decoder"):
             ls.generate(other, [[1]], max_new_tokens=1)
+
+
+def test_generation_inside_jit_is_refused():
+    graph, params = nnx.split(load("llama"))
+    with pytest.raises(TypeError, match="outside of `jit`"):
+        jax.jit(lambda params: ls.generate(nnx.merge(graph, params), [[1]], max_new_tokens=1))(params)
+
+
+class Bound(models.LlamaConfig):
+    """A prefix whose tokens see each other."""
+
+    def mask(self, kind):
+        return ls.Causal() | ls.Prefix(4)
+
+
+def test_tokens_that_see_each_other_must_come_together():
+    sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=12, num_attention_heads=2, num_hidden_layers=1)
+    model = models.CausalLM(Bound(**sizes), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="must then be computed together"):
+        ls.generate(model, [[1, 2]], max_new_tokens=3)
+    (tokens,), ids = greedy(model, [[1, 2, 3, 4, 5]], 3), [1, 2, 3, 4, 5]
+    for token in tokens:
+        assert token == int(np.argmax(np.asarray(model(np.array([ids])).logits)[0, -1]))
+        ids.append(token)
+
+
+def test_a_temperature_next_to_nothing_is_greedy():
+    model, want = load("llama"), greedy(load("llama"), peers.prompts())
+    assert greedy(model, peers.prompts(), temperature=1e-40, key=jax.random.key(0)) == want
+
+
+def test_a_cache_may_be_narrower_than_the_model():
+    model, ids = load("llama"), np.stack([prompt[:7] for prompt in peers.prompts()])
+    output = model(ids, cache=model.init_cache(2, 20, dtype=jnp.bfloat16))
+    assert output.cache[0].k.dtype == jnp.bfloat16
+    want = np.asarray(model(ids).logits)
+    np.testing.assert_allclose(output.logits, want, atol=0.05 * np.abs(want).max())
+
+
+def test_a_large_chunk_computes_little_padding():
+    assert room.chunk_size(30, 2_000_000) < 60
 
 
 def test_dynamic_rope_has_no_end():

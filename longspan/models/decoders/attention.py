@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         if tokens.steps is not None:
             write = tokens.steps[self.kind].write
             (kept_k, k), (kept_v, v) = write(kept[0], k), write(kept[1], v)
-            kept = kept_k, kept_v
+            kept, k, v = (kept_k, kept_v), k.astype(q.dtype), v.astype(q.dtype)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         out = tokens.shared.attention(q, k, v, mask=tokens.masks[self.kind], **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)

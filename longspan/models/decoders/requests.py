@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from longspan._checks import check_static_size
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.causal_lm import CausalLM
+from longspan.models.decoders.kept import Kept
 
 SHORTEST = 64  # tokens that caches are made for, at least
 
@@ -23,6 +25,19 @@ def check_model(model: Any) -> None:
             f"`model` must be a decoder, `models.CausalLM`, as `hf.load` gives for one, got {type(model).__name__}. "
             "Encoders do not generate."
         )
+    if isinstance(model.embed.embedding.get_raw_value(), Tracer):
+        raise TypeError("`generate` compiles its own programs: call it outside of `jit`, with a model of arrays.")
+
+
+def check_kept(config: DecoderConfig, kept: Kept) -> None:
+    """Raises if a cache could not take what it was given; inside jit it only notes that."""
+    for kind, cache in kept.slots.items():
+        if np.asarray(cache.overflowed).any():
+            raise ValueError(
+                f"{config.mask(kind)!r} lets a token see tokens after it, which must then be computed together: a "
+                "prompt must hold all of a prefix, in one chunk (`prefill_chunk`), and new tokens come one by one. "
+                "Give layers a mask with `& Causal()`."
+            )
 
 
 def check_prompts(config: DecoderConfig, prompts: Any) -> list[np.ndarray]:
@@ -43,7 +58,10 @@ def check_prompts(config: DecoderConfig, prompts: Any) -> list[np.ndarray]:
 
 
 def _row(number: int, prompt: Any) -> np.ndarray:
-    row = np.asarray(prompt) if not isinstance(prompt, str) else None
+    try:
+        row = np.asarray(prompt) if not isinstance(prompt, str) else None
+    except ValueError:  # lists of different lengths
+        row = None
     if row is not None and row.ndim == 1 and (row.size == 0 or np.issubdtype(row.dtype, np.integer)):
         return row
     if row is not None and row.ndim == 0 and np.issubdtype(row.dtype, np.integer):
@@ -90,14 +108,14 @@ def check_options(
     """Raises unless the numbers make sense together."""
     check_static_size("max_new_tokens", most, 0)
     check_static_size("prefill_chunk", chunk, 1)
-    _check_number("temperature", temperature, temperature >= 0, "a number from 0 on")
+    _check_number("temperature", temperature, lambda x: x >= 0, "a number from 0 on")
     if top_k is not None:
         check_static_size("top_k", top_k, 1)
     if top_p is not None:
-        _check_number("top_p", top_p, 0 < top_p <= 1, "a number above 0 and up to 1")
+        _check_number("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
     if min_p is not None:
-        _check_number("min_p", min_p, 0 < min_p <= 1, "a number above 0 and up to 1")
-    _check_number("repetition_penalty", penalty, penalty > 0, "a positive number")
+        _check_number("min_p", min_p, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    _check_number("repetition_penalty", penalty, lambda x: x > 0, "a positive number")
     if temperature and key is None:
         raise ValueError(f"temperature={temperature} draws tokens and needs a `key`: `key=jax.random.key(0)`.")
     drawn = [name for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)) if value is not None]
@@ -108,7 +126,8 @@ def check_options(
 
 
 def _check_number(name: str, value: Any, fits: Any, wanted: str) -> None:
-    if isinstance(value, bool) or not np.isfinite(value) or not fits:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not np.isfinite(value) or not fits(value):
         raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
