@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from longspan._attention import _is_array, _scaled, bind
 from longspan._checks import check_keywords
 from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Value, no_type_check
-from longspan.biases import AnyBias, Bias, Whole, terms
+from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
 from longspan.dropout import Dropout
 from longspan.engines import Engine, Request
 from longspan.engines._contract import without_pairs
@@ -189,7 +189,7 @@ def attention(
         raise TypeError("A BlockLayout is planned for one device. Pass its mask, `mask=layout.mask`.")
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     check_call(axes, request, order)
-    plan = chosen_plan(plan, request, axes.shards, order, global_capacity)
+    plan = chosen_plan(plan, request, axes, order, global_capacity)
     if _is_array(scale):
         request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
     words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 and dropout_key is not None else None
@@ -240,14 +240,16 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
         check_zigzag(request.mask, request.bias)
 
 
-def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, capacity: int | None) -> Plan:
+def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, capacity: int | None) -> Plan:
     """The plan of a call, or the one that was given, if it is for this call."""
-    length, positions = request.dims["T"], not request.has_positions
-    travel = all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias))
+    length, shards = request.dims["T"], axes.shards
+    more: dict[str, Any] = dict(
+        kv_heads=request.dims["K"] * axes.repeats(request.dims["K"]),
+        positions=not request.has_positions,
+        travel=all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias)),
+    )
     if given is None:
-        return planned(
-            request.mask, length, shards, order, global_capacity=capacity, positions=positions, travel=travel
-        )
+        return planned(request.mask, length, shards, order, global_capacity=capacity, **more)
     if given.order != order:
         raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Make another one.")
     if (given.length, given.shards) != (length, shards):
@@ -256,18 +258,11 @@ def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, c
             "Make another one."
         )
     # Different masks may look alike without their arrays: what would be planned now must be the same.
-    wanted = planned(
-        request.mask,
-        length,
-        shards,
-        order,
-        global_capacity=given.capacity or capacity,
-        positions=positions,
-        travel=travel,
-    )
+    wanted = planned(request.mask, length, shards, order, global_capacity=given.capacity or capacity, **more)
     if given != wanted:
         raise ValueError(
-            f"This plan is for {given.text}, but the call, with its positions and bias, is another: {request.mask!r}. "
+            f"This plan is for {given.text}, but the call, with its heads, positions and bias, is another: "
+            f"{request.mask!r}. "
             "Leave the plan out, or make another one."
         )
     return given
@@ -298,12 +293,11 @@ def _run(request: Request, words, *, setting: Setting, axes: Axes):
 
 def _operands(request: Request, plan: Plan, axes: Axes) -> tuple[Floats, Floats]:
     """What has gradients, padded, and how each of them is split."""
-    T, K, parts = request.dims["T"], request.dims["K"], axes.count(axes.heads)
+    T, times = request.dims["T"], axes.repeats(request.dims["K"])
     more = padded(T, plan.shards, plan.order) - T
-    times = 1 if K % parts == 0 else int(np.lcm(K, parts)) // K
     q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
     k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
-    bias = _map_terms(lambda term: _prepared(axes, term, more), request.bias)
+    bias = map_terms(lambda term: _prepared(axes, term, more), request.bias)
     here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
     heads = None if request.sinks is None else P(axes.heads or None)
     return Floats(q, k, v, bias, request.sinks), Floats(here, here, here, _bias_specs(axes, bias), heads)
@@ -331,17 +325,11 @@ def _unstored(plan: Plan, mask: Mask, positions):
     return in_order(mask, order), [None if p is None else jnp.take(p, order, axis=1) for p in positions]
 
 
-def _map_terms(of, bias):
-    found = tuple(of(term) for term in terms(bias))
-    return found if isinstance(bias, tuple) else (found[0] if found else None)
-
-
 def _bias_specs(axes: Axes, bias) -> Any:
     """Rows of arrays lie where the queries do; what is computed from positions is everywhere."""
-    found = tuple(
-        rule_specs(axes, term) if isinstance(term, Bias) else axes.spec("BNtS", term.shape) for term in terms(bias)
+    return map_terms(
+        lambda term: rule_specs(axes, term) if isinstance(term, Bias) else axes.spec("BNtS", term.shape), bias
     )
-    return found if isinstance(bias, tuple) else (found[0] if found else None)
 
 
 def _prepared(axes: Axes, term, more: int):

@@ -15,14 +15,13 @@ from longspan.parallel.traffic import Sizes, Traffic, traffic
 def sending(request: Request, axes: Axes, order: str, global_capacity: int | None) -> dict[str, Any]:
     """The fields of an `Explanation` that are about devices."""
     check_call(axes, request, order)
-    plan = chosen_plan(None, request, axes.shards, order, global_capacity)
+    plan = chosen_plan(None, request, axes, order, global_capacity)
     bytes_of = traffic(plan, sizes_of(request, axes))
     lines = [_head(plan), *_lines(plan, bytes_of), *_arrays(request, axes)]
     if plan.fallback is not None:
         other = traffic(plan.fallback, sizes_of(request, axes))
         lines.append(
-            f"depends on data: if flags name more than {plan.capacity} tokens of a row, "
-            f"{other.forward:,} B forward, {other.backward:,} B backward"
+            f"depends on data: if {plan.beyond}, {other.forward:,} B forward, {other.backward:,} B backward"
         )
     return dict(
         sent_bytes=bytes_of.forward,
@@ -37,7 +36,7 @@ def sizes_of(request: Request, axes: Axes) -> Sizes:
     """What one device holds of a call."""
     B, _, _, N, K, H, Hv = request.dims.values()
     parts = axes.count(axes.heads)
-    kv_heads = K // parts if K % parts == 0 else int(np.lcm(K, parts)) // parts
+    kv_heads = K * axes.repeats(K) // parts
     devices = axes.count(tuple(axes.mesh.axis_names))
     return Sizes(B // axes.count(axes.batch), N // parts, kv_heads, H, Hv, request.q.dtype, devices)
 

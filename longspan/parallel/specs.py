@@ -55,6 +55,11 @@ class Axes:
         """Whether devices hold different batch rows or heads."""
         return self.count((*self.batch, *self.heads)) > 1
 
+    def repeats(self, kv_heads: int) -> int:
+        """How often key/value heads are repeated, so that they can be split like the heads."""
+        parts = self.count(self.heads)
+        return 1 if kv_heads % parts == 0 else int(np.lcm(kv_heads, parts)) // kv_heads
+
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
         """Of an array whose axes are these letters, t being the sequence; an axis of size 1 stands for all."""
         names = {"B": self.batch, "N": self.heads, "t": (self.sequence,)}

@@ -74,7 +74,7 @@ def _all_reduce(result: int, devices: int) -> int:
 def _bytes(plan: Plan, sizes: Sizes, step: Step) -> tuple[int, int]:
     """(forward, backward) of a step."""
     row, wide = sizes.row(sizes.item), sizes.row(sizes.wide)
-    if step.kind == "permute":
+    if step.kind in ("permute", "exchange"):
         return step.rows * row, step.rows * row
     if step.kind == "ring":
         # Gradients travel as they are summed.
