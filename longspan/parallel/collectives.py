@@ -43,24 +43,24 @@ class Halo(NamedTuple):
     """A few rows of a few neighbours."""
 
     setting: Setting
-    context: Context
+    device: Any
 
-    def bring(self, k, v) -> tuple[Any, Any]:
+    def bring(self, *arrays) -> tuple[Any, ...]:
+        """Their rows of arrays [B, L, ...]."""
         plan = self.setting.plan
         size = plan.rows // runs_of(plan.order)
         found = []
         for step in plan.halo:
-            here = slice(step.run * size + step.start, step.run * size + step.start + step.rows)
-            found.append(shifted((k[:, here], v[:, here]), self.setting, step.shift))
-        k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-        return k, v
+            start = step.run * size + step.start
+            found.append([shifted(x[:, start : start + step.rows], self.setting, step.shift) for x in arrays])
+        return tuple(jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
 
     def slots(self) -> Any:
         """Which tokens they are, int32 [1, n]."""
         plan = self.setting.plan
         size, found = plan.rows // runs_of(plan.order), []
         for step in plan.halo:
-            source = self.context.device - np.int32(step.shift)
+            source = self.device - np.int32(step.shift)
             chunk = chunk_of(plan.order, plan.shards, source, step.run)
             rows = chunk * np.int32(size) + jnp.arange(step.start, step.start + step.rows, dtype=np.int32)
             there = (source >= 0) & (source < plan.shards)
@@ -88,14 +88,14 @@ class Columns(NamedTuple):
     """Keys that everybody sees: an all-reduce of their rows, to which each owner gives its own."""
 
     setting: Setting
-    context: Context
+    device: Any
     slots: Any  # int32 [B or 1, n]
     real: Any  # bool [B or 1, n]
 
-    def bring(self, k, v) -> tuple[Any, Any]:
+    def bring(self, *arrays) -> tuple[Any, ...]:
+        """Their rows of arrays [B, L, ...]."""
         mine, row = self._mine()
-        k, v = (jax.lax.psum(_rows(x, row, mine), self.setting.axis) for x in (k, v))
-        return k, v
+        return tuple(jax.lax.psum(_rows(x, row, mine), self.setting.axis) for x in arrays)
 
     def hidden(self) -> Any:
         """What is one's own is computed with the rest of one's own."""
@@ -109,14 +109,13 @@ class Columns(NamedTuple):
 
     def _mine(self):
         device, row = place_of(self.setting.plan, self.slots)
-        return (device == self.context.device) & self.real, row
+        return (device == self.device) & self.real, row
 
 
 class Listed(NamedTuple):
     """Blocks that a table lists: other ones for every head, of devices near and far."""
 
     setting: Setting
-    context: Context
     lists: Lists
 
     @property
@@ -128,16 +127,15 @@ class Listed(NamedTuple):
         sent, received = (jax.lax.dynamic_slice_in_dim(x, head, 1) for x in self.lists[:2])
         return self._replace(lists=self.lists._replace(sent=sent, received=received))
 
-    def bring(self, k, v) -> tuple[Any, Any]:
+    def bring(self, k, v) -> tuple[Any, ...]:
         rows = self._rows(self.lists.sent)
         rows = jnp.where(rows < k.shape[1], rows, 0).T[None, :, :, None]  # [1, n, heads, 1]
-        k, v = (self._sent(jnp.take_along_axis(x, rows, axis=1)) for x in (k, v))
-        return k, v
+        return tuple(self._sent(jnp.take_along_axis(x, rows, axis=1)) for x in (k, v))
 
     def slots(self) -> Any:
         """Which tokens they are, int32 [heads, n]; they grow, so what lists none is its owner's last token."""
         shard = np.int32(self.setting.plan.rows)
-        source = jnp.repeat(self.lists.source, self._unit)
+        source = jnp.repeat(self.lists.source, self._unit)[None]
         return source * shard + jnp.minimum(self._rows(self.lists.received), shard - 1)
 
     def hidden(self) -> Any:
@@ -159,7 +157,7 @@ class Listed(NamedTuple):
 
     def _rows(self, blocks):
         """The rows of some blocks [heads, n] in their shard; what is no block lies beyond it."""
-        within = np.arange(self._unit, dtype=np.int32)
+        within = np.arange(self._unit, dtype=np.int32).reshape(1, 1, -1)
         return (blocks[:, :, None] * np.int32(self._unit) + within).reshape(blocks.shape[0], -1)
 
     def _sent(self, x, back: bool = False):

@@ -14,7 +14,7 @@ import numpy as np
 
 from longspan._types import Namespace
 from longspan.masks import Full, Mask
-from longspan.masks.base import POSITION
+from longspan.masks.base import POSITION, Listing
 from longspan.masks.sides import Side, two_sides
 
 MOST_BLOCKS = 1 << 26  # (head, device, block) that are looked at beforehand
@@ -57,17 +57,28 @@ def exchange(mask: Mask, length: int, shards: int, rows: int, kv_heads: int | No
         return None
     heads = 1 if mask.heads == 1 else mask.heads if kv_heads is None else math.gcd(kv_heads, mask.heads)
     needed = _needed(known, length, shards, rows // unit, unit, 1 if known.heads == 1 else heads)
-    bound = -(-int(needed.sum((0, 2, 3)).max(initial=0)) * unit // needed.shape[0])
-    popular = needed.any(0).sum(0) > shards / 2  # [who has, blocks]
+    more = sum(_reckoned(found, mask, heads, rows, shards) * (found.block_size // unit) for found in unknown)
+    many = needed.sum(1).mean(0) > shards / 2  # [who has, blocks]: more than half of the devices need it
+    found = [_sized(needed, popular, more, unit, heads) for popular in (np.zeros_like(many), many)]
+    return min(found, key=lambda each: each.rows + 2 * each.unit * len(each.popular))
+
+
+def _sized(needed: np.ndarray, popular: np.ndarray, more: int, unit: int, heads: int) -> Exchange:
+    """What must be exchanged if the popular blocks come by themselves, and so many of each device besides."""
+    shards, blocks = needed.shape[1], needed.shape[3]
     counts = (needed & ~popular).sum(3)
-    most, shifts = int(counts.max(initial=0)), _shifts(counts)
-    for found in unknown:
-        together = mask.heads // heads if found.by_head else 1
-        listed = mask.batch * together * (rows // found.block_size + 1) * found.entries / shards
-        most += found.block_size // unit * _likely(listed)
-    few = not unknown and len(shifts) <= MOST_SHIFTS and sum(n for _, n in shifts) < WORTH * most * (shards - 1)
-    common = tuple(int(block) for block in np.flatnonzero(popular))
-    return Exchange(unit, min(most, rows // unit), shifts if few else (), shards, heads, bound, bool(unknown), common)
+    most, shifts = min(int(counts.max(initial=0)) + more, blocks), _shifts(counts)
+    few = not more and len(shifts) <= MOST_SHIFTS and sum(n for _, n in shifts) < WORTH * most * (shards - 1)
+    bound = -(-int(needed.sum((0, 2, 3)).max(initial=0)) * unit // needed.shape[0])
+    listed = tuple(int(block) for block in np.flatnonzero(popular))
+    return Exchange(unit, most, shifts if few else (), shards, heads, bound, more > 0, listed)
+
+
+def _reckoned(found: Listing, mask: Mask, heads: int, rows: int, shards: int) -> int:
+    """How many blocks of one device a table that is data may list for another: hardly ever are there more."""
+    together = mask.heads // heads if found.by_head else 1
+    mean = mask.batch * together * (rows // found.block_size + 1) * found.entries / shards
+    return math.ceil(mean + 3 * math.sqrt(mean) + 2)
 
 
 def _shifts(counts: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -75,11 +86,6 @@ def _shifts(counts: np.ndarray) -> tuple[tuple[int, int], ...]:
     shards = counts.shape[1]
     most = {shift: int(counts.max(0).diagonal(-shift).max()) for shift in range(shards - 1, -shards, -1)}
     return tuple((shift, count) for shift, count in most.items() if count)
-
-
-def _likely(mean: float) -> int:
-    """A number that is hardly ever exceeded, where `mean` is the mean of a count of rare events."""
-    return math.ceil(mean + 3 * math.sqrt(mean) + 2)
 
 
 def _needed(mask: Mask, length: int, shards: int, blocks: int, unit: int, heads: int) -> np.ndarray:
@@ -113,11 +119,11 @@ def lists(mask: Mask, of: Exchange, device: Any, numbers: Any, blocks: int, leng
     wanted = _covered(jnp, flat[0], flat[1], blocks).reshape(-1, of.shards, blocks)
     wanted = wanted | jnp.take(common.reshape(-1, of.shards, blocks), device, axis=1)[:, None]
     needed = _covered(jnp, *(jnp.take(end, device, axis=1) for end in (low, high)), of.shards * blocks) | common
-    popular = np.zeros((of.shards, blocks), bool)
+    popular = np.zeros((1, of.shards, blocks), bool)
     popular.reshape(-1)[list(of.popular)] = True
-    others = (np.arange(of.shards, dtype=np.int32) != device)[:, None]
+    others = (np.arange(of.shards, dtype=np.int32) != device).reshape(1, -1, 1)
     wanted, needed = (marks.reshape(shape).any(1) & others for marks in (wanted, needed))
-    wanted, needed = wanted & ~jnp.take(popular, device, axis=0), needed & ~popular
+    wanted, needed = wanted & ~jnp.take(popular, device, axis=1)[:, None], needed & ~popular
     beyond = jnp.maximum(needed.sum(2, dtype=np.int32).max() - np.int32(of.blocks), 0)
     if not of.shifts:
         source = np.arange(of.shards, dtype=np.int32).repeat(of.blocks)
@@ -142,7 +148,7 @@ def tables_only(mask: Mask, positions: bool) -> Mask:
 
 
 def _known(mask: Mask, positions: bool, tables: bool) -> Mask:
-    """The mask, where rules that cannot be known allow everything, and tables that are data list what they do, or none."""
+    """The mask, where rules that only data tell allow everything; tables that are data list what they do, or none."""
     parts = mask.parts()
     if parts:
         return mask.with_parts([_known(part, positions, tables) for part in parts])
@@ -153,7 +159,7 @@ def _known(mask: Mask, positions: bool, tables: bool) -> Mask:
 
 
 def _intervals(mask: Mask, q: Side, kv: Side, shards: int, blocks: int, unit: int) -> tuple[Any, Any, Any]:
-    """The intervals of blocks that each device may see, int [heads, shards, n], and bool [heads, all blocks]: by all."""
+    """The intervals of blocks that devices may see, int [heads, shards, n], and bool [heads, blocks]: what all see."""
     xp, tiles = q.xp, -(-q.length // unit)
     spans = mask.kv_spans(q.tiles(unit), kv.tiles(unit))
     shape = np.broadcast_shapes(spans.low.shape, spans.high.shape, (1, 1, tiles, 1))
@@ -186,5 +192,6 @@ def _covered(xp: Namespace, low, high, size: int):
 def _first(marks, count: int):
     """The places of the first marks along the last axis, int32 [..., count]; its size where there are no more."""
     size = marks.shape[-1]
-    places = jnp.where(marks, np.arange(size, dtype=np.int32), np.int32(size))
+    place = np.arange(size, dtype=np.int32).reshape(*[1] * (marks.ndim - 1), size)
+    places = jnp.where(marks, place, np.int32(size))
     return jnp.sort(places, axis=-1)[..., :count]

@@ -194,9 +194,7 @@ def with_sinks(part: Partial, sinks: Any) -> Partial:
 
 def columns_of(bias: Any, slots: Any) -> Any:
     """The columns of a bias's arrays [B or 1, N or 1, n or 1, T or 1] at some slots."""
-    return map_terms(
-        lambda term: term if isinstance(term, Bias) or term.shape[3] == 1 else _take(term, slots), bias
-    )
+    return map_terms(lambda term: term if isinstance(term, Bias) or term.shape[3] == 1 else _take(term, slots), bias)
 
 
 def _take(array, slots):

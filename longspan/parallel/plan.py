@@ -204,9 +204,7 @@ def plan(
     return planned(mask, length, shards, order, global_capacity=global_capacity, kv_heads=kv_heads)
 
 
-def planned(
-    mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True
-) -> Plan:
+def planned(mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True) -> Plan:
     """`plan`, where positions may be other than indices, and queries may have to stay where they are."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
@@ -295,7 +293,11 @@ def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Pl
     bound = needs.bound if blocks is None else min(needs.bound, blocks.bound)
     if blocks is not None:
         taken = taken._replace(columns=tuple(sorted({*taken.columns, *blocks.popular_tokens(length)})))
-    steps = [*_token_steps(taken), *_key_steps(needs, rest, shards, rows, order, data, blocks)] if shards > 1 else []
+    steps = (
+        [*_token_steps(taken, blocks), *_key_steps(needs, rest, shards, rows, order, data, blocks)]
+        if shards > 1
+        else []
+    )
     return Plan(
         mask=without_arrays(mask, positions),
         length=length,
@@ -314,11 +316,12 @@ def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Pl
     )
 
 
-def _token_steps(taken: Apart) -> list[Step]:
-    """How tokens that are brought together by themselves are."""
+def _token_steps(taken: Apart, blocks: Exchange | None) -> list[Step]:
+    """How tokens come together that do so by themselves."""
     steps = []
     if columns := len(taken.columns) + taken.capacity * taken.by_flags[0]:
-        steps.append(Step("columns", columns, "keys that everybody sees"))
+        who = "most devices list" if blocks is not None and blocks.popular else "everybody sees"
+        steps.append(Step("columns", columns, f"keys that {who}"))
     if queries := len(taken.queries) + taken.capacity * taken.by_flags[1]:
         steps.append(Step("queries", queries, "queries that see everything, and what they saw"))
     return steps

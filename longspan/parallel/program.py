@@ -80,11 +80,11 @@ class _Here(NamedTuple):
 
     def ways(self) -> tuple[Halo | None, Columns | None, Listed | None]:
         """How keys come to this device, besides the ring."""
-        given = self.setting, self.context
+        device = self.context.device
         return (
-            Halo(*given) if self.setting.plan.halo else None,
-            None if self.columns is None else Columns(*given, *self.columns),
-            None if self.lists is None else Listed(*given, self.lists),
+            Halo(self.setting, device) if self.setting.plan.halo else None,
+            None if self.columns is None else Columns(self.setting, device, *self.columns),
+            None if self.lists is None else Listed(self.setting, self.lists),
         )
 
     def foreign(self, way: Any, kv: Any) -> Keys:
