@@ -142,9 +142,9 @@ class LongformerAttention(FullAttention):
         bias: Any = self.value_global.bias
         rows = rows + bias[...].astype(x.dtype).reshape(1, 1, N, D // N)
         target = jnp.where(there, place, T)
-        # By heads, not [B, T, D]: `cond` gives residuals of one shape of both branches one place, and x, which is one in
-        # the other branch, would be split as these are. Row by row, so that rows stay on their devices. Added, though
-        # to nothing: the gradient of `set` asks which of several rows was the last.
+        # By heads, not [B, T, D]: `cond` keeps residuals of one shape of both branches in one place, and x, which is in
+        # the other branch's, would be split as these are. Row by row, so that rows stay on their devices. Added, if to
+        # nothing: the gradient of `set` asks which of several rows was the last.
         empty = jnp.zeros((B, T, *rows.shape[2:]), rows.dtype)
         return jax.vmap(lambda empty, at, rows: empty.at[at].add(rows, mode="drop"))(empty, target, rows)
 
