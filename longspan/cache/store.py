@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from longspan._axes import entries, on_auto_axes
+from longspan._axes import entries, explicit_mesh, on_auto_axes
 from longspan._checks import check_static_size, is_known
 from longspan._types import FAR, Array, no_type_check
 from longspan.cache.checks import (
@@ -168,6 +168,9 @@ class Cache:
             lengths: int [B]: how many of the n tokens each row has; the rest is padding. By default n.
         """
         check_new(self, k, v)
+        if explicit_mesh(self, k, v) is not None and is_known(self.length):
+            # Said here: the rest runs under `jit`, where nothing is known.
+            replace(self, length=np.asarray(self.length))._given(k.shape[1], lengths)
         return on_auto_axes(_append, _specs, (), (self, k, v, lengths))
 
     def advance(self, count: int, lengths: Any = None) -> tuple["Cache", Step]:
@@ -179,9 +182,7 @@ class Cache:
             count: how many tokens.
             lengths: how many of them each row has, as in `append`.
         """
-        batch = self.length.shape[0]
-        given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
-        bad = self._cannot_take(given) | (given < 0) | (given > count)
+        given, bad = self._given(count, lengths)
         lengths = jnp.where(bad, 0, given)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
@@ -196,6 +197,12 @@ class Cache:
         furthest = jnp.maximum(self.furthest, length)
         cache = replace(self, positions=positions, length=length, furthest=furthest, overflowed=self.overflowed | bad)
         return cache, replace(step, kv_positions=seen)
+
+    def _given(self, count: int, lengths: Any) -> tuple[jax.Array, jax.Array]:
+        """How many tokens each row is given, and which rows cannot take them; outside jit those are an error."""
+        batch = self.length.shape[0]
+        given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
+        return given, self._cannot_take(given) | (given < 0) | (given > count)
 
     def _cannot_take(self, lengths) -> jax.Array:
         """Rows that would pass the end, or leave tokens that belong together apart. Outside jit that is an error."""
