@@ -31,18 +31,19 @@ def on_auto_axes(run: Callable, specs: Callable, static: tuple, operands: tuple)
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_auto_axes(run: Callable, specs: Callable, static: tuple, operands: tuple) -> Any:
     mesh: Any = explicit_mesh(operands)
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    auto = mesh.update_axis_types({name: AxisType.Auto for name, kind in kinds if kind == AxisType.Explicit})
-    with jax.sharding.use_abstract_mesh(auto):
+    with jax.sharding.use_abstract_mesh(auto_mesh(mesh)):
         results = run(*static, *jax.tree.map(lambda x: reshard(x, P(*[None] * x.ndim)), operands))
     with jax.sharding.use_abstract_mesh(mesh):
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(*static, operands, results))
         return jax.tree.map(reshard, results, placed)
 
 
-def auto_mesh(mesh: Mesh) -> Mesh:
-    """The same devices, with axes that types say nothing of."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+def auto_mesh(mesh: Any) -> Any:
+    """The same devices, with Auto in the place of Explicit axes."""
+    kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return mesh.update_axis_types(dict(zip(mesh.axis_names, kinds, strict=True)))
 
 
 def on_auto_mesh(tree: Any) -> Any:

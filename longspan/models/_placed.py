@@ -9,19 +9,27 @@ from jax.sharding import PartitionSpec as P
 
 from longspan._axes import entries, explicit_mesh, on_auto_axes, once
 from longspan.models.output import Output
+from longspan.parallel.shared import Shared
 
 
 def placed(
-    call: Callable[..., Output], model: Any, arrays: dict[str, Any], *, columns: Any = None, **options: Any
+    call: Callable[..., Output],
+    model: Any,
+    arrays: dict[str, Any],
+    *,
+    shared: Shared,
+    columns: Any = None,
+    **options: Any,
 ) -> Output:
-    """call(model, **arrays, **options), where XLA places what is in between, as it does on all other meshes.
+    """call(model, **arrays, shared=shared, **options), where XLA places what is in between, as on all other meshes.
 
     Results lie like the inputs, by rows and by tokens; logits of tokens also by `columns`, as the matrix does that
     makes them, and a cache like the one that was given.
     """
     graph, state = nnx.split(model)
     if explicit_mesh(state, arrays) is None:
-        return call(model, **arrays, **options)
+        return call(model, **arrays, shared=shared, **options)
+    options = options | dict(shared=shared.on_auto_axes())
     return on_auto_axes(_run, _specs, (call, graph, columns, tuple(options.items())), (state, arrays))
 
 
@@ -29,9 +37,11 @@ def _run(call: Callable[..., Output], graph: Any, columns: Any, options: tuple, 
     return call(nnx.merge(graph, state), **arrays, **dict(options))
 
 
-def columns_of(matrix: nnx.Linear | None, table: nnx.Embed) -> Any:
-    """The mesh axes that a matrix is split over by outputs, or without one the table that stands in for it."""
-    return entries(table.embedding[...])[0] if matrix is None else entries(matrix.kernel[...])[-1]
+def columns_of(head: Any, table: Any) -> Any:
+    """The mesh axes that a head is split over by outputs, or without one the table that stands in for it."""
+    # Of layers that were replaced, as LoRA's, nothing is known.
+    weights = getattr(table, "embedding", None) if head is None else getattr(head, "kernel", None)
+    return None if weights is None else entries(weights[...])[0 if head is None else -1]
 
 
 def _specs(call: Any, graph: Any, columns: Any, options: tuple, operands: tuple, output: Output) -> Output:
