@@ -194,18 +194,23 @@ def _one_row(x: Any) -> Any:
     return x[None]
 
 
+def check_heads(name: str, x: Any, axes: str = "[B, T, N, H]") -> None:
+    """An array of heads, of a float dtype that we compute in."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"`{name}` must be an array {axes}, got {type(x).__name__}.")
+    if len(x.shape) != 4:
+        raise ValueError(
+            f"`{name}` must have shape {axes}, got rank {len(x.shape)} (shape {tuple(x.shape)}). "
+            "Add the batch axis with `x[None]`, or split heads with `x.reshape(B, T, N, H)`."
+        )
+    if getattr(x.dtype, "name", None) not in FLOATS:  # other libraries' dtypes have none
+        raise TypeError(f"`{name}` must be one of {', '.join(FLOATS)}, got {x.dtype}. Cast it with `.astype(...)`.")
+
+
 def check_qkv(q: Any, k: Any, v: Any) -> None:
     """Queries [B,T,N,H], keys [B,S,K,H] and values [B,S,K,Hv] of one float dtype."""
     for name, x, axes in (("q", q, "[B, T, N, H]"), ("k", k, "[B, S, K, H]"), ("v", v, "[B, S, K, Hv]")):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"`{name}` must be an array {axes}, got {type(x).__name__}.")
-        if len(x.shape) != 4:
-            raise ValueError(
-                f"`{name}` must have shape {axes}, got rank {len(x.shape)} (shape {tuple(x.shape)}). "
-                "Add the batch axis with `x[None]`, or split heads with `x.reshape(B, T, N, H)`."
-            )
-        if x.dtype.name not in FLOATS:
-            raise TypeError(f"`{name}` must be one of {', '.join(FLOATS)}, got {x.dtype}. Cast it with `.astype(...)`.")
+        check_heads(name, x, axes)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"`q`, `k` and `v` must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
     if k.shape[:3] != v.shape[:3]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from longspan._checks import FLOATS, check_positions, check_static_size, is_array, to_int32
+from longspan._checks import FLOATS, check_heads, check_positions, check_static_size, is_array, to_int32
 from longspan._types import Array, no_type_check, statistics_dtype
 
 __all__ = ["frequencies", "rotate"]
@@ -111,7 +111,7 @@ def rotate(
 
     Differs from Hugging Face in half precision: there, cos, sin and each product are rounded to the dtype of `x`.
     """
-    _check_x(x)
+    check_heads("x", x)
     check_positions("positions", _given_positions(positions, x), x.shape[1], x.shape[0])
     _check_inv_freq(inv_freq, x)
     _check_attention_factor(attention_factor)
@@ -338,18 +338,6 @@ def _halves(x: jax.Array, interleaved: bool) -> tuple[jax.Array, jax.Array]:
     """The first and the second features of all pairs."""
     half = x.shape[-1] // 2
     return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-
-
-def _check_x(x: Any) -> None:
-    if not is_array(x):
-        raise TypeError(f"`x` must be an array [B, T, N, H], got {type(x).__name__}.")
-    if len(x.shape) != 4:
-        raise ValueError(
-            f"`x` must have shape [B, T, N, H], got rank {len(x.shape)} (shape {tuple(x.shape)}). "
-            "Add the batch axis with `x[None]`, or split heads with `x.reshape(B, T, N, H)`."
-        )
-    if x.dtype.name not in FLOATS:
-        raise TypeError(f"`x` must be one of {', '.join(FLOATS)}, got {x.dtype}. Cast it with `.astype(...)`.")
 
 
 def _given_positions(positions: Any, x: Any) -> Any:

@@ -143,6 +143,8 @@ NOTEBOOK = {
     "transposed": lambda: ls.Causal().layout(300, 500).transpose(),
     "no tokens": lambda: ls.Causal().layout(0, 0),
     "explanation": lambda: ls.explain(X, X, X, mask=ls.Causal()),
+    "plan": lambda: ls.parallel.plan(ls.Window(512, 512) | ls.Global((0, 9000)), 16384, 8, "zigzag"),
+    "many devices": lambda: ls.parallel.plan(ls.Causal(), 1 << 20, 256),
 }
 
 

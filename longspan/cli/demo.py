@@ -240,7 +240,7 @@ def _devices(stage: Stage, mask: Any, sizes: Sizes) -> None:
     ls = library()
     stage.title(f"The same mask on {DEVICES} devices that share the {sizes.tokens:,} tokens")
     ours, all_before = (ls.parallel.plan(rule, sizes.tokens, DEVICES) for rule in (mask, ls.Causal()))
-    stage.say(f"{ours}\n\n{all_before}\n")
+    stage.say(f"{ours.show()}\n\n{all_before}\n")
     stage.say("A row is one token's key and value. What a window sends does not grow with the length.")
     stage.check("less is sent than for causal attention", ours.sent_rows < all_before.sent_rows)
 

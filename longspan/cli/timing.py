@@ -1,6 +1,8 @@
 """What `bench` measures: our engines and what is installed beside them, one after the other, round by round."""
 
+import functools
 import importlib
+import operator
 import os
 import platform
 import time
@@ -66,6 +68,7 @@ def contestants(problem: Problem, engines: list[str], *, peers: bool) -> dict[st
     found: dict[str, Contestant | str] = {name: _engine(problem, name, qkv) for name in engines}
     if peers:
         found |= {"jax.nn": _jax_nn(problem, qkv), "torch sdpa": _torch_sdpa(problem, qkv)}
+        found |= {"FlexAttention": _flex_attention(problem, qkv)}
     return found
 
 
@@ -111,7 +114,7 @@ def _torch_sdpa(problem: Problem, qkv: Any) -> Contestant | str:
     if problem.dense_bytes > MOST_DENSE:
         return "dense scores would be too large"
     torch = importlib.import_module("torch")
-    q, k, v = (torch.from_numpy(np.asarray(x).swapaxes(1, 2).copy()).requires_grad_(problem.backward) for x in qkv)
+    q, k, v = (x.requires_grad_(problem.backward) for x in _tensors(torch, qkv))
     mask = torch.from_numpy(np.array(problem.mask.dense(problem.length, problem.length)))
 
     def run() -> Any:
@@ -120,6 +123,64 @@ def _torch_sdpa(problem: Problem, qkv: Any) -> Contestant | str:
             return torch.autograd.grad(out, (q, k, v)) if problem.backward else out.item()
 
     return Contestant(run, None)
+
+
+def _tensors(torch: Any, qkv: Any) -> list[Any]:
+    return [torch.from_numpy(np.asarray(x).swapaxes(1, 2).copy()) for x in qkv]
+
+
+def _flex_attention(problem: Problem, qkv: Any) -> Contestant | str:
+    """PyTorch's FlexAttention, compiled, under blocks that it makes of the mask."""
+    if not is_there("torch"):
+        return "not installed"
+    if problem.backward:
+        return "has no backward pass on CPUs"
+    torch, flex = (importlib.import_module(name) for name in ("torch", "torch.nn.attention.flex_attention"))
+    function, heads, length = _as_function(torch, problem), problem.mask.heads, problem.length
+    if function is None:
+        return "the mask would be a table, and too large"
+    q, k, v = _tensors(torch, qkv)
+    blocks = flex.create_block_mask(function, None, heads if heads > 1 else None, length, length, device="cpu")
+    compiled = torch.compile(flex.flex_attention)
+
+    def run() -> Any:
+        with torch.no_grad():
+            return compiled(q, k, v, block_mask=blocks)
+
+    try:
+        run()
+    except Exception as error:  # compilers fail in many ways: the row says in which
+        return f"torch.compile: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    return Contestant(run, None)
+
+
+class _Slots(NamedTuple):
+    """What a rule by position reads of a side, of PyTorch's tensors: so FlexAttention gets the rule as arithmetic."""
+
+    index: Any
+
+    @property
+    def position(self) -> Any:
+        return self.index
+
+    def number(self, value: int) -> int:
+        return value
+
+    def is_one_of(self, positions: tuple[int, ...]) -> Any:
+        return functools.reduce(operator.or_, (self.index == position for position in positions))
+
+
+def _as_function(torch: Any, problem: Problem) -> Callable[..., Any] | None:
+    """The mask as FlexAttention wants it: the rule itself, or a look into a table where it holds arrays or heads."""
+    import jax
+
+    mask = problem.mask
+    if not jax.tree.leaves(mask) and mask.heads == 1 and mask.reads <= {"position"}:
+        return lambda b, h, q, kv: mask.allowed(_Slots(q), _Slots(kv))
+    if mask.heads * problem.length**2 > MOST_DENSE:
+        return None
+    table = torch.from_numpy(np.array(mask.dense(problem.length, problem.length))[0])
+    return lambda b, h, q, kv: table[h if mask.heads > 1 else 0, q, kv]
 
 
 def seconds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

@@ -14,21 +14,23 @@ from longspan.parallel.order import ORDERS, Order, owner_of, padded, runs_of
 FINE = 64  # tiles of a chunk by which pairs are counted: within a few percent of the truth
 
 
-def load(mask: Mask, length: int, shards: int, order: str, *, total: bool = False) -> float:
-    """Pairs that the busiest device computes over the mean, or all of them; by tiles, of a mask without arrays."""
+def load(pairs: Sequence[int] | np.ndarray) -> float:
+    """What the busiest device computes over the mean."""
+    return float(np.max(pairs) / np.mean(pairs)) if np.any(pairs) else 1.0
+
+
+def pairs_of(mask: Mask, length: int, shards: int, order: str) -> np.ndarray:
+    """Pairs [shards] that each device computes for a batch row and head; by tiles, of a mask without arrays."""
     size = padded(length, shards, order) // (shards * runs_of(order))
     tile = max(1, size // FINE)
     layout = layout_of(mask, length, length, tile, tile, xp=np)
     pairs = np.zeros(layout.q_tiles)
     for batch, head in layout.planes():
         pairs += _Plane.of(layout, batch, head).widths()
-    if total:
-        return float(pairs.sum()) * tile * tile / max(1, len(list(layout.planes())))
     device, _ = owner_of(
         order, shards, np.minimum(np.arange(layout.q_tiles) * tile // size, shards * runs_of(order) - 1)
     )
-    by_device = np.bincount(device, pairs, minlength=shards)
-    return float(by_device.max() / by_device.mean()) if by_device.any() else 1.0
+    return np.bincount(device, pairs, minlength=shards) * tile * tile / max(1, len(list(layout.planes())))
 
 
 @no_type_check
@@ -54,7 +56,7 @@ def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
     check_static_size("length", length, 1)
     check_static_size("shards", shards, 1)
     known = [without_arrays(mask) for mask in masks]
-    loads = {name: float(np.mean([load(mask, length, shards, name) for mask in known])) for name in ORDERS}
+    loads = {name: float(np.mean([load(pairs_of(mask, length, shards, name)) for mask in known])) for name in ORDERS}
     print(", ".join(f"{name}: load {value:.2f}" for name, value in loads.items()))
     # Zigzag doubles the edges of windows, so it must gain something.
     return "zigzag" if loads["zigzag"] < 0.95 * loads["contiguous"] else "contiguous"

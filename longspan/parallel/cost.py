@@ -9,7 +9,7 @@ from longspan._checks import check_static_size
 from longspan._pairs import count_by_query
 from longspan._types import no_type_check
 from longspan.masks.sides import two_sides
-from longspan.parallel.balance import load
+from longspan.parallel.balance import load, pairs_of
 from longspan.parallel.plan import Plan
 from longspan.parallel.traffic import Sizes, traffic
 
@@ -122,7 +122,7 @@ def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dt
     sizes = Sizes(batch, heads, kv_heads, head_dim, head_dim, np.dtype(dtype), plan.shards)
     bytes_of = traffic(plan, sizes)
     # Global queries are everybody's work: the plan's load leaves them out.
-    busiest = load(plan.mask, plan.length, plan.shards, plan.order) if plan.load is None else plan.load
+    busiest = load(_by_tiles(plan)) if plan.load is None else plan.load
     pairs = _pairs(plan) * busiest / plan.shards
     return Cost(
         chip,
@@ -141,4 +141,8 @@ def _pairs(plan: Plan) -> float:
     """Allowed pairs of a batch row and head; by tiles where they cannot be counted."""
     q, kv = two_sides(plan.length, plan.length, xp=np)
     exact = count_by_query(plan.mask, q, kv) if plan.mask.heads == 1 else None
-    return float(load(plan.mask, plan.length, plan.shards, plan.order, total=True) if exact is None else exact)
+    return float(_by_tiles(plan).sum() if exact is None else exact)
+
+
+def _by_tiles(plan: Plan) -> np.ndarray:
+    return pairs_of(plan.mask, plan.length, plan.shards, plan.order)

@@ -4,7 +4,9 @@ A row is one token's k and v. Whatever the mask, every device runs the same prog
 a neighbour to every device: the hull of what any of them needs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import NamedTuple
 
 import jax
@@ -15,9 +17,10 @@ from longspan._types import no_type_check
 from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION
 from longspan.masks.sides import two_sides
-from longspan.parallel.balance import load
+from longspan.parallel.balance import load, pairs_of
 from longspan.parallel.exchange import Exchange, exchange
 from longspan.parallel.order import Order, check_order, owner_of, padded, runs_of
+from longspan.parallel.picture import picture_html, picture_text
 
 MOST_STEPS = 20  # permutes that are written out: beyond, a loop that sends whole shards is at most 5% over
 MOST_TOUCHES = 1 << 22  # pairs of a chunk and an interval that are looked at one by one
@@ -66,13 +69,20 @@ class Plan:
     fallback: "Plan | None" = None  # what is done if they are more
     data: bool = False  # how far the ring goes depends on arrays
     sees_after: bool = False  # some device may need keys of devices after it
-    load: float | None = field(default=None, compare=False)  # allowed pairs of the busiest device over the mean
+    pairs: tuple[int, ...] | None = field(
+        default=None, compare=False
+    )  # what each device computes, but with global tokens
     text: str = field(default="", compare=False)
 
     @property
     def rows(self) -> int:
         """How many tokens a device holds, padding included."""
         return padded(self.length, self.shards, self.order) // self.shards
+
+    @property
+    def load(self) -> float | None:
+        """What the busiest device computes over the mean; None where it depends on data."""
+        return None if self.pairs is None else load(self.pairs)
 
     @property
     def ring(self) -> Step | None:
@@ -120,10 +130,38 @@ class Plan:
         hops = hops_home(self, step)
         return step.rows + hops * self.rows
 
+    def show(self, *, most: int = 32, devices: int = 12) -> str:
+        """A picture in characters: what each device holds, computes and receives, and from whom.
+
+        Args:
+            most: characters across.
+            devices: how many are shown; those in the middle are left out.
+
+        Example:
+            >>> print(ls.parallel.plan(ls.Causal() & (ls.Window(7, 0) | ls.Prefix(2)), 64, 4).show())
+            Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load 1.06
+              a  all-reduce: 2 rows, keys that everybody sees
+              b  shift +1: 7 rows, keys before
+              a device receives 10 rows forward, 10 backward; bound 9, a gather 48
+            device  holds  pairs  load  0       16      32      48        receives
+                 0  0-15     100  0.83  ########........................  nothing
+                 1  16-31    128  1.06  +...:+++########................  a 0-1 of 0; b 9-15 of 0
+                 2  32-47    128  1.06  +...........:+++########........  a 0-1 of 0; b 25-31 of 1
+                 3  48-63    128  1.06  +...................:+++########  a 0-1 of 0; b 41-47 of 2
+            each 2 tokens: # holds, + receives, : receives some, . neither; pairs are of one head, without global tokens
+        """
+        return picture_text(self, most, devices)
+
+    def _repr_html_(self) -> str:
+        return picture_html(self)
+
     def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self, marks: Iterable[str] = repeat("")) -> list[str]:
         busiest = "depends on data" if self.load is None else f"{self.load:.2f}"
         head = f"{self.text}: {self.length} tokens on {self.shards} devices, {self.order}, load {busiest}"
-        lines = [head, *(f"  {line(step)}" for step in self.steps)]
+        lines = [head, *(f"  {mark}{line(step)}" for mark, step in zip(marks, self.steps, strict=False))]
         if not self.steps:
             lines.append("  nothing is sent")
         most = "at most " * self.data
@@ -131,7 +169,7 @@ class Plan:
         lines.append(f"  a device receives {sent}; bound {self.bound_rows:,}, a gather {self.gather_rows:,}")
         if self.fallback is not None:
             lines.append(f"  if {self.beyond}: {self.fallback.sent_rows:,} rows")
-        return "\n".join(lines)
+        return lines
 
 
 def line(step: Step) -> str:
@@ -311,7 +349,7 @@ def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Pl
         by_flags=taken.by_flags,
         data=data and any(step.kind == "ring" for step in steps),
         sees_after=order == "contiguous" and needs.reach[1] > 0,
-        load=None if data else load(known, length, shards, order),
+        pairs=None if data else tuple(np.rint(pairs_of(known, length, shards, order)).astype(int).tolist()),
         text=repr(mask),
     )
 

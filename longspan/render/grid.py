@@ -5,7 +5,8 @@ allowed and a forbidden pair of it are known, or what all its pairs are. Tiles t
 down to single pairs. So the work follows the edges of what is allowed, and a T×S array never exists.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -33,36 +34,37 @@ class Grid(NamedTuple):
         return np.where(self.every, FULL, np.where(self.some, PARTIAL, EMPTY))
 
 
-def grid_of(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    q_cell: int,
-    kv_cell: int,
-    *,
-    batch: int = 0,
-    head: int = 0,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-) -> Grid:
-    """The grid of one batch row and head (host only). Where rows or heads are all alike, any number names them."""
-    search, layout = start(mask, q_len, kv_len, q_cell, kv_cell, batch, head, q_positions, kv_positions)
-    if layout is not None:
-        _settle(search, _first_look(search, layout, batch, head))
+class Which(TypedDict, total=False):
+    """What is looked at; 0 and slots by default. Where rows or heads are all alike, any number names them."""
+
+    batch: int
+    head: int
+    q_positions: Any
+    kv_positions: Any
+
+
+def grid_of(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **which: Unpack[Which]) -> Grid:
+    """The grid of one batch row and head (host only)."""
+    search = start(mask, q_len, kv_len, q_cell, kv_cell, **which)
+    if search.layout is not None:
+        _settle(search, _first_look(search, search.layout))
     return Grid(search.allowed.reshape(search.shape), ~search.forbidden.reshape(search.shape), q_cell, kv_cell)
 
 
-def start(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, batch: int, head: int, q_at: Any, kv_at: Any):
-    """A search that has found nothing yet, and the layout of the tiles to look at; None if there are no cells."""
-    q, kv = mask._sides(q_len, kv_len, q_at, kv_at, np)
+def start(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **which: Unpack[Which]) -> "Search":
+    """A search that has found nothing yet."""
+    batch, head = plane = which.get("batch", 0), which.get("head", 0)
+    positions = which.get("q_positions"), which.get("kv_positions")
+    q, kv = mask._sides(q_len, kv_len, *positions, np)
     for name, value, size in (("batch", batch, q.batch.size), ("head", head, q.head.size)):
         if not 0 <= value < size and size > 1:
             raise IndexError(f"{name}={value} is out of range: the mask tells {size} apart.")
     one_row, one_head = (np.full((1, 1, 1, 1), value, np.int32) for value in (batch, head))
     q, kv = (side.at(batch=one_row, head=one_head).remembering() for side in (q, kv))
     cells = -(-q_len // q_cell) * -(-kv_len // kv_cell)
-    search = Search(mask, q, kv, q_cell, kv_cell, *np.zeros((2, cells), bool))
-    return search, _layout(search, dict(q_positions=q_at, kv_positions=kv_at), batch, head) if cells else None
+    layout = _layout(mask, (q_len, q_cell), (kv_len, kv_cell), positions, plane) if cells else None
+    allowed, forbidden = np.zeros((2, cells), bool)
+    return Search(mask, q, kv, q_cell, kv_cell, allowed, forbidden, layout, plane)
 
 
 class Search(NamedTuple):
@@ -75,6 +77,17 @@ class Search(NamedTuple):
     kv_cell: int
     allowed: np.ndarray  # bool: an allowed pair was found
     forbidden: np.ndarray
+    layout: BlockLayout | None  # the tiles that may hold allowed pairs; None if there are no cells
+    plane: tuple[int, int]  # batch row and head
+
+    def looks(self) -> Iterator["Parts"]:
+        """The parts of the layout's tiles, some at a time."""
+        if self.layout is None:
+            return
+        for rows, tiles in self.layout.entries(*self.plane):
+            for at in range(0, len(rows), AT_ONCE):
+                some = rows[at : at + AT_ONCE], tiles[at : at + AT_ONCE]
+                yield cut_to_cells(self, self.layout.q_tile, self.layout.kv_tile, *some)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,15 +115,14 @@ class Parts(NamedTuple):
         return self._replace(q=self.q[which], kv=self.kv[which], cell=self.cell[which])
 
 
-def _layout(search: Search, positions: dict[str, Any], batch: int, head: int) -> BlockLayout:
-    """The tiles that may hold allowed pairs: the finest that are few, none larger than a cell."""
-    sides = (search.q.length, search.q_cell), (search.kv.length, search.kv_cell)
-    layout = None
+def _layout(mask: Mask, q: tuple[int, int], kv: tuple[int, int], positions: Any, plane: tuple[int, int]) -> BlockLayout:
+    """The finest tiles that are few, none larger than a cell; each side is (length, cell)."""
+    layout, (q_at, kv_at) = None, positions
     for count in FINENESS:
-        sizes = [_tile(length, cell, count) for length, cell in sides]
+        sizes = [_tile(length, cell, count) for length, cell in (q, kv)]
         if layout is None or sizes != [layout.q_tile, layout.kv_tile]:
-            layout = plan(search.mask, search.q.length, search.kv.length, *sizes, **positions, xp=np)
-            if most_visits(layout, batch, head) <= FEW:
+            layout = plan(mask, q[0], kv[0], *sizes, q_positions=q_at, kv_positions=kv_at, xp=np)
+            if most_visits(layout, *plane) <= FEW:
                 break
     assert layout is not None
     return layout
@@ -131,15 +143,13 @@ def most_visits(layout: BlockLayout, batch: int, head: int) -> int:
     return int(np.maximum(stops - starts, 0).sum(dtype=np.int64)) + int(common) * layout.q_tiles
 
 
-def _first_look(search: Search, layout: BlockLayout, batch: int, head: int) -> Parts:
+def _first_look(search: Search, layout: BlockLayout) -> Parts:
     """Looks at all tiles of a layout, and returns those in doubt. What the layout leaves out is forbidden."""
     sizes = layout.q_tile, layout.kv_tile
     visits, doubtful = np.zeros(search.allowed.size, np.int64), []
-    for rows, tiles in layout.entries(batch, head):
-        for at in range(0, len(rows), AT_ONCE):
-            parts = cut_to_cells(search, *sizes, rows[at : at + AT_ONCE], tiles[at : at + AT_ONCE])
-            visits += np.bincount(parts.cell, minlength=visits.size)
-            doubtful.append(_look(search, _unsettled(search, parts)))
+    for parts in search.looks():
+        visits += np.bincount(parts.cell, minlength=visits.size)
+        doubtful.append(_look(search, _unsettled(search, parts)))
     touched = np.multiply.outer(
         _tiles_touched(search.q.length, search.q_cell, layout.q_tile),
         _tiles_touched(search.kv.length, search.kv_cell, layout.kv_tile),

@@ -50,10 +50,10 @@ def picture_html(picture: Picture, *, more: str = "") -> str:
     in_blocks = max(picture.q_cell, picture.kv_cell) > 1
     key = f"{_scale_key()} {picture.q_cell:,} x {picture.kv_cell:,} pairs in each cell; " if in_blocks else ""
     return page(
-        _line(f'<code style="{CODE}">{html.escape(picture.title)}</code>', bold=True),
-        _line(html.escape(picture.facts)),
+        line(f'<code style="{CODE}">{html.escape(picture.title)}</code>', bold=True),
+        line(html.escape(picture.facts)),
         _side_by_side(figures),
-        _line(key + SIDES),
+        line(key + SIDES),
         more,
     )
 
@@ -65,12 +65,12 @@ def tiles_html(tiles: TilePicture) -> str:
         _figure(_name(head), _svg(tiles, levels, KINDS, side, lined=max(levels.shape) <= MOST_LINED))
         for head, levels in zip(tiles.heads, tiles.levels, strict=True)
     )
-    key = " ".join(f"{_swatch(ink)} {ink.meaning}" for ink in KINDS.values())
+    key = " ".join(f"{swatch(ink)} {ink.meaning}" for ink in KINDS.values())
     return page(
-        _line(f'<code style="{CODE}">{html.escape(tiles.title)}</code>', bold=True),
-        _line(html.escape(tiles.facts)),
+        line(f'<code style="{CODE}">{html.escape(tiles.title)}</code>', bold=True),
+        line(html.escape(tiles.facts)),
         _side_by_side(figures),
-        _line(f"{key} {_swatch(NOTHING)} not visited; {SIDES}"),
+        line(f"{key} {swatch(NOTHING)} not visited; {SIDES}"),
     )
 
 
@@ -90,14 +90,14 @@ def tile_bar(empty: int, partial: int, full: int) -> str:
     whole, x, shapes = max(empty + partial + full, 1), 0.0, []
     for number, kind in ((full, FULL), (partial, PARTIAL)):
         width = SIDE * number / whole
-        shapes.append(f'<rect x="{x:.2f}" width="{width:.2f}" height="12" {_paint(KINDS[kind])}/>')
+        shapes.append(f'<rect x="{x:.2f}" width="{width:.2f}" height="12" {paint(KINDS[kind])}/>')
         x += width
     frame = f'<rect x="0.5" y="0.5" width="{SIDE - 1}" height="11" fill="none" stroke="currentColor"'
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{SIDE}" height="12" role="img" aria-label="tiles by kind">'
         f'{"".join(shapes)}{frame} stroke-opacity="0.5"/></svg>'
     )
-    key = f"{_swatch(KINDS[FULL])} full tiles {_swatch(KINDS[PARTIAL])} partial {_swatch(NOTHING)} not visited"
+    key = f"{swatch(KINDS[FULL])} full tiles {swatch(KINDS[PARTIAL])} partial {swatch(NOTHING)} not visited"
     return f'<div style="margin:4px 0 8px">{svg}<div>{key}</div></div>'
 
 
@@ -115,12 +115,13 @@ def page(*parts: str) -> str:
     return f'<div class="longspan" style="{STYLE}">{"".join(parts)}</div>'
 
 
-def _line(content: str, *, bold: bool = False) -> str:
+def line(content: str, *, bold: bool = False) -> str:
+    """A line of a page."""
     return f'<div style="font-weight:{600 if bold else 400}">{content}</div>'
 
 
 def _figure(name: str, svg: str) -> str:
-    return f"<div>{_line(name) if name else ''}{svg}</div>"
+    return f"<div>{line(name) if name else ''}{svg}</div>"
 
 
 def _name(head: int | None) -> str:
@@ -132,19 +133,21 @@ def _side_by_side(figures: str) -> str:
 
 
 def _scale_key() -> str:
-    swatches = "".join(_swatch(ink, gap=0) for ink in INKS.values())
-    return f"none {_swatch(NOTHING, gap=0)}{swatches} all allowed;"
+    swatches = "".join(swatch(ink, gap=0) for ink in INKS.values())
+    return f"none {swatch(NOTHING, gap=0)}{swatches} all allowed;"
 
 
-def _swatch(ink: Ink, gap: int = 2) -> str:
+def swatch(ink: Ink, gap: int = 2) -> str:
+    """A small square, as legends have them."""
     frame = 'stroke="currentColor" stroke-opacity="0.4"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="12" height="12" style="vertical-align:-1px;margin:0 {gap}px">'
-        f'<rect x="0.5" y="0.5" width="11" height="11" {_paint(ink)} {frame}/></svg>'
+        f'<rect x="0.5" y="0.5" width="11" height="11" {paint(ink)} {frame}/></svg>'
     )
 
 
-def _paint(ink: Ink) -> str:
+def paint(ink: Ink) -> str:
+    """The attributes of a shape."""
     return f'fill="{ink.colour}" fill-opacity="{ink.opacity:.3g}"'
 
 
@@ -184,7 +187,7 @@ def _cells(levels: np.ndarray, size: int, inks: dict[int, Ink]) -> Iterator[str]
     for level, ink in inks.items():
         if level in paths:
             place = f'transform="scale({size})" shape-rendering="crispEdges"'
-            yield f'<path {place} {_paint(ink)} d="{"".join(paths[level])}"/>'
+            yield f'<path {place} {paint(ink)} d="{"".join(paths[level])}"/>'
 
 
 def _lines(rows: int, columns: int, size: int) -> Iterator[str]:
@@ -202,10 +205,10 @@ def _bands(bands: Bands, size: int, x: int, y: int) -> Iterator[str]:
                 continue
             place, long = at * size, (number + 1 - at) * size
             at = number + 1
-            paint = colour(name)
-            if paint is not None:
+            fill = colour(name)
+            if fill is not None:
                 box = (x - BAND - GAP, y + place, BAND, long) if is_query else (x + place, y - BAND - GAP, long, BAND)
-                yield '<rect x="{}" y="{}" width="{}" height="{}" '.format(*box) + f'fill="{paint}"/>'
+                yield '<rect x="{}" y="{}" width="{}" height="{}" '.format(*box) + f'fill="{fill}"/>'
 
 
 def _numbers(picture: Picture | TilePicture, size: int, x: int, y: int) -> Iterator[str]:

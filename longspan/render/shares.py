@@ -5,12 +5,12 @@ some queries and keys, which stand for the others.
 """
 
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from longspan.masks import Mask
-from longspan.render.grid import AT_ONCE, Parts, Search, classified, cut_to_cells, edges, start, truths, within
+from longspan.render.grid import Parts, Search, Which, classified, edges, start, truths, within
 
 MOST_READ = 1 << 22  # pairs
 FEWEST = 4  # queries, and keys, that are looked at in a tile
@@ -24,32 +24,16 @@ class Shares(NamedTuple):
     exact: bool
 
 
-def shares_of(
-    mask: Mask,
-    q_len: int,
-    kv_len: int,
-    q_cell: int,
-    kv_cell: int,
-    *,
-    batch: int = 0,
-    head: int = 0,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-) -> Shares:
-    """The allowed pairs of the cells of one batch row and head (host only), with the arguments of `grid_of`."""
-    search, layout = start(mask, q_len, kv_len, q_cell, kv_cell, batch, head, q_positions, kv_positions)
-    pairs, exact = np.zeros(search.allowed.size), True
-    if layout is not None:
-        partial = []
-        for rows, tiles in layout.entries(batch, head):
-            for at in range(0, len(rows), AT_ONCE):
-                chosen = slice(at, at + AT_ONCE)
-                parts = cut_to_cells(search, layout.q_tile, layout.kv_tile, rows[chosen], tiles[chosen])
-                some, every = classified(search, parts)
-                full = parts.take(every)
-                pairs += np.bincount(full.cell, _areas(search, full), minlength=pairs.size)
-                partial.append(parts.take(some & ~every))
-        exact = _read(search, partial, pairs)
+def shares_of(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **which: Unpack[Which]) -> Shares:
+    """The allowed pairs of the cells of one batch row and head (host only)."""
+    search = start(mask, q_len, kv_len, q_cell, kv_cell, **which)
+    pairs, partial = np.zeros(search.allowed.size), []
+    for parts in search.looks():
+        some, every = classified(search, parts)
+        full = parts.take(every)
+        pairs += np.bincount(full.cell, _areas(search, full), minlength=pairs.size)
+        partial.append(parts.take(some & ~every))
+    exact = _read(search, partial, pairs)
     return Shares(pairs.reshape(search.shape), exact)
 
 

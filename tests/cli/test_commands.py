@@ -150,10 +150,11 @@ def test_bench_times_saves_compares_and_plots(run, tmp_path, monkeypatch):
     small = ("bench", "Causal()", "-T", "16,32", "--heads", 1, "--head-dim", 8, "--rounds", 1, "--engine", "reference")
     code, out, err = run(*small, "--save", tmp_path, "--plot", tmp_path / "times.svg")
     assert code == 0 and "tokens" in out and "jax.nn" in out and "torch sdpa: not installed" in out
+    assert "FlexAttention: not installed" in out
     (saved,) = tmp_path.glob("*.json")
     assert f"longspan-{ls.__version__}-jax-" in saved.name and f"wrote {saved}" in err
     report = json.loads(saved.read_text())
-    assert {row["name"] for row in report["rows"]} == {"reference", "jax.nn", "torch sdpa"}
+    assert {row["name"] for row in report["rows"]} == {"reference", "jax.nn", "torch sdpa", "FlexAttention"}
     assert all(row["seconds"] > 0 for row in report["rows"] if not row["left_out"])
     xml.dom.minidom.parse(str(tmp_path / "times.svg"))
     code, out, _ = run(*small, "--no-peers", "--compare", saved, "--json")
