@@ -222,6 +222,19 @@ def bind(
     )
 
 
+def attention_of_layer(q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None) -> jax.Array:
+    """`attention` with one layer of stacks [layers, B, S, K, H] of keys and values, read where it lies if possible.
+
+    Without gradients, and on one device.
+    """
+    one_k, one_v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (k, v))
+    request = bind(q, one_k, one_v, mask, None, scale, soft_cap, None, 0.0, None, None, None)
+    run = getattr(choose("auto", request)[0], "run_layer", None)
+    if run is None or 0 in request.dims.values():
+        return attention(q, k[layer], v[layer], mask=mask, scale=scale, soft_cap=soft_cap)
+    return run(replace(request, layout=None), request.layout, k, v, layer)[0]
+
+
 def planned(q, k, v, *, mask, q_positions=None, kv_positions=None, scale=None, soft_cap=None) -> BlockLayout:
     """The layout that `attention` plans for such a call, for many calls alike; q, k and v may be shapes alone."""
     request = bind(q, k, v, mask, None, scale, soft_cap, None, 0.0, None, q_positions, kv_positions)

@@ -257,6 +257,13 @@ ffi::Error bias_gradient(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
   return ffi::Error::Success();
 }
 
+std::optional<int64_t> to_number(ffi::RemainingArgs& args, size_t at, std::string& error) {
+  auto buffer = args.get<ffi::AnyBuffer>(at);
+  const auto a = buffer.has_value() ? to_array(*buffer, error) : std::nullopt;
+  if (a && a->type == I32 && a->rank == 0) return *static_cast<const int32_t*>(a->data);
+  return error = "the layer must be int32 []", std::nullopt;
+}
+
 // One matrix of a product, or the layer's of a stack of them.
 std::string to_matrix(const Array& w, const Array& y, int64_t layer, bool by_outer, int64_t rows, int64_t inner,
                       Matrix& m) {
@@ -275,11 +282,14 @@ std::string to_matrix(const Array& w, const Array& y, int64_t layer, bool by_out
 }
 
 ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  const auto layer = attrs.get<int64_t>("layer"), by_outer = attrs.get<int64_t>("by_outer");
-  if (!layer.has_value() || !by_outer.has_value()) return invalid("a product needs `layer` and `by_outer`");
-  if (args.size() < 2 || args.size() > 1 + size_t(kMaxMatrices) || rets.size() != args.size() - 1)
-    return invalid("a product has x and one to eight matrices, and a result for each");
+  const auto named = attrs.get<int64_t>("layer"), by_outer = attrs.get<int64_t>("by_outer");
+  if (!by_outer.has_value()) return invalid("a product needs `by_outer`");
+  const size_t first = named.has_value() ? 1 : 2;  // exported programs of before have no operand that is the layer
+  if (rets.size() < 1 || rets.size() > size_t(kMaxMatrices) || args.size() != first + rets.size())
+    return invalid("a product has x, the layer and one to eight matrices, and a result for each");
   std::string error;
+  const auto layer = named.has_value() ? std::optional<int64_t>(*named) : to_number(args, 1, error);
+  if (!layer) return invalid(error);
   auto x = args.get<ffi::AnyBuffer>(0);
   const auto rows = x.has_value() ? to_array(*x, error) : std::nullopt;
   if (!rows || rows->type != F32 || rows->rank != 2 || rows->dims[0] > kMaxRows)
@@ -292,7 +302,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
                      *by_outer != 0,
                      matrices};
   for (size_t i = 0; i < rets.size(); ++i) {
-    auto w = args.get<ffi::AnyBuffer>(i + 1);
+    auto w = args.get<ffi::AnyBuffer>(first + i);
     auto y = rets.get<ffi::AnyBuffer>(i);
     const auto given = w.has_value() ? to_array(*w, error) : std::nullopt;
     const auto result = y.has_value() ? to_array(**y, error) : std::nullopt;
@@ -304,6 +314,36 @@ ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   if (!kernel) return invalid(error);
   PoolRunner runner(pool);
   return kernel->product(p, runner) ? ffi::Error::Success() : exhausted();
+}
+
+// New rows of one layer of a stack [layers, B, slots, ...], in place: the result is the operand. Slots that are not
+// there take nothing.
+ffi::Error put(ffi::AnyBuffer stack, ffi::AnyBuffer which, ffi::AnyBuffer where, ffi::AnyBuffer rows,
+               ffi::Result<ffi::AnyBuffer> result) {
+  std::string error;
+  const auto all = to_array(stack, error), layer = to_array(which, error), slots = to_array(where, error),
+             added = to_array(rows, error);
+  if (!all || !layer || !slots || !added) return invalid(error);
+  if (layer->type != I32 || layer->rank != 0) return invalid("the layer must be int32 []");
+  if (all->rank < 3 || added->rank != all->rank - 1 || added->type != all->type)
+    return invalid("new rows must be [B, n, ...] of the type of their stack [layers, B, slots, ...]");
+  const int64_t B = added->dims[0], n = added->dims[1], layers = all->dims[0], count = all->dims[2];
+  bool fits = all->dims[1] == B && slots->type == I32 && slots->rank == 2 && slots->dims[0] == B && slots->dims[1] == n;
+  for (int i = 2; i < added->rank; ++i) fits = fits && added->dims[i] == all->dims[i + 1];
+  if (!fits || result->size_bytes() != stack.size_bytes()) return invalid("new rows do not fit their stack");
+  const int32_t at = *static_cast<const int32_t*>(layer->data);
+  if (at < 0 || at >= layers) return invalid("there is no layer " + std::to_string(at));
+  char* to = static_cast<char*>(result->untyped_data());
+  if (to != stack.untyped_data()) std::memcpy(to, stack.untyped_data(), stack.size_bytes());
+  if (B == 0 || n == 0) return ffi::Error::Success();
+  const size_t row = rows.size_bytes() / size_t(B * n);
+  for (int64_t i = 0; i < B * n; ++i) {
+    const int64_t slot = static_cast<const int32_t*>(slots->data)[i];
+    if (slot < 0 || slot >= count) continue;
+    std::memcpy(to + size_t((at * B + i / n) * count + slot) * row,
+                static_cast<const char*>(added->data) + size_t(i) * row, row);
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -322,6 +362,19 @@ LONGSPAN_HANDLER(longspan_forward, longspan::forward)
 LONGSPAN_HANDLER(longspan_backward, longspan::backward)
 LONGSPAN_HANDLER(longspan_bias_gradient, longspan::bias_gradient)
 LONGSPAN_HANDLER(longspan_product, longspan::product)
+
+LONGSPAN_EXPORT XLA_FFI_Error* longspan_put(XLA_FFI_CallFrame* frame) {
+  using Buffer = ffi::AnyBuffer;
+  static auto* handler = ffi::Ffi::Bind()
+                             .Arg<Buffer>()
+                             .Arg<Buffer>()
+                             .Arg<Buffer>()
+                             .Arg<Buffer>()
+                             .Ret<Buffer>()
+                             .To(longspan::put)
+                             .release();
+  return handler->Call(frame);
+}
 
 LONGSPAN_EXPORT int32_t longspan_abi() { return longspan::kAbi; }
 

@@ -275,27 +275,47 @@ class Decoder {
   }
 };
 
+// One of a stack of keys or values, where it lies.
+std::string take_layer(const Call& c, Array& a) {
+  if (c.roles[kLayer] < 0) return "";
+  const Array which = c.rest[size_t(c.roles[kLayer])];
+  if (which.type != I32 || which.rank != 0) return bad("layer", "int32 []", which);
+  if (a.rank != 5) return "k and v of layers must be [layers,B,S,K,H], got " + shape_of(a);
+  const int32_t layer = *static_cast<const int32_t*>(which.data);
+  if (layer < 0 || layer >= a.dims[0]) return "there is no layer " + std::to_string(layer) + " in " + shape_of(a);
+  int64_t bytes = a.type == F64 ? 8 : a.type == F32 ? 4 : 2;
+  for (int i = 1; i < a.rank; ++i) bytes *= a.dims[i], a.dims[i - 1] = a.dims[i];
+  --a.rank;
+  a.data = static_cast<const char*>(a.data) + layer * bytes;
+  return "";
+}
+
 std::string build_inputs(const Call& c, Problem& p) {
-  if (c.q.rank != 4 || c.k.rank != 4)
-    return "q must be [B,T,N,H] and k [B,S,K,H], got " + shape_of(c.q) + " and " + shape_of(c.k);
+  Array k = c.k, v = c.v;
+  for (Array* a : {&k, &v}) {
+    const std::string error = take_layer(c, *a);
+    if (!error.empty()) return error;
+  }
+  if (c.q.rank != 4 || k.rank != 4)
+    return "q must be [B,T,N,H] and k [B,S,K,H], got " + shape_of(c.q) + " and " + shape_of(k);
   p.B = c.q.dims[0], p.T = c.q.dims[1], p.N = c.q.dims[2], p.H = c.q.dims[3];
-  p.S = c.k.dims[1], p.K = c.k.dims[2];
+  p.S = k.dims[1], p.K = k.dims[2];
   p.type = c.q.type;
-  if (!is_float(p.type) || c.k.type != p.type || c.v.type != p.type)
+  if (!is_float(p.type) || k.type != p.type || v.type != p.type)
     return "q, k and v must have one type: f32, f64, bf16 or f16";
-  p.Hv = c.v.rank == 4 ? c.v.dims[3] : 0;
-  if (!is_shape(c.k, {p.B, p.S, p.K, p.H}) || !is_shape(c.v, {p.B, p.S, p.K, p.Hv}))
-    return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(c.k) + ", v " +
-           shape_of(c.v);
+  p.Hv = v.rank == 4 ? v.dims[3] : 0;
+  if (!is_shape(k, {p.B, p.S, p.K, p.H}) || !is_shape(v, {p.B, p.S, p.K, p.Hv}))
+    return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(k) + ", v " +
+           shape_of(v);
   if (p.B < 1 || p.T < 1 || p.S < 1 || p.N < 1)
-    return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(c.k);
+    return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(k);
   if (p.K < 1 || p.N % p.K)
     return "q has " + std::to_string(p.N) + " heads, not a multiple of k's " + std::to_string(p.K);
   for (int64_t size : {p.H, p.Hv})
     if (size < 1 || size > kMaxHead) return "head size must be 1 to 256, got " + std::to_string(size);
   if (p.T > INT32_MAX || p.S > INT32_MAX) return "T and S must be below 2^31";
   if (!(c.scale == c.scale) || !(c.soft_cap >= 0)) return "scale must be a number and soft_cap at least 0";
-  p.q = c.q.data, p.k = c.k.data, p.v = c.v.data;
+  p.q = c.q.data, p.k = k.data, p.v = v.data;
   p.scale = c.scale;
   p.soft_cap = c.soft_cap;
   p.by_tiles = c.by_tiles;

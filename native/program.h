@@ -11,10 +11,24 @@ namespace longspan {
 
 // What Python compares when it opens the library: ABI in longspan/engines/cpu/library.py. Raise both whenever a call
 // changes: the words of the mask program, roles, attributes, operands or results.
-constexpr int32_t kAbi = 6;
+constexpr int32_t kAbi = 7;
 
 // Places of optional arrays in Call::rest, -1 if absent; the mask program names further ones by number.
-enum Role { kBias, kSinks, kQPos, kKvPos, kColumns, kColumnCount, kRowIds, kHeadIds, kSeed, kSlopes, kTable, kRoles };
+enum Role {
+  kBias,
+  kSinks,
+  kQPos,
+  kKvPos,
+  kColumns,
+  kColumnCount,
+  kRowIds,
+  kHeadIds,
+  kSeed,
+  kSlopes,
+  kTable,
+  kLayer,  // int32 []: k and v are stacks with an axis before B, and this is which of them
+  kRoles
+};
 
 struct Call {
   Array q, k, v, starts, stops;

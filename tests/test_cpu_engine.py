@@ -182,7 +182,7 @@ def test_wrong_calls_are_errors_with_a_message():
         jax.block_until_ready(library.call("longspan_forward", results, operands, **(good.attributes() | changes)))
 
     call(q, q, q, *tables)
-    ints = library.static_ints
+    ints, stack = library.static_ints, jnp.ones((3, *q.shape))
 
     def given(name):
         return dict(roles=ints([0 if role == name else -1 for role in ROLES]))
@@ -204,6 +204,10 @@ def test_wrong_calls_are_errors_with_a_message():
         ("a role names", (q, q, q, *tables), dict(roles=ints([5] * len(ROLES)))),
         (r"slopes must be float32 .* \[N\], got shape \[3\]", (q, q, q, *tables, jnp.ones(3)), given("slopes")),
         (r"table must be float32 .* got shape \[2,4\]", (q, q, q, *tables, jnp.ones((2, 4))), given("table")),
+        (r"layer must be int32 \[\]", (q, stack, stack, *tables, jnp.ones(())), given("layer")),
+        ("k and v of layers must be", (q, stack, q, *tables, jnp.int32(0)), given("layer")),
+        ("there is no layer 3 in", (q, stack, stack, *tables, jnp.int32(3)), given("layer")),
+        ("q must be", (q, stack, stack, *tables), {}),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             call(*operands, **changes)

@@ -73,7 +73,27 @@ def test_a_call_that_does_not_fit_is_an_error_not_a_crash(x, matrix, layer, says
     result = (jax.ShapeDtypeStruct((x[0], 4), np.float32),)
     call = jax.ffi.ffi_call("longspan_product", result)
     with pytest.raises(Exception, match=says):
-        jax.block_until_ready(call(jnp.ones(x), jnp.ones(matrix), layer=np.int64(layer), by_outer=np.int64(0)))
+        jax.block_until_ready(call(jnp.ones(x), jnp.int32(layer), jnp.ones(matrix), by_outer=np.int64(0)))
+
+
+def test_a_program_exported_with_the_layer_as_an_attribute_still_runs():
+    x, matrix = draw(2, 9), draw(LAYERS, 9, 4)
+    call = jax.ffi.ffi_call("longspan_product", (jax.ShapeDtypeStruct((2, 4), np.float32),))
+    (got,) = call(x, matrix, layer=np.int64(2), by_outer=np.int64(0))
+    np.testing.assert_array_equal(got, products(x, [matrix], 2)[0])
+
+
+def test_the_layer_may_be_traced():
+    x, matrix = draw(2, 9), draw(LAYERS, 9, 4)
+    got = jax.lax.map(lambda layer: products(x, [matrix], layer)[0], jnp.arange(LAYERS))
+    np.testing.assert_array_equal(got, np.stack([products(x, [matrix], layer)[0] for layer in range(LAYERS)]))
+
+
+@pytest.mark.parametrize("layer", [jnp.float32(0), jnp.zeros(1, jnp.int32)])
+def test_the_layer_is_one_int(layer):
+    call = jax.ffi.ffi_call("longspan_product", (jax.ShapeDtypeStruct((2, 4), np.float32),))
+    with pytest.raises(Exception, match=r"the layer must be int32 \[\]"):
+        jax.block_until_ready(call(jnp.ones((2, 9)), layer, jnp.ones((9, 4)), by_outer=np.int64(0)))
 
 
 def test_only_what_it_can_is_taken():

@@ -73,6 +73,9 @@ class Engine(Protocol):
     - `forward(request, layout) -> (out, lse, low)`: `run` for a pass that is differentiated. There `out` may keep more
       bits, and `low` is what lse lost by rounding: with scores near -1e9, as people mask with, a float32 lse holds
       nothing of the logarithm of the sum.
+    - `run_layer(request, layout, k, v, layer) -> (out, lse)`: `run` with the keys and values of one layer, a traced
+      int, of stacks [layers, B, S, K, H], of which the request holds shapes: a loop over layers then copies no cache.
+      Without gradients, on one device.
     - `temporary_bytes(request) -> int | None`: how much memory a forward pass takes for itself, at least, as `explain`
       tells; None if that is little or not cheaply known.
     - `differentiable = True`: JAX can differentiate `run` by itself, also twice, and `backward` is not used for it.

@@ -164,6 +164,7 @@ struct Case {
   void make_layout();
   void make_inputs();
   void make_garbage();
+  Call stacked();
 };
 
 Rule Case::leaf() {
@@ -474,6 +475,23 @@ void Case::make_inputs() {
     call.dropout_rate = 0.3;
     call.dropout_threshold = uint32_t(0.3 * 4294967296.0);
   }
+}
+
+// The same call with its keys and values as one layer of a stack; the other layers are NaN.
+Call Case::stacked() {
+  Call of = call;
+  const int64_t layers = pick(1, 3), layer = pick(0, layers - 1);
+  for (Array* a : {&of.k, &of.v}) {
+    const Array one = *a;
+    *a = store.array(type, {layers, one.dims[0], one.dims[1], one.dims[2], one.dims[3]});
+    const int64_t count = count_of(one);
+    for (int64_t i = 0; i < layers * count; ++i) set(*a, i, i / count == layer ? get(one, i % count) : NAN);
+  }
+  const Array which = store.array(I32, {});
+  set(which, 0, double(layer));
+  of.roles[kLayer] = int32_t(of.rest.size());
+  of.rest.push_back(which);
+  return of;
 }
 
 // NaN into keys that no query sees and queries that see no key.

@@ -158,7 +158,7 @@ void run_case(int seed) {
   }
   const Given given = {lse, lse_low, dout, delta};
   Built built;
-  const std::string error = build(c.call, built);
+  const std::string error = build(chance(0.25) ? c.stacked() : c.call, built);
   if (!error.empty()) {
     ++failures;
     std::printf("case %d: %s\n", seed, error.c_str());

@@ -145,8 +145,9 @@ int main(int argc, char** argv) {
     c.rule = c.tree(3, true);
     c.make_garbage();  // what was hidden may be seen now
     if (seed == first) shallow = refuses_endless_nesting(c);
+    const Call whole = chance(0.25) ? c.stacked() : c.call;
     for (int i = 0; i < kDamagedPerCase; ++i) {
-      Call call = c.call;
+      Call call = whole;
       for (int64_t times = pick(1, 3); times > 0; --times) damage(call);
       survive(c, call) ? ++accepted : ++refused;
     }

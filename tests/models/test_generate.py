@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -93,6 +94,10 @@ def test_layers_that_were_replaced_are_called():
     output = model(ids[:, :3], cache=model.init_cache(1, 9))
     got = model(ids[:, 3:], cache=output.cache).logits[:, 0]
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+    (tokens,), row = greedy(model, ids, 5), ids[0].tolist()
+    for token in tokens:
+        assert token == int(np.argmax(np.asarray(model(np.array([row])).logits)[0, -1]))
+        row.append(token)
 
 
 def test_16_bits_generate_too():
@@ -122,12 +127,12 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def small(**changes) -> models.CausalLM:
+def small(dtype=jnp.float32, **changes) -> models.CausalLM:
     sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1)
     config = models.MistralConfig(
         **{**sizes, "num_hidden_layers": 3, "sliding_window": 64, "max_position_embeddings": 5000, **changes}
     )
-    return models.CausalLM(config, rngs=nnx.Rngs(0))
+    return models.CausalLM(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
 
 
 def test_fifty_lengths_cost_at_most_eight_compilations():
@@ -144,19 +149,40 @@ def test_fifty_lengths_cost_at_most_eight_compilations():
     assert len(heard) == 9 and not found
 
 
-@needs_native
-def test_decoding_copies_neither_parameters_nor_caches():
-    model = small(vocab_size=999, hidden_size=128, intermediate_size=256, num_hidden_layers=5, sliding_window=512)
+def loop(model: models.CausalLM, batch: int = 1) -> tuple:
+    """The arguments of the loop that decodes, `steps.burst`, before its first token."""
     graph, params = nnx.split(model)
-    of = steps.Compiled(room.Graph(graph), model._reads_in_place(1))
-    kept, last = steps.start(model.config, 1, 4096, model.dtype)
-    rules = steps.Rules(Sampling(), room._padded(()), None, room._ropes(model, [np.zeros(5)], 9))
-    state = steps.first(of, params, last, None, np.full(1, 9, np.int32), rules)
-    memory = steps.burst.lower(of, params, kept, state, rules).compile().memory_analysis()
-    cache_bytes = sum(x.nbytes for pair in kept.pairs for x in pair)
+    of = steps.Compiled(room.Graph(graph), model._reads_in_place(batch))
+    kept, last = steps.start(model.config, batch, 4096, model.dtype)
+    rules = steps.Rules(Sampling(), room._padded(()), None, room._ropes(model, [np.zeros(5)] * batch, 9))
+    state = jax.eval_shape(partial(steps.first, of), params, last, None, np.full(batch, 9, np.int32), rules)
+    return of, params, kept, state, rules
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decoding_copies_neither_parameters_nor_caches(batch, dtype):
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=5, sliding_window=512)
+    model = small(dtype, **sizes)
+    arguments = loop(model, batch)
+    memory = steps.burst.lower(*arguments).compile().memory_analysis()
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2].pairs))
     one_layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.layers))) // 5
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < min(one_layer, cache_bytes // 5) // 2
+
+
+@needs_native
+@pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma2Config, models.Gemma3Config])
+def test_the_loop_of_48_layers_is_as_long_as_that_of_6(kind):
+    def sizes(layers):
+        config = kind(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers)
+        traced = steps.burst.trace(*loop(models.CausalLM(config, rngs=nnx.Rngs(0))))
+        return str(traced.jaxpr).count(" = "), traced.lower().as_text().count("\n")
+
+    (equations, lines), (most_equations, most_lines) = sizes(6), sizes(48)
+    assert most_equations == equations and most_lines == lines
 
 
 def test_the_loop_ends_when_all_rows_have_finished(monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 from longspan.engines._contract import Engine, Request
 from longspan.engines.cpu import library
 from longspan.engines.cpu.biases import Biases, biases_of, differentiable_biases, unknown_bias
-from longspan.engines.cpu.call import call
+from longspan.engines.cpu.call import call, call_layer
 from longspan.engines.cpu.operands import bit_bytes, dense_bit_bytes, prepare
 from longspan.engines.cpu.program import unknown
 from longspan.layout import BlockLayout
@@ -51,6 +51,11 @@ class Cpu(Engine):
 
     def run(self, request: Request, layout: BlockLayout):
         return tuple(_forward("forward", request, layout)[:2])
+
+    def run_layer(self, request: Request, layout: BlockLayout, k, v, layer):
+        plan, floats, operands = prepare(request, layout, biases_of(request, layout), layer)
+        starts, stops, *rest = operands
+        return tuple(call_layer(plan, request.q, k, v, (starts, stops, *floats, *rest))[:2])
 
     def forward(self, request: Request, layout: BlockLayout):
         # Gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.

@@ -64,10 +64,15 @@ def _fold(call, kind: str, axes, size: int, batched, *operands):
     return out, jax.tree.map(lambda _: True, out)
 
 
+def call_layer(plan: Plan, q, k, v, operands):
+    """A forward pass with one layer of stacks of keys and values, which the plan names."""
+    return _local("forward", plan, q, k, v, *operands)
+
+
 def _local(kind: str, plan: Plan, *operands):
     """The native call itself, on the shapes it gets."""
     q, k, v = operands[:3]
-    (B, T, N, _), (_, S, K, Hv) = q.shape, v.shape
+    (B, T, N, _), (S, K, Hv) = q.shape, v.shape[-3:]
     stats = statistics_dtype(q.dtype)
     result = partial(_result, jax.typeof(q))
 

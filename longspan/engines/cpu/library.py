@@ -12,8 +12,8 @@ import numpy as np
 LIBRARY = Path(__file__).with_name("_longspan.so")
 # kAbi in native/program.h. Raise both whenever a call changes: the words of the mask program, roles, attributes,
 # operands or results. A library with another number would misread what it is given.
-ABI = 6
-TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient", "longspan_product")
+ABI = 7
+TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient", "longspan_product", "longspan_put")
 
 
 def missing() -> str | None:
@@ -51,9 +51,10 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(names().decode().split(","))
 
 
-def call(target: str, results, operands, **attributes):
-    """One call of a native handler."""
-    return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)
+def call(target: str, results, operands, *, in_place: dict[int, int] | None = None, **attributes):
+    """One call of a native handler; `in_place`: operands whose memory is that of results."""
+    handler = jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=in_place)
+    return handler(*operands, **attributes)
 
 
 @functools.cache

@@ -53,12 +53,16 @@ class Plan:
 
 # As `enum Role` in native/program.h.
 ROLES = (
-    "bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids", "head_ids", "seed", "slopes", "table"
+    "bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids", "head_ids", "seed", "slopes", "table",
+    "layer",
 )  # fmt: skip
 
 
-def prepare(request: Request, layout: BlockLayout, biases: Biases) -> tuple[Plan, tuple, tuple]:
-    """The plan of a call; the biases and sinks that are there; starts, stops, and what roles or words name."""
+def prepare(request: Request, layout: BlockLayout, biases: Biases, layer: Any = None) -> tuple[Plan, tuple, tuple]:
+    """The plan of a call; the biases and sinks that are there; starts, stops, and what roles or words name.
+
+    With a `layer`, keys and values will be stacks, of which the request has the shapes of one.
+    """
     B, N = (request.dims[axis] for axis in "BN")
     layout, dropout = _broadcast_layout(layout, B, N), request.dropout
     sinks = None if request.sinks is None else request.sinks.astype(statistics_dtype(request.q.dtype))
@@ -76,6 +80,7 @@ def prepare(request: Request, layout: BlockLayout, biases: Biases) -> tuple[Plan
         ("kv_pos", layout.kv_positions, ("b", "")),
         ("columns", layout.common, ("l", "n", "")),
         ("column_count", layout.common_count, ("l", "n")),
+        ("layer", layer, ()),
     ]
     if dropout is not None:
         extras += [("row_ids", dropout.rows, ("B",)), ("seed", dropout.words, ("",))]

@@ -1,6 +1,7 @@
 """A few rows times matrices that are read where they lie: what decoding spends its time on."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ def can_multiply(rows: int, *dtypes) -> bool:
 
 
 def products(
-    x: jax.Array, matrices: Sequence[jax.Array], layer: int = 0, *, by_outer: bool = False
+    x: jax.Array, matrices: Sequence[jax.Array], layer: Any = 0, *, by_outer: bool = False
 ) -> tuple[jax.Array, ...]:
     """[x @ matrix[layer] for matrix in matrices], float32, for rows x [rows, inner].
 
@@ -28,10 +29,10 @@ def products(
     Args:
         x: float32 [rows, inner].
         matrices: stacks [layers, inner, outer], or single matrices [inner, outer].
-        layer: which of each stack.
+        layer: which of each stack, an int or a traced one: a loop over layers copies nothing either.
         by_outer: whether they are transposed, [layers, outer, inner].
     """
     sizes = [matrix.shape[-2 if by_outer else -1] for matrix in matrices]
     results = tuple(jax.ShapeDtypeStruct((x.shape[0], size), np.float32) for size in sizes)
-    attributes = dict(layer=np.int64(layer), by_outer=np.int64(by_outer))
-    return tuple(library.call("longspan_product", results, (x, *matrices), **attributes))
+    operands = (x, jnp.asarray(layer, np.int32), *matrices)
+    return tuple(library.call("longspan_product", results, operands, by_outer=np.int64(by_outer)))

@@ -9,7 +9,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from longspan._attention import attention_of_layer
 from longspan.cache.store import Step
+from longspan.engines.cpu.put import put
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig
@@ -50,22 +52,31 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: int | None = None
+        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`."""
+        """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`.
+
+        What is kept is that of the layer, or, if `at` is traced, stacks as the parameters are.
+        """
         q, k, v = self._project(x, at)
         (inv_freq, factor), places = tokens.ropes[self.kind], tokens.positions
         q, k = (rotate(x, places, inv_freq, attention_factor=factor) for x in (q, k))
-        if tokens.steps is not None:
-            write = tokens.steps[self.kind].write
-            (kept_k, k), (kept_v, v) = write(kept[0], k), write(kept[1], v)
-            kept, k, v = (kept_k, kept_v), k.astype(q.dtype), v.astype(q.dtype)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
-        out = tokens.shared.attention(q, k, v, mask=tokens.masks[self.kind], **options)
+        options |= dict(mask=tokens.masks[self.kind])
+        step = None if tokens.steps is None else tokens.steps[self.kind]
+        if step is None:
+            out = tokens.shared.attention(q, k, v, **options)
+        elif isinstance(at, jax.Array):
+            assert step.order is None  # of one token: what the cache holds then is what it sees
+            kept_k, kept_v = (put(x, at, step.slots, new.astype(x.dtype)) for x, new in zip(kept, (k, v), strict=True))
+            kept, out = (kept_k, kept_v), attention_of_layer(q, kept_k, kept_v, at, **options)
+        else:
+            (kept_k, k), (kept_v, v) = step.write(kept[0], k), step.write(kept[1], v)
+            kept, out = (kept_k, kept_v), tokens.shared.attention(q, k.astype(q.dtype), v.astype(q.dtype), **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
         return out, kept
 
-    def _project(self, x: Float[Array, "B T D"], at: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x: Float[Array, "B T D"], at: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads, kv_heads, size = self.config.heads
         if self.config.family.fused:
             (qkv,) = linear_each([self.qkv], x, at)

@@ -15,8 +15,8 @@ from longspan.models._placed import columns_of, placed
 from longspan.models._rngs import check_rngs
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
-from longspan.models.decoders.kept import Kept
-from longspan.models.decoders.layer import run_layers, stack, step_layers
+from longspan.models.decoders.kept import Kept, Stacks
+from longspan.models.decoders.layer import loop_layers, run_layers, stack, step_layers
 from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import is_native, is_plain, times
 from longspan.models.layers import embed, linear
@@ -172,12 +172,13 @@ class CausalLM(nnx.Module):
         groups = [[next(parts) for _ in run.kinds] for run in self.config.runs]
         graphs = tuple(tuple(graph for graph, _ in group) for group in groups)
         states = tuple(tuple(state for _, state in group) for group in groups)
-        if step:
-            return _step_layers(graphs, self.config.runs, states, x, tokens, kept)
-        return _run_layers(graphs, self.config.runs, remat, states, x, tokens, kept)
+        if not step:
+            return _run_layers(graphs, self.config.runs, remat, states, x, tokens, kept)
+        in_place = _loop_layers if isinstance(kept, Stacks) else _step_layers
+        return in_place(graphs, self.config.runs, states, x, tokens, kept)
 
     def _reads_in_place(self, count: int) -> bool:
-        """Whether so many tokens are a step of decoding, which is not scanned: that copies matrices and caches."""
+        """Whether so many tokens are a step of decoding, which is not scanned: that would copy matrices and caches."""
         if count > FEW:
             return False
         if jax.default_backend() != "cpu":
@@ -212,3 +213,4 @@ def empty_caches(config: DecoderConfig, batch: int, length: int, dtype: Any) -> 
 # Jitted, or a call outside of `jit` would compile the scans every time: their bodies are new functions in each.
 _run_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))(run_layers)
 _step_layers = functools.partial(jax.jit, static_argnums=(0, 1))(step_layers)
+_loop_layers = functools.partial(jax.jit, static_argnums=(0, 1))(loop_layers)

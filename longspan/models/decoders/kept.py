@@ -4,17 +4,47 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from longspan._attention import planned
 from longspan.cache import Cache
 from longspan.layout import BlockLayout
 from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.runs import Run
+
+
+class Stacks(NamedTuple):
+    """Keys and values of all layers, stacked as their parameters are: a loop over layers takes and gives them so."""
+
+    by_run: tuple[tuple[tuple[Any, Any], ...], ...]  # of each run and place in its pattern, [layers, B, capacity, K, H]
+
+    @classmethod
+    def of(cls, runs: tuple[Run, ...], pairs: "tuple[tuple[Any, Any], ...] | Stacks") -> "Stacks":
+        """Those of each layer, stacked, unless they are already."""
+        if isinstance(pairs, cls):
+            return pairs
+        return cls(tuple(tuple(_stacked(pairs, run, place) for place in range(len(run.kinds))) for run in runs))
+
+    def pairs(self, runs: tuple[Run, ...]) -> tuple[tuple[Any, Any], ...]:
+        """Those of each layer."""
+        found = {
+            number: (k[at], v[at])
+            for run, places in zip(runs, self.by_run, strict=True)
+            for place, (k, v) in enumerate(places)
+            for at, number in enumerate(run.numbers(place))
+        }
+        return tuple(found[number] for number in range(len(found)))
+
+
+def _stacked(pairs: tuple, run: Run, place: int) -> tuple[jax.Array, jax.Array]:
+    own = [pairs[number] for number in run.numbers(place)]
+    return jnp.stack([k for k, _ in own]), jnp.stack([v for _, v in own])
 
 
 class Kept(NamedTuple):
     """Keys and values by layer, and by kind of layer where they are."""
 
-    pairs: tuple[tuple[Any, Any], ...]  # (k, v) of each layer, [B, capacity, K, H]
+    pairs: tuple[tuple[Any, Any], ...] | Stacks  # (k, v) of each layer, [B, capacity, K, H]; or all of them, stacked
     slots: dict[str, Cache]  # by kind: a cache without keys and values
 
     @classmethod
@@ -25,7 +55,8 @@ class Kept(NamedTuple):
 
     def caches(self, config: DecoderConfig) -> tuple[Cache, ...]:
         """The cache of each layer."""
-        each = zip(config.kinds, self.pairs, strict=True)
+        pairs = self.pairs.pairs(config.runs) if isinstance(self.pairs, Stacks) else self.pairs
+        each = zip(config.kinds, pairs, strict=True)
         return tuple(replace(self.slots[kind], k=k, v=v) for kind, (k, v) in each)
 
     @property

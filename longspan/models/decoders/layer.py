@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Attention, Tokens
+from longspan.models.decoders.kept import Stacks
 from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import linear_each
 from longspan.models.decoders.runs import Run
@@ -32,7 +34,7 @@ class Layer(nnx.Module):
             self.mlp_out_norm = RMSNorm(config, config.hidden_size, **kinds)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: int | None = None
+        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`."""
         attended, kept = self.attention(self.attention_norm(x, at), tokens, kept, at)
@@ -55,7 +57,7 @@ class GatedMLP(nnx.Module):
             self.up = linear(config, config.hidden_size, inner, **kinds)
         self.down = linear(config, inner, config.hidden_size, **kinds)
 
-    def __call__(self, x: Float[Array, "B T D"], at: int | None = None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], at: Any = None) -> Float[Array, "B T D"]:
         """The output; of a stack, that of layer `at`."""
         if self.config.family.fused:
             (both,) = linear_each([self.gate_up], x, at)
@@ -88,10 +90,11 @@ def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x
         states: the parameters of the stacks, by run.
         x: embeddings.
         tokens: what all layers know of the batch.
-        kept: keys and values of each layer; or None.
+        kept: keys and values of each layer, or `Stacks` of them; or None.
     """
-    after: dict[int, Any] = {}
-    for run, graph, state in zip(runs, graphs, states, strict=True):
+    stacks = None if kept is None else Stacks.of(runs, kept)
+    after: list[Any] = []
+    for number, (run, graph, state) in enumerate(zip(runs, graphs, states, strict=True)):
 
         def step(x, one, graph=graph):
             state, pairs = one
@@ -101,21 +104,37 @@ def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x
                 new.append(pair)
             return x, None if pairs is None else tuple(new)
 
-        stacked = None if kept is None else tuple(_stacked(kept, run, place) for place in range(len(graph)))
-        x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (state, stacked), run.count)
-        pairs: Any = new or ()
-        for place, (k, v) in enumerate(pairs):
-            after |= {number: (k[at], v[at]) for at, number in enumerate(run.numbers(place))}
-    return x, None if kept is None else tuple(after[number] for number in range(len(after)))
+        own = None if stacks is None else stacks.by_run[number]
+        x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (state, own), run.count)
+        after.append(new)
+    if stacks is None:
+        return x, None
+    return x, Stacks(tuple(after)) if stacks is kept else Stacks(tuple(after)).pairs(runs)
 
 
-def _stacked(kept: tuple, run: Run, place: int) -> tuple[jax.Array, jax.Array]:
-    own = [kept[number] for number in run.numbers(place)]
-    return jnp.stack([k for k, _ in own]), jnp.stack([v for _, v in own])
+def loop_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, stacks: Stacks):
+    """`run_layers` for one new token of each row, by loops in which layers read and write where their stacks lie.
+
+    A scan would copy every layer's matrices and caches out of the stacks, which takes longer than reading them.
+    """
+    after = []
+    for run, graph, state, own in zip(runs, graphs, states, stacks.by_run, strict=True):
+
+        def step(at, carry, graph=graph, state=state):
+            x, pairs = carry
+            new = []
+            for structure, one, pair in zip(graph, state, pairs, strict=True):
+                x, pair = nnx.merge(structure, one)(x, tokens, pair, at)
+                new.append(pair)
+            return x, tuple(new)
+
+        x, new = jax.lax.fori_loop(np.int32(0), np.int32(run.count), step, (x, own))
+        after.append(new)
+    return x, Stacks(tuple(after))
 
 
 def step_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, kept):
-    """`run_layers` one after another: nothing is stacked or copied, and compiling takes longer the more there are."""
+    """`run_layers` one after another, where caches are not stacked: nothing is copied, but every layer is compiled."""
     after: dict[int, Any] = {}
     for run, graph, state in zip(runs, graphs, states, strict=True):
         layers = [nnx.merge(structure, own) for structure, own in zip(graph, state, strict=True)]

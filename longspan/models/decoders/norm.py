@@ -1,5 +1,7 @@
 """The root mean square norm, as each family rounds it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +21,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.dtype, self.adds_one = config.rms_norm_eps, jnp.dtype(dtype), config.family.norm_adds_one
         self.scale = nnx.Param((jnp.zeros if self.adds_one else jnp.ones)(size, param_dtype))
 
-    def __call__(self, x: Float[Array, "... D"], at: int | None = None) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "... D"], at: Any = None) -> Float[Array, "... D"]:
         """The norm; if it is a stack of them, that of layer `at`."""
         wide = statistics_dtype(x.dtype)
         y, scale = x.astype(wide), self.scale[... if at is None else at].reshape(*[1] * (x.ndim - 1), -1)

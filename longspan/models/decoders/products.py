@@ -27,7 +27,7 @@ def is_plain(layer: Any, x: jax.Array) -> bool:
     return own and layer.dtype is not None and jnp.dtype(layer.dtype) == x.dtype
 
 
-def linear_each(layers: Sequence[Any], x: jax.Array, at: int | None) -> list[jax.Array]:
+def linear_each(layers: Sequence[Any], x: jax.Array, at: Any) -> list[jax.Array]:
     """[layer(x) for layer in layers]; if they are stacks, of the layer `at`."""
     if at is None:
         return [layer(x) for layer in layers]
@@ -37,17 +37,17 @@ def linear_each(layers: Sequence[Any], x: jax.Array, at: int | None) -> list[jax
     return [y if layer.bias is None else y + _row(layer.bias[at], y) for y, layer in zip(ys, layers, strict=True)]
 
 
-def times(x: jax.Array, matrices: Sequence[jax.Array], at: int = 0, *, by_outer: bool = False) -> list[jax.Array]:
+def times(x: jax.Array, matrices: Sequence[jax.Array], at: Any = 0, *, by_outer: bool = False) -> list[jax.Array]:
     """[x @ matrix[at] for matrix in matrices] for stacks or single matrices, transposed if they lie by outputs."""
     rows = x.reshape(-1, x.shape[-1])
     if not all(is_native(rows.shape[0], x.dtype, matrix.dtype) for matrix in matrices):
         ours = [matrix[at] if matrix.ndim == 3 else matrix for matrix in matrices]
         return [x @ (matrix.T if by_outer else matrix).astype(x.dtype) for matrix in ours]
-    ys: Any = _products(at, by_outer, rows.astype(jnp.float32), tuple(matrices))
+    ys: Any = _products(by_outer, at, rows.astype(jnp.float32), tuple(matrices))
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
-def _of_stack(layer: Any, at: int) -> Any:
+def _of_stack(layer: Any, at: Any) -> Any:
     graph, state = nnx.split(layer)
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[at], state))
 
@@ -56,22 +56,23 @@ def _row(bias: jax.Array, like: jax.Array) -> jax.Array:
     return bias.astype(like.dtype).reshape(*[1] * (like.ndim - 1), -1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _products(at: int, by_outer: bool, x, matrices):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(by_outer: bool, at, x, matrices):
     return products(x, matrices, at, by_outer=by_outer)
 
 
-def _plain(at: int, by_outer: bool, x, matrices):
+def _plain(by_outer: bool, at, x, matrices):
     ours = [(matrix[at] if matrix.ndim == 3 else matrix).astype(x.dtype) for matrix in matrices]
     return tuple(x @ (matrix.T if by_outer else matrix) for matrix in ours)
 
 
-def _forward(at: int, by_outer: bool, x, matrices):
-    return _products(at, by_outer, x, matrices), (x, matrices)
+def _forward(by_outer: bool, at, x, matrices):
+    return _products(by_outer, at, x, matrices), (at, x, matrices)
 
 
-def _backward(at: int, by_outer: bool, operands, cotangents):
-    return jax.vjp(partial(_plain, at, by_outer), *operands)[1](cotangents)
+def _backward(by_outer: bool, operands, cotangents):
+    at, *floats = operands
+    return None, *jax.vjp(partial(_plain, by_outer, at), *floats)[1](cotangents)
 
 
 _products.defvjp(_forward, _backward)

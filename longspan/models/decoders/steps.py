@@ -16,7 +16,7 @@ from longspan.models._graph import Graph
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.causal_lm import CausalLM, empty_caches
 from longspan.models.decoders.inputs import cached_tokens_of
-from longspan.models.decoders.kept import Kept
+from longspan.models.decoders.kept import Kept, Stacks
 from longspan.models.decoders.sampling import Sampling, choose
 
 BURST = 8  # tokens of a row between two looks of the host
@@ -47,13 +47,15 @@ class Compiled(NamedTuple):
     """What the programs of a model are compiled by."""
 
     graph: Graph
-    step: bool  # whether a token is computed layer by layer, with matrices read in place
+    step: bool  # whether a token is computed with matrices and caches read in place
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def start(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[Kept, jax.Array]:
     """Caches without tokens, and room for what the last token of each prompt becomes."""
     kept = Kept.of(config, empty_caches(config, batch, length, dtype))
+    if jax.default_backend() == "cpu":  # elsewhere nothing reads a layer of a stack in place
+        kept = kept._replace(pairs=Stacks.of(config.runs, kept.pairs))
     return kept, jnp.zeros((batch, config.hidden_size), dtype)
 
 
