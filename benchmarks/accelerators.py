@@ -20,11 +20,15 @@ QUIETLY = dict(
 
 def masks(length: int) -> dict:
     """Name -> mask and order."""
+    import numpy as np
+
     import longspan as ls
 
+    drawn = np.random.default_rng(0).integers(0, length // 64, (HEADS, length // 64, 2))
     return {
         "window of 1024": (ls.Causal() & ls.Window(1023, 0), "contiguous"),
         "causal ring": (ls.Causal(), "zigzag"),
+        "random blocks by head": (ls.Blocks(drawn, 64), "contiguous"),
         "Longformer, 2 global": (ls.Window(256, 256) | ls.Global((0, length // 2)), "contiguous"),
     }
 

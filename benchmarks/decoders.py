@@ -179,7 +179,9 @@ def llama(sizes, ids, new: int, kind: str):
         model.reset()
         model.eval(ids.tolist())
         for _ in range(count - 1):
-            model.eval([int(np.argmax(model.scores[model.n_tokens - 1]))])
+            # Not `model.scores`: it is filled only where the logits of all tokens are asked for.
+            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), (sizes["vocab_size"],))
+            model.eval([int(logits.argmax())])
 
     return run, None
 

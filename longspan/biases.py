@@ -268,6 +268,12 @@ def terms(bias: Any) -> tuple[Any, ...]:
     return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
 
 
+def map_terms(of: Callable[[Any], Any], bias: Any) -> Any:
+    """The bias with `of` applied to each of its terms."""
+    found = tuple(of(term) for term in terms(bias))
+    return found if isinstance(bias, tuple) else (found[0] if found else None)
+
+
 def total(bias: Any, q: Slots, kv: Slots, dtype: Any) -> Any:
     """The sum of all terms for these slots, rank 4."""
     parts = [t.at(q, kv, dtype) if isinstance(t, Bias) else q.pairs(t, kv).astype(dtype) for t in terms(bias)]

@@ -38,7 +38,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
     "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes", "pinned",
-    "by_token",
+    "by_token", "listing",
 )  # fmt: skip
 
 
@@ -62,6 +62,15 @@ class Pinned(NamedTuple):
     rows: frozenset[int] = frozenset()
     kv_flags: tuple[Any, ...] = ()
     q_flags: tuple[Any, ...] = ()
+
+
+class Listing(NamedTuple):
+    """What is known of a table that lists blocks: who lists which is in it, and may be data."""
+
+    block_size: int
+    entries: int  # how many blocks each one lists
+    by_head: bool
+    unlisted: "Mask | None"  # if the table is data: the rule of one that lists nothing
 
 
 class Mask(Value):
@@ -201,6 +210,13 @@ class Mask(Value):
         Devices that share a sequence bring those together by themselves, and plan the rest without them.
         """
         return Pinned(self)
+
+    def listing(self) -> Listing | None:
+        """What a rule says of its table, if it is one that lists blocks.
+
+        Devices that share a sequence then send each other blocks, for each head its own.
+        """
+        return None
 
     def of_head(self, head: int) -> "Mask":
         """The rule as one head has it."""

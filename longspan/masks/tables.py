@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import NOBODY, Extent, rule
+from longspan.masks.base import NOBODY, Extent, Listing, rule
 from longspan.masks.by_position import Empty, Full
 from longspan.masks.by_slot import FOREVER, BySlot
 from longspan.masks.checks import check_array, check_at_least, check_number
@@ -105,6 +105,11 @@ class Blocks(BySlot):
 
     def loose(self):
         return () if isinstance(self.table, np.ndarray) else (self,)
+
+    def listing(self):
+        static = isinstance(self.table, np.ndarray)
+        nothing = None if static else replace(self, table=np.full((1, self.table.shape[-2], 1), -1, np.int32))
+        return Listing(self.block_size, self.table.shape[-1], self.table.shape[-3] > 1, nothing)
 
     def of_head(self, head):
         alike = self.table.shape[-3] == 1 or self.loose()  # of a table that is data only its bounds are known

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from longspan._attention import _is_array, _scaled, bind
 from longspan._checks import check_keywords
 from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Value, no_type_check
-from longspan.biases import AnyBias, Bias, Whole, terms
+from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
 from longspan.dropout import Dropout
 from longspan.engines import Engine, Request
 from longspan.engines._contract import without_pairs
@@ -23,11 +23,12 @@ from longspan.engines._gradient import Floats
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
+from longspan.parallel.arrays import laid_out, lettered
 from longspan.parallel.order import Order, check_order, padded, runs_of
-from longspan.parallel.parts import Context, Setting, place_of
+from longspan.parallel.parts import Context, Setting
 from longspan.parallel.plan import Plan, planned
 from longspan.parallel.program import attend
-from longspan.parallel.specs import Axes, as_data, check_zigzag, in_order, rule_specs
+from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 
 
 @overload
@@ -144,7 +145,8 @@ def attention(
     says beforehand. A length that the axis does not divide is padded inside. Gradients are exact too, once: second
     derivatives are a NotImplementedError.
 
-    The mask's arrays and given positions are whole along the sequence on every device: they are few bytes per token.
+    Arrays [B, T] of the mask and given positions lie on devices as the tokens do, and come along with the keys; a ring
+    gathers them, a few bytes per token.
 
     Args:
         q: queries [B, T, N, H], or [T, N, H] with keys and values likewise.
@@ -189,7 +191,7 @@ def attention(
         raise TypeError("A BlockLayout is planned for one device. Pass its mask, `mask=layout.mask`.")
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
     check_call(axes, request, order)
-    plan = chosen_plan(plan, request, axes.shards, order, global_capacity)
+    plan = chosen_plan(plan, request, axes, order, global_capacity)
     if _is_array(scale):
         request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
     words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 and dropout_key is not None else None
@@ -240,14 +242,16 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
         check_zigzag(request.mask, request.bias)
 
 
-def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, capacity: int | None) -> Plan:
+def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, capacity: int | None) -> Plan:
     """The plan of a call, or the one that was given, if it is for this call."""
-    length, positions = request.dims["T"], not request.has_positions
-    travel = all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias))
+    length, shards = request.dims["T"], axes.shards
+    more: dict[str, Any] = dict(
+        kv_heads=request.dims["K"] * axes.repeats(request.dims["K"]),
+        positions=not request.has_positions,
+        travel=all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias)),
+    )
     if given is None:
-        return planned(
-            request.mask, length, shards, order, global_capacity=capacity, positions=positions, travel=travel
-        )
+        return planned(request.mask, length, shards, order, global_capacity=capacity, **more)
     if given.order != order:
         raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Make another one.")
     if (given.length, given.shards) != (length, shards):
@@ -256,18 +260,11 @@ def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, c
             "Make another one."
         )
     # Different masks may look alike without their arrays: what would be planned now must be the same.
-    wanted = planned(
-        request.mask,
-        length,
-        shards,
-        order,
-        global_capacity=given.capacity or capacity,
-        positions=positions,
-        travel=travel,
-    )
+    wanted = planned(request.mask, length, shards, order, global_capacity=given.capacity or capacity, **more)
     if given != wanted:
         raise ValueError(
-            f"This plan is for {given.text}, but the call, with its positions and bias, is another: {request.mask!r}. "
+            f"This plan is for {given.text}, but the call, with its heads, positions and bias, is another: "
+            f"{request.mask!r}. "
             "Leave the plan out, or make another one."
         )
     return given
@@ -276,72 +273,66 @@ def chosen_plan(given: Plan | None, request: Request, shards: int, order: str, c
 @partial(jax.jit, static_argnames=("setting", "axes"))
 def _run(request: Request, words, *, setting: Setting, axes: Axes):
     """The program on all devices, of arrays that are padded and split, and what it gives without padding."""
-    T = request.dims["T"]
-    operands, specs = _operands(request, setting.plan, axes)
+    T, plan = request.dims["T"], setting.plan
+    operands, specs = _operands(request, plan, axes)
     mask = as_data(request.mask) if axes.numbered else request.mask
-    positions = [None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions)]
-    rows = [None if p is None else axes.spec("BT", p.shape) for p in positions]
-    in_specs = specs, rule_specs(axes, mask), rows, None if words is None else P()
+    known = mask, *(None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions))
+    letters = [each for each, _ in lettered(known, T)]
+    known, known_specs = _split(axes, known, letters, padded(T, plan.shards, plan.order) - T)
+    in_specs = specs, known_specs, None if words is None else P()
     rate = 0.0 if request.dropout is None else request.dropout.rate
 
-    def local(operands: Floats, mask: Mask, positions, words):
-        return attend(setting, operands, _context(operands.q, mask, positions, words, rate, setting.plan, axes))
+    def local(operands: Floats, known, words):
+        device = jax.lax.axis_index(axes.sequence).astype(np.int32)
+        known = laid_out(setting, device, known, letters)
+        return attend(setting, operands, _context(operands.q, known, words, rate, device, axes))
 
     out_specs = specs.q, P(*specs.q[:3])
     run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    given = operands, mask, positions, words
+    given = operands, known, words
     if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
         given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, spec)), given, in_specs)
     out, lse = run(*given)
     return out[:, :T], lse[:, :T]
 
 
+def _split(axes: Axes, known: Any, letters: list[str], more: int) -> tuple[Any, Any]:
+    """A mask and positions, those arrays padded that are split like the tokens, and how each of them is split."""
+    leaves, tree = jax.tree.flatten(known)
+    pairs = list(zip(letters, leaves, strict=True))
+    leaves = [_padded(jnp.asarray(x), x.ndim - 1, more) if names[-1:] == "t" else x for names, x in pairs]
+    return tree.unflatten(leaves), tree.unflatten([axes.spec(names, np.shape(x)) for names, x in pairs])
+
+
 def _operands(request: Request, plan: Plan, axes: Axes) -> tuple[Floats, Floats]:
     """What has gradients, padded, and how each of them is split."""
-    T, K, parts = request.dims["T"], request.dims["K"], axes.count(axes.heads)
+    T, times = request.dims["T"], axes.repeats(request.dims["K"])
     more = padded(T, plan.shards, plan.order) - T
-    times = 1 if K % parts == 0 else int(np.lcm(K, parts)) // K
     q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
     k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
-    bias = _map_terms(lambda term: _prepared(axes, term, more), request.bias)
+    bias = map_terms(lambda term: _prepared(axes, term, more), request.bias)
     here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
     heads = None if request.sinks is None else P(axes.heads or None)
     return Floats(q, k, v, bias, request.sinks), Floats(here, here, here, _bias_specs(axes, bias), heads)
 
 
-def _context(q, mask: Mask, positions, words, rate: float, plan: Plan, axes: Axes) -> Context:
+def _context(q, known, words, rate: float, device, axes: Axes) -> Context:
     """What this device knows besides its operands."""
     rows, heads = (
         axes.number(names) * np.int32(size) + jnp.arange(size, dtype=np.int32)
         for names, size in ((axes.batch, q.shape[0]), (axes.heads, q.shape[2]))
     )
     dropout = None if words is None else Dropout(words, rows, heads, rate)
-    if plan.order != "contiguous":
-        mask, positions = _unstored(plan, mask, positions)
     # Without numbers engines need not look up what is here.
     rows, heads = (rows, heads) if axes.numbered else (None, None)
-    device = jax.lax.axis_index(axes.sequence).astype(np.int32)
-    return Context(mask, positions[0], positions[1], dropout, rows, heads, device)
-
-
-def _unstored(plan: Plan, mask: Mask, positions):
-    """Arrays along the sequence, which lie as the tokens do, in the order of the tokens."""
-    device, row = place_of(plan, jnp.arange(plan.length, dtype=np.int32))
-    order = device * np.int32(plan.rows) + row
-    return in_order(mask, order), [None if p is None else jnp.take(p, order, axis=1) for p in positions]
-
-
-def _map_terms(of, bias):
-    found = tuple(of(term) for term in terms(bias))
-    return found if isinstance(bias, tuple) else (found[0] if found else None)
+    return Context(*known, dropout, rows, heads, device)
 
 
 def _bias_specs(axes: Axes, bias) -> Any:
     """Rows of arrays lie where the queries do; what is computed from positions is everywhere."""
-    found = tuple(
-        rule_specs(axes, term) if isinstance(term, Bias) else axes.spec("BNtS", term.shape) for term in terms(bias)
+    return map_terms(
+        lambda term: rule_specs(axes, term) if isinstance(term, Bias) else axes.spec("BNtS", term.shape), bias
     )
-    return found if isinstance(bias, tuple) else (found[0] if found else None)
 
 
 def _prepared(axes: Axes, term, more: int):

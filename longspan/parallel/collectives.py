@@ -1,7 +1,7 @@
 """How keys and queries that lie on different devices come together, and how gradients go home.
 
 Each way brings some keys to a device (or some queries), and takes gradients back: `Halo` a few rows of neighbours,
-`Columns` the keys that everybody sees; `ring` whole shards, one after the other.
+`Columns` the keys that everybody sees, `Listed` blocks of any device; `ring` whole shards, one after the other.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
+from longspan.parallel.exchange import Lists
 from longspan.parallel.order import chunk_of, runs_of
 from longspan.parallel.parts import Context, Setting, place_of, slots_of
 from longspan.parallel.plan import Plan
@@ -42,24 +43,24 @@ class Halo(NamedTuple):
     """A few rows of a few neighbours."""
 
     setting: Setting
-    context: Context
+    device: Any
 
-    def bring(self, k, v) -> tuple[Any, Any]:
+    def bring(self, *arrays) -> tuple[Any, ...]:
+        """Their rows of arrays [B, L, ...]."""
         plan = self.setting.plan
         size = plan.rows // runs_of(plan.order)
         found = []
         for step in plan.halo:
-            here = slice(step.run * size + step.start, step.run * size + step.start + step.rows)
-            found.append(shifted((k[:, here], v[:, here]), self.setting, step.shift))
-        k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-        return k, v
+            start = step.run * size + step.start
+            found.append([shifted(x[:, start : start + step.rows], self.setting, step.shift) for x in arrays])
+        return tuple(jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
 
     def slots(self) -> Any:
         """Which tokens they are, int32 [1, n]."""
         plan = self.setting.plan
         size, found = plan.rows // runs_of(plan.order), []
         for step in plan.halo:
-            source = self.context.device - np.int32(step.shift)
+            source = self.device - np.int32(step.shift)
             chunk = chunk_of(plan.order, plan.shards, source, step.run)
             rows = chunk * np.int32(size) + jnp.arange(step.start, step.start + step.rows, dtype=np.int32)
             there = (source >= 0) & (source < plan.shards)
@@ -87,14 +88,14 @@ class Columns(NamedTuple):
     """Keys that everybody sees: an all-reduce of their rows, to which each owner gives its own."""
 
     setting: Setting
-    context: Context
+    device: Any
     slots: Any  # int32 [B or 1, n]
     real: Any  # bool [B or 1, n]
 
-    def bring(self, k, v) -> tuple[Any, Any]:
+    def bring(self, *arrays) -> tuple[Any, ...]:
+        """Their rows of arrays [B, L, ...]."""
         mine, row = self._mine()
-        k, v = (jax.lax.psum(_rows(x, row, mine), self.setting.axis) for x in (k, v))
-        return k, v
+        return tuple(jax.lax.psum(_rows(x, row, mine), self.setting.axis) for x in arrays)
 
     def hidden(self) -> Any:
         """What is one's own is computed with the rest of one's own."""
@@ -108,7 +109,69 @@ class Columns(NamedTuple):
 
     def _mine(self):
         device, row = place_of(self.setting.plan, self.slots)
-        return (device == self.context.device) & self.real, row
+        return (device == self.device) & self.real, row
+
+
+class Listed(NamedTuple):
+    """Blocks that a table lists: other ones for every head, of devices near and far."""
+
+    setting: Setting
+    lists: Lists
+
+    @property
+    def by_head(self) -> bool:
+        return self.lists.sent.shape[0] > 1
+
+    def of_head(self, head: Any) -> "Listed":
+        """What comes for one head."""
+        sent, received = (jax.lax.dynamic_slice_in_dim(x, head, 1) for x in self.lists[:2])
+        return self._replace(lists=self.lists._replace(sent=sent, received=received))
+
+    def bring(self, k, v) -> tuple[Any, ...]:
+        rows = self._rows(self.lists.sent)
+        rows = jnp.where(rows < k.shape[1], rows, 0).T[None, :, :, None]  # [1, n, heads, 1]
+        return tuple(self._sent(jnp.take_along_axis(x, rows, axis=1)) for x in (k, v))
+
+    def slots(self) -> Any:
+        """Which tokens they are, int32 [heads, n]; they grow, so what lists none is its owner's last token."""
+        shard = np.int32(self.setting.plan.rows)
+        source = jnp.repeat(self.lists.source, self._unit)[None]
+        return source * shard + jnp.minimum(self._rows(self.lists.received), shard - 1)
+
+    def hidden(self) -> Any:
+        """Places for more blocks than there are, bool [heads, n]."""
+        return self._rows(self.lists.received) >= self.setting.plan.rows
+
+    def take_home(self, grads, totals):
+        rows = self._rows(self.lists.sent).T  # [n, heads]
+
+        def added(total, x):
+            heads = np.arange(total.shape[2], dtype=np.int32)[None]
+            return total.at[:, rows, heads].add(self._sent(x, back=True).astype(total.dtype), mode="drop")
+
+        return jax.tree.map(added, totals, grads)
+
+    @property
+    def _unit(self) -> int:
+        return self.setting.plan.exchange.unit
+
+    def _rows(self, blocks):
+        """The rows of some blocks [heads, n] in their shard; what is no block lies beyond it."""
+        within = np.arange(self._unit, dtype=np.int32).reshape(1, 1, -1)
+        return (blocks[:, :, None] * np.int32(self._unit) + within).reshape(blocks.shape[0], -1)
+
+    def _sent(self, x, back: bool = False):
+        """Rows [B, n, ...] that go to others, one after the other, and those that come."""
+        of = self.setting.plan.exchange
+        if not of.shifts:
+            apart = x.reshape(x.shape[0], of.shards, -1, *x.shape[2:])
+            return jax.lax.all_to_all(apart, self.setting.axis, 1, 1, tiled=True).reshape(x.shape)
+        ends = np.cumsum([count * of.unit for _, count in of.shifts])
+        parts = jnp.split(x, ends[:-1], axis=1)
+        shifts = [-shift if back else shift for shift, _ in of.shifts]
+        return jnp.concatenate(
+            [shifted(part, self.setting, shift) for part, shift in zip(parts, shifts, strict=True)], 1
+        )
 
 
 def gathered(setting: Setting, context: Context, slots, real, tree) -> Any:

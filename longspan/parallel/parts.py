@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
-from longspan.biases import Bias, apart, terms
+from longspan.biases import Bias, apart, map_terms, terms
 from longspan.dropout import Dropout
 from longspan.engines import Engine, Request, choose
 from longspan.layout import plan as layout_of
@@ -194,8 +194,7 @@ def with_sinks(part: Partial, sinks: Any) -> Partial:
 
 def columns_of(bias: Any, slots: Any) -> Any:
     """The columns of a bias's arrays [B or 1, N or 1, n or 1, T or 1] at some slots."""
-    found = tuple(term if isinstance(term, Bias) or term.shape[3] == 1 else _take(term, slots) for term in terms(bias))
-    return found if isinstance(bias, tuple) else (found[0] if found else None)
+    return map_terms(lambda term: term if isinstance(term, Bias) or term.shape[3] == 1 else _take(term, slots), bias)
 
 
 def _take(array, slots):

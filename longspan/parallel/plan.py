@@ -5,7 +5,7 @@ a neighbour to every device: the hull of what any of them needs.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION
 from longspan.masks.sides import two_sides
 from longspan.parallel.balance import load, pairs_of
+from longspan.parallel.exchange import Exchange, exchange
 from longspan.parallel.order import Order, check_order, owner_of, padded, runs_of
 from longspan.parallel.picture import picture_html, picture_text
 
@@ -32,13 +33,14 @@ TRAVELLING = 8  # rows that a travelling query is worth: it goes out in all head
 class Step:
     """One thing that devices send: `rows` is what each of them receives of it."""
 
-    kind: str  # "permute", "ring", "columns" or "queries"
+    kind: str  # "permute", "ring", "exchange", "columns" or "queries"
     rows: int
     why: str
     shift: int = 0  # permute: from how many devices before, negative: after; ring: how many shards before
     run: int = 0  # permute: of which of the neighbour's runs
     start: int = 0  # permute: from which of its rows on
     after: int = 0  # ring: how many shards after
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Plan:
         return next((step for step in self.steps if step.kind == "ring"), None)
 
     @property
+    def exchange(self) -> Exchange | None:
+        return next((step.exchange for step in self.steps if step.exchange is not None), None)
+
+    @property
     def halo(self) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.kind == "permute")
 
@@ -99,6 +105,14 @@ class Plan:
     def sent_rows_backward(self) -> int:
         """The same for the backward pass: gradients of rows count as rows."""
         return sum(self._backward(step) for step in self.steps)
+
+    @property
+    def beyond(self) -> str:
+        """What makes the fallback necessary."""
+        cases = [f"more than {self.capacity} tokens are global"] if any(self.by_flags) else []
+        if self.exchange is not None and self.exchange.data:
+            cases.append(f"more than {self.exchange.blocks} blocks of a device are listed for another")
+        return " or ".join(cases)
 
     @property
     def gather_rows(self) -> int:
@@ -154,7 +168,7 @@ class Plan:
         sent = f"{most}{self.sent_rows:,} rows forward, {self.sent_rows_backward:,} backward"
         lines.append(f"  a device receives {sent}; bound {self.bound_rows:,}, a gather {self.gather_rows:,}")
         if self.fallback is not None:
-            lines.append(f"  if more than {self.capacity} tokens are global: {self.fallback.sent_rows:,} rows")
+            lines.append(f"  if {self.beyond}: {self.fallback.sent_rows:,} rows")
         return lines
 
 
@@ -163,10 +177,17 @@ def line(step: Step) -> str:
     where = {
         "permute": f"shift {step.shift:+d}",
         "ring": f"ring -{step.shift} +{step.after}" if step.after else f"ring -{step.shift}",
+        "exchange": f"shifts {shifts}" if (shifts := _shifts(step)) else "all-to-all",
         "columns": "all-reduce",
         "queries": "queries travel",
     }[step.kind]
     return f"{where}: {step.rows:,} rows, {step.why}"
+
+
+def _shifts(step: Step) -> str:
+    """The shifts of an exchange in words, if it is not one of all with all."""
+    shifts = [f"{shift:+d}" for shift, _ in step.exchange.shifts] if step.exchange is not None else []
+    return " ".join(shifts if len(shifts) <= 6 else [*shifts[:3], "..", *shifts[-3:]])
 
 
 def hops_home(plan: Plan, step: Step) -> int:
@@ -186,7 +207,13 @@ def leaps(distance: int, shards: int) -> int:
 
 @no_type_check
 def plan(
-    mask: Mask, length: int, shards: int, order: Order = "contiguous", *, global_capacity: int | None = None
+    mask: Mask,
+    length: int,
+    shards: int,
+    order: Order = "contiguous",
+    *,
+    global_capacity: int | None = None,
+    kv_heads: int | None = None,
 ) -> Plan:
     """What devices send that share a sequence, for a mask: static, whatever the mask's arrays hold.
 
@@ -200,6 +227,8 @@ def plan(
         order: how tokens lie on devices: "contiguous" or "zigzag".
         global_capacity: how many tokens flags may make global before all keys are sent; by default 128, or an eighth
             of what a device holds.
+        kv_heads: how many key/value heads the calls have, for tables that list other blocks for every head; by default
+            as many as the mask tells apart.
 
     Example:
         >>> print(ls.parallel.plan(ls.Window(3, 2), 64, 4))
@@ -210,10 +239,10 @@ def plan(
         >>> ls.parallel.plan(ls.Chunk(8), 64, 4).sent_rows
         0
     """
-    return planned(mask, length, shards, order, global_capacity=global_capacity)
+    return planned(mask, length, shards, order, global_capacity=global_capacity, kv_heads=kv_heads)
 
 
-def planned(mask, length, shards, order, *, global_capacity=None, positions=True, travel=True) -> Plan:
+def planned(mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True) -> Plan:
     """`plan`, where positions may be other than indices, and queries may have to stay where they are."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
@@ -226,16 +255,27 @@ def planned(mask, length, shards, order, *, global_capacity=None, positions=True
     capacity = min(CAPACITY, -(-rows // FEWEST))
     if global_capacity is not None:
         capacity = check_static_size("global_capacity", global_capacity, 0)
-    whole = _made(mask, mask, length, shards, order, positions, Apart())
-    apart = _taken_apart(mask, length, positions, travel, capacity)
-    if apart is None:
-        return whole
-    rest, taken = apart
-    found = _made(mask, rest, length, shards, order, positions, taken)
-    if taken.by_flags != (False, False):
-        found = Plan(**{**vars(found), "fallback": whole})
-    asked = global_capacity is not None and any(taken.by_flags)
-    return found if asked or _price(found) < _price(whole) else whole
+    if kv_heads is not None:
+        kv_heads = check_static_size("kv_heads", kv_heads, 1)
+    asked = Asked(mask, length, shards, order, positions, kv_heads)
+    whole = _cheapest(asked, mask, Apart(), by_data=False)
+    rest, taken = _taken_apart(mask, length, positions, travel, capacity) or (mask, Apart())
+    found = _cheapest(asked, rest, taken, by_data=True)
+    if found.beyond:
+        found = replace(found, fallback=whole)
+    wanted = global_capacity is not None and any(taken.by_flags)
+    return found if wanted or _price(found) < _price(whole) else whole
+
+
+class Asked(NamedTuple):
+    """What a plan is for."""
+
+    mask: Mask
+    length: int
+    shards: int
+    order: str
+    positions: bool  # they are indices
+    kv_heads: int | None
 
 
 def _price(plan: Plan) -> int:
@@ -268,26 +308,41 @@ def _taken_apart(mask: Mask, length, positions: bool, travel: bool, capacity: in
     return pinned.rest, Apart(columns, rows, capacity if any(by_flags) else 0, by_flags)
 
 
-def _made(mask: Mask, rest: Mask, length, shards, order, positions: bool, taken: Apart) -> Plan:
+def _cheapest(asked: Asked, rest: Mask, taken: Apart, by_data: bool) -> Plan:
+    """The plan of a mask without what is taken from it; tables that are data make devices exchange blocks, or not."""
+    rows = padded(asked.length, asked.shards, asked.order) // asked.shards
+    blocks = None
+    if asked.order == "contiguous":
+        blocks = exchange(rest, asked.length, asked.shards, rows, asked.kv_heads, asked.positions, by_data)
+    found = _made(asked, rest, taken, None)
+    if blocks is None:
+        return found
+    other = _made(asked, rest, taken, blocks)
+    return other if _price(other) < _price(found) else replace(found, bound_rows=other.bound_rows)
+
+
+def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Plan:
+    mask, length, shards, order, positions, _ = asked
     known = without_arrays(rest, positions)
     needs = _needs(known, length, shards, order)
     data = _holds_arrays(rest) or not positions
-    steps, rows = [], padded(length, shards, order) // shards
+    rows = padded(length, shards, order) // shards
     columns = len(taken.columns) + taken.capacity * taken.by_flags[0]
-    queries = len(taken.queries) + taken.capacity * taken.by_flags[1]
-    if shards > 1:
-        if columns:
-            steps.append(Step("columns", columns, "keys that everybody sees"))
-        if queries:
-            steps.append(Step("queries", queries, "queries that see everything, and what they saw"))
-        steps += _key_steps(needs, rest, shards, rows, order, data)
+    bound = needs.bound if blocks is None else min(needs.bound, blocks.bound)
+    if blocks is not None:
+        taken = taken._replace(columns=tuple(sorted({*taken.columns, *blocks.popular_tokens(length)})))
+    steps = (
+        [*_token_steps(taken, blocks), *_key_steps(needs, rest, shards, rows, order, data, blocks)]
+        if shards > 1
+        else []
+    )
     return Plan(
         mask=without_arrays(mask, positions),
         length=length,
         shards=shards,
         order=order,
         steps=tuple(steps),
-        bound_rows=min(needs.bound + columns * (shards > 1), (shards - 1) * rows),
+        bound_rows=min(bound + columns * (shards > 1), (shards - 1) * rows),
         columns=taken.columns,
         queries=taken.queries,
         capacity=taken.capacity,
@@ -299,8 +354,24 @@ def _made(mask: Mask, rest: Mask, length, shards, order, positions: bool, taken:
     )
 
 
-def _key_steps(needs: "Needs", rest: Mask, shards: int, rows: int, order: str, data: bool) -> list[Step]:
-    """How the keys that a device lacks come to it: a few rows of a few neighbours, or shard after shard."""
+def _token_steps(taken: Apart, blocks: Exchange | None) -> list[Step]:
+    """How tokens come together that do so by themselves."""
+    steps = []
+    if columns := len(taken.columns) + taken.capacity * taken.by_flags[0]:
+        who = "most devices list" if blocks is not None and blocks.popular else "everybody sees"
+        steps.append(Step("columns", columns, f"keys that {who}"))
+    if queries := len(taken.queries) + taken.capacity * taken.by_flags[1]:
+        steps.append(Step("queries", queries, "queries that see everything, and what they saw"))
+    return steps
+
+
+def _key_steps(
+    needs: "Needs", rest: Mask, shards: int, rows: int, order: str, data: bool, blocks: Exchange | None
+) -> list[Step]:
+    """How the keys that a device lacks come to it: blocks of all, rows of a few neighbours, or shard after shard."""
+    if blocks is not None:
+        why = "blocks that a table lists" + ", by head" * (blocks.heads > 1)
+        return [Step("exchange", blocks.rows, why, exchange=blocks)] if blocks.rows else []
     ring = _ring(needs, shards, order)
     hulls = needs.hulls
     if hulls is not None and len(hulls) <= MOST_STEPS:

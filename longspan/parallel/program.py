@@ -11,7 +11,10 @@ import numpy as np
 from longspan._types import FAR, statistics_dtype
 from longspan.biases import apart, together
 from longspan.engines._gradient import Floats
-from longspan.parallel.collectives import Columns, Halo, gathered, reach, ring, ring_back, scattered, tokens
+from longspan.masks import Mask
+from longspan.parallel.by_head import bias_of_all, of_head, over_heads, side_by_side, upstream_of_head
+from longspan.parallel.collectives import Columns, Halo, Listed, gathered, reach, ring, ring_back, scattered, tokens
+from longspan.parallel.exchange import Lists, lists, tables_only
 from longspan.parallel.parts import (
     Context,
     Keys,
@@ -27,6 +30,7 @@ from longspan.parallel.parts import (
     slots_of,
     with_sinks,
 )
+from longspan.parallel.plan import Plan
 
 
 def attend(setting: Setting, floats: Floats, context: Context) -> tuple[Any, Any]:
@@ -61,6 +65,7 @@ class _Here(NamedTuple):
     queries: Queries
     columns: Any  # (slots, real) of the keys that everybody sees, or None
     rows: Any  # (slots, real) of the queries that see everything, or None
+    lists: Lists | None  # the blocks that are exchanged
 
     def hidden_keys(self, slots: Any, foreign: Any) -> Any:
         """Keys that everybody sees come by themselves to all but their owner."""
@@ -73,17 +78,58 @@ class _Here(NamedTuple):
         inside = plan.rows * plan.shards == plan.length
         return Keys(shard[0], shard[1], slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
 
-    def ways(self) -> tuple[Halo | None, Columns | None]:
+    def ways(self) -> tuple[Halo | None, Columns | None, Listed | None]:
         """How keys come to this device, besides the ring."""
-        halo = Halo(self.setting, self.context) if self.setting.plan.halo else None
-        return halo, None if self.columns is None else Columns(self.setting, self.context, *self.columns)
+        device = self.context.device
+        return (
+            Halo(self.setting, device) if self.setting.plan.halo else None,
+            None if self.columns is None else Columns(self.setting, device, *self.columns),
+            None if self.lists is None else Listed(self.setting, self.lists),
+        )
 
-    def foreign(self, way: Halo | Columns, kv: Any) -> Keys:
+    def foreign(self, way: Any, kv: Any) -> Keys:
         """The keys that came one way."""
         if isinstance(way, Columns):
             return Keys(kv[0], kv[1], way.slots, way.hidden(), inside=True)
         slots = way.slots()
-        return Keys(kv[0], kv[1], slots, self.hidden_keys(slots, True))
+        hidden = self.hidden_keys(slots, True)
+        if isinstance(way, Listed):
+            hidden = way.hidden() if hidden is None else way.hidden() | hidden
+        return Keys(kv[0], kv[1], slots, hidden)
+
+    def attended(self, way: Any, kv: Any) -> Partial:
+        """This device's queries over the keys that came one way."""
+        if not _by_head(way):
+            return attended(self.setting, self.context, self.queries, self.foreign(way, kv))
+        heads = kv[0].shape[2]
+
+        def one(head):
+            of = of_head(self.context, self.queries, head, heads)
+            return attended(self.setting, *of, self.foreign(way.of_head(head), _one_head(kv, head)))
+
+        return side_by_side(over_heads(one, heads))
+
+    def gradients(self, way: Any, kv: Any, up: Upstream) -> tuple[Any, Any, Any]:
+        """(dq, dkv, dbias) of the same."""
+        if not _by_head(way):
+            return gradients(self.setting, self.context, self.queries, self.foreign(way, kv), up)
+        heads = kv[0].shape[2]
+
+        def one(head):
+            of, keys = of_head(self.context, self.queries, head, heads), _one_head(kv, head)
+            back = upstream_of_head(up, head, heads)
+            return gradients(self.setting, *of, self.foreign(way.of_head(head), keys), back)
+
+        dq, dkv, dbias = over_heads(one, heads)
+        return side_by_side(dq), side_by_side(dkv), bias_of_all(self.queries.bias, dbias)
+
+
+def _by_head(way: Any) -> bool:
+    return isinstance(way, Listed) and way.by_head
+
+
+def _one_head(kv: Any, head: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2), kv)
 
 
 class _Saved(NamedTuple):
@@ -91,6 +137,7 @@ class _Saved(NamedTuple):
 
     halo: Any = None  # k, v
     columns: Any = None  # k, v
+    listed: Any = None  # k, v
     rows: Any = None  # q, and the partial result
     distances: Any = None  # how far the ring went, if that is data
     beyond: Any = None  # whether global tokens were too many
@@ -112,9 +159,28 @@ def _here(setting: Setting, floats: Floats, rest) -> tuple[_Here, Any, Any]:
         *rows, more = tokens(plan, plan.queries, pinned.q_flags, plan.by_flags[1])
         beyond = jnp.maximum(beyond, more)
     hidden = None if rows is None else _one_of(slots, *rows)
-    apart = plan.columns or plan.queries or any(plan.by_flags)
-    queries = Queries(floats.q, slots, bias, hidden)
-    return _Here(setting, context, queries, columns, rows), pinned.rest if apart else context.mask, beyond
+    rest = _rest(plan, context.mask)
+    blocks = None
+    if plan.exchange is not None:
+        blocks = _lists(plan, context, rest, floats.k.shape[2])
+        beyond = jnp.maximum(beyond, blocks.beyond)
+    return _Here(setting, context, Queries(floats.q, slots, bias, hidden), columns, rows, blocks), rest, beyond
+
+
+def _rest(plan: Plan, mask: Mask) -> Mask:
+    """The mask without its global tokens, if the plan brings those together by themselves."""
+    pinned = mask.pinned(plan.length)
+    taken = pinned.columns <= {*plan.columns} and pinned.rows <= {*plan.queries}
+    return pinned.rest if taken and (bool(pinned.kv_flags), bool(pinned.q_flags)) == plan.by_flags else mask
+
+
+def _lists(plan: Plan, context: Context, rest: Mask, heads: int) -> Lists:
+    """The blocks that are exchanged."""
+    of = plan.exchange
+    assert of is not None
+    known = tables_only(rest, context.q_positions is None and context.kv_positions is None)
+    numbers = None if context.rows is None else (context.rows, context.heads)
+    return lists(known, of, context.device, numbers, plan.rows // of.unit, plan.length, heads)
 
 
 def _forward(setting: Setting, floats: Floats, rest) -> tuple[Partial, _Saved]:
@@ -150,9 +216,9 @@ def _found(here: "_Here", without: Any, floats: Floats) -> tuple[Partial, "_Save
         distances = _distances(here, without)
         part = ring(setting, own, distances, visit, part)
         brought = brought._replace(distances=distances if plan.data else None)
-    for way, kv in zip(here.ways(), brought[:2], strict=True):
+    for way, kv in zip(here.ways(), brought[:3], strict=True):
         if way is not None:
-            part = join(part, attended(setting, context, queries, here.foreign(way, kv)))
+            part = join(part, here.attended(way, kv))
     if here.rows is not None:
         part, rows = _row_part(here, floats, part)
         brought = brought._replace(rows=rows)
@@ -227,12 +293,9 @@ def _taken_back(here: _Here, without: Any, floats: Floats, part: Partial, saved:
     state = jnp.zeros(floats.q.shape, part.lse.dtype), _zeros(floats.bias)
     totals = _zeros(own)
 
-    def answer(keys: Keys, state):
-        dq, dkv, dbias = gradients(setting, context, queries, keys, up)
-        return dkv, _plus(state, (dq, dbias))
-
     def visit(shard, distance, state):
-        return answer(here.shard(shard, distance), state)
+        dq, dkv, dbias = gradients(setting, context, queries, here.shard(shard, distance), up)
+        return dkv, _plus(state, (dq, dbias))
 
     if plan.ring is None:
         dkv, state = visit(own, 0, state)
@@ -240,10 +303,10 @@ def _taken_back(here: _Here, without: Any, floats: Floats, part: Partial, saved:
     else:
         distances = _distances(here, without) if saved.distances is None else saved.distances
         state, totals = ring_back(setting, own, distances, visit, state, totals)
-    for way, kv in zip(here.ways(), saved[:2], strict=True):
+    for way, kv in zip(here.ways(), saved[:3], strict=True):
         if way is not None:
-            dkv, state = answer(here.foreign(way, kv), state)
-            totals = way.take_home(dkv, totals)
+            dq, dkv, dbias = here.gradients(way, kv, up)
+            state, totals = _plus(state, (dq, dbias)), way.take_home(dkv, totals)
     (dq, dbias), (dk, dv) = state, totals
     if here.rows is not None:
         dq, dk, dv, dbias = _row_gradients(here, floats, up, saved.rows, (dq, dk, dv, dbias))

@@ -3,27 +3,26 @@
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from longspan.engines import Request
+from longspan.parallel.arrays import lettered
 from longspan.parallel.call import check_call, chosen_plan
 from longspan.parallel.plan import Plan, line
-from longspan.parallel.specs import Axes, lettered
+from longspan.parallel.specs import Axes
 from longspan.parallel.traffic import Sizes, Traffic, traffic
 
 
 def sending(request: Request, axes: Axes, order: str, global_capacity: int | None) -> dict[str, Any]:
     """The fields of an `Explanation` that are about devices."""
     check_call(axes, request, order)
-    plan = chosen_plan(None, request, axes.shards, order, global_capacity)
+    plan = chosen_plan(None, request, axes, order, global_capacity)
     bytes_of = traffic(plan, sizes_of(request, axes))
-    lines = [_head(plan), *_lines(plan, bytes_of), *_arrays(request, axes)]
+    lines = [_head(plan), *_lines(plan, bytes_of), *_arrays(request, axes, bytes_of)]
     if plan.fallback is not None:
         other = traffic(plan.fallback, sizes_of(request, axes))
-        lines.append(
-            f"depends on data: if flags name more than {plan.capacity} tokens of a row, "
-            f"{other.forward:,} B forward, {other.backward:,} B backward"
-        )
+        lines.append(f"depends on data: if {plan.beyond}, {other.forward:,} B forward, {other.backward:,} B backward")
     return dict(
         sent_bytes=bytes_of.forward,
         sent_bytes_backward=bytes_of.backward,
@@ -37,23 +36,42 @@ def sizes_of(request: Request, axes: Axes) -> Sizes:
     """What one device holds of a call."""
     B, _, _, N, K, H, Hv = request.dims.values()
     parts = axes.count(axes.heads)
-    kv_heads = K // parts if K % parts == 0 else int(np.lcm(K, parts)) // parts
+    kv_heads = K * axes.repeats(K) // parts
     devices = axes.count(tuple(axes.mesh.axis_names))
-    return Sizes(B // axes.count(axes.batch), N // parts, kv_heads, H, Hv, request.q.dtype, devices)
+    arrays = _by_token(request, axes)
+    return Sizes(B // axes.count(axes.batch), N // parts, kv_heads, H, Hv, request.q.dtype, devices, arrays)
 
 
-def _arrays(request: Request, axes: Axes) -> list[str]:
-    """What it takes to have the mask's arrays whole on every device."""
-    along = [leaf for letters, leaf in lettered(request.mask) if letters[-1:] in ("T", "S")]
-    along += [p for p in (request.q_positions, request.kv_positions) if p is not None]
-    rows = [
-        math.prod(x.shape) * np.dtype(x.dtype).itemsize // (axes.count(axes.batch) if x.shape[0] > 1 else 1)
-        for x in along
-    ]
-    if not rows:
-        return []
-    share = sum(rows) * (axes.shards - 1) // axes.shards
-    return [f"not counted: arrays of the mask and positions are whole on every device, {share:,} B if they come split"]
+def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
+    """What the mask's arrays and positions take, besides the keys."""
+    lines = [f"ids, flags and positions of tokens that come: {bytes_of.arrays:,} B forward"] if bytes_of.arrays else []
+    pairs = [x for letters, x in lettered(_known(request), request.dims["T"]) if letters[-1:] != "t" and x.ndim > 1]
+    size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pairs)
+    if size:
+        share = size * (axes.shards - 1) // axes.shards
+        lines.append(f"not counted: the mask's tables are whole on every device, {share:,} B if they come split")
+    return lines
+
+
+def _known(request: Request) -> Any:
+    T = request.dims["T"]
+    return request.mask, *(_rows(p, T) for p in (request.q_positions, request.kv_positions))
+
+
+def _rows(positions: Any, length: int) -> Any:
+    if positions is None:
+        return None
+    return jax.ShapeDtypeStruct((math.prod(positions.shape) // length, length), positions.dtype)
+
+
+def _by_token(request: Request, axes: Axes) -> tuple[tuple[int, int], ...]:
+    """(entries per token on one device, bytes of one) of each array that is laid out as the tokens are."""
+    T, found = request.dims["T"], []
+    for letters, x in lettered(_known(request), T):
+        if letters[-1:] == "t":
+            parts = [axes.count(names or ()) for names in axes.spec(letters, x.shape)[:-1]]
+            found.append((math.prod(x.shape[:-1]) // math.prod(parts), np.dtype(x.dtype).itemsize))
+    return tuple(found)
 
 
 def _head(plan: Plan) -> str:

@@ -55,6 +55,11 @@ class Axes:
         """Whether devices hold different batch rows or heads."""
         return self.count((*self.batch, *self.heads)) > 1
 
+    def repeats(self, kv_heads: int) -> int:
+        """How often key/value heads are repeated, so that they can be split like the heads."""
+        parts = self.count(self.heads)
+        return 1 if kv_heads % parts == 0 else int(np.lcm(kv_heads, parts)) // kv_heads
+
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
         """Of an array whose axes are these letters, t being the sequence; an axis of size 1 stands for all."""
         names = {"B": self.batch, "N": self.heads, "t": (self.sequence,)}
@@ -67,18 +72,13 @@ class Axes:
         return jax.lax.axis_index(names).astype(np.int32) if names else jnp.zeros((), np.int32)
 
 
-def rule_specs(axes: Axes, rule: Mask | Bias) -> Any:
-    """A spec for every array of a mask or bias: batch rows and heads are split, the sequence is not.
+def rule_specs(axes: Axes, rule: Bias) -> Any:
+    """A spec for every array of a bias: batch rows and heads are split, the sequence is not.
 
     Arrays whose axes nobody knows are whole everywhere; rules read them by the numbers of rows and heads.
     """
-    specs = [axes.spec(letters, np.shape(leaf)) for letters, leaf in lettered(rule)]
-    return jax.tree.unflatten(jax.tree.structure(rule), specs)
-
-
-def lettered(rule: Mask | Bias) -> list[tuple[str, Any]]:
-    """(axes, array) for each array of a mask or bias, in the order of its leaves; "." is an axis that is not named."""
-    return list(zip(axes_of(rule), jax.tree.leaves(rule), strict=True))
+    leaves, tree = jax.tree.flatten(rule)
+    return tree.unflatten([axes.spec(names, np.shape(leaf)) for names, leaf in zip(axes_of(rule), leaves, strict=True)])
 
 
 def as_data(mask: Mask) -> Mask:
@@ -92,14 +92,6 @@ def as_data(mask: Mask) -> Mask:
         if isinstance(getattr(mask, name), np.ndarray) and "N" in letters
     }
     return replace(cast(Any, mask), **tables) if tables else mask
-
-
-def in_order(mask: Mask, order: Any) -> Mask:
-    """The mask, whose arrays along the sequence are taken at `order` [T]."""
-    leaves = [
-        jnp.take(leaf, order, axis=-1) if letters[-1:] in ("T", "S") else leaf for letters, leaf in lettered(mask)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(mask), leaves)
 
 
 def check_zigzag(mask: Mask, bias: Any) -> None:

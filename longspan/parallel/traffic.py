@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longspan._types import statistics_dtype
+from longspan.parallel.arrays import gathers
 from longspan.parallel.plan import Plan, Step, hops_home
 
 
@@ -22,6 +23,7 @@ class Sizes(NamedTuple):
     v_head_dim: int
     dtype: Any
     devices: int  # of the whole mesh
+    arrays: tuple[tuple[int, int], ...] = ()  # of the mask, by token: (entries per token, bytes of one)
 
     def row(self, itemsize: int) -> int:
         """One token's k and v, of every batch row."""
@@ -42,12 +44,13 @@ class Traffic(NamedTuple):
 
     steps: tuple[tuple[Step, int, int], ...]  # forward, backward
     agreement: int  # forward: on how far a ring goes, and whether global tokens are too many
+    arrays: int  # forward: ids, flags and positions of the tokens that come
     bound: int
     gather: int
 
     @property
     def forward(self) -> int:
-        return sum(step[1] for step in self.steps) + self.agreement
+        return sum(step[1] for step in self.steps) + self.agreement + self.arrays
 
     @property
     def backward(self) -> int:
@@ -62,9 +65,19 @@ def traffic(plan: Plan, sizes: Sizes) -> Traffic:
     return Traffic(
         steps,
         agreed,
+        sum(count * _of_arrays(plan, itemsize) for count, itemsize in sizes.arrays),
         plan.bound_rows * row,
         plan.gather_rows * row,
     )
+
+
+def _of_arrays(plan: Plan, itemsize: int) -> int:
+    """What it takes that every device has an array's entries of the tokens that come to it."""
+    if gathers(plan):
+        return plan.gather_rows * itemsize
+    tokens = len({*plan.columns, *plan.queries}) * (plan.shards > 1)
+    summed = max(itemsize, 4) if itemsize == 1 else itemsize  # bools as ints
+    return sum(step.rows for step in plan.halo) * itemsize + _all_reduce(tokens * summed, plan.shards)
 
 
 def _all_reduce(result: int, devices: int) -> int:
@@ -74,7 +87,7 @@ def _all_reduce(result: int, devices: int) -> int:
 def _bytes(plan: Plan, sizes: Sizes, step: Step) -> tuple[int, int]:
     """(forward, backward) of a step."""
     row, wide = sizes.row(sizes.item), sizes.row(sizes.wide)
-    if step.kind == "permute":
+    if step.kind in ("permute", "exchange"):
         return step.rows * row, step.rows * row
     if step.kind == "ring":
         # Gradients travel as they are summed.

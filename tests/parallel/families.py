@@ -58,6 +58,12 @@ BY_SLOT: dict[str, Callable[[np.ndarray], ls.Mask]] = {
     "random blocks": lambda at: ls.Blocks(
         np.random.default_rng(2).integers(0, -(-len(at) // 5), (N, -(-len(at) // 5), 2)), 5
     ),
+    "listed blocks": lambda at: ls.Blocks(
+        np.random.default_rng(2).integers(0, -(-len(at) // 2), (N, -(-len(at) // 2), 1)), 2
+    ),
+    "listed blocks, as data": lambda at: (
+        ls.Blocks(jnp.asarray(np.random.default_rng(3).integers(0, len(at), (N, len(at), 1))), 1) | ls.Window(1, 0)
+    ),
     "first of documents": lambda at: ls.FirstOfSegment(IDS[:, at], 2) | ls.Window(2, 0),
     "a user's": lambda at: Near(5),
     "a user's by slot": lambda at: NearSlots(5),

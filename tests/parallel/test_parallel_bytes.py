@@ -16,6 +16,9 @@ ROW = 2 * K * H * 4  # one token's k and v, in float32
 GATHER = 7 * (T // 8) * ROW
 MESH = ls.parallel.mesh(sp=8)
 IDS, FLAGS = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
+RNG = np.random.default_rng(0)
+ANYWHERE = RNG.integers(0, T // 4, (N, T // 4, 1))
+NEAR = np.clip(np.arange(T // 4)[None, :, None] + RNG.integers(-24, 25, (N, T // 4, 1)), 0, T // 4 - 1)
 
 
 def compiled(mask, order="contiguous", *, length=T, mesh=MESH, batch=B, backward=False, **more):
@@ -46,8 +49,18 @@ STATIC = {
     "pinned columns": (ls.Causal() & (ls.Window(31, 0) | ls.Prefix(4)), "contiguous"),
     "global tokens": (ls.Window(16, 16) | ls.Global((0, 300)), "contiguous"),
     "causal": (ls.Causal(), "zigzag"),
+    "pinned columns and documents": (
+        ls.Causal() & (ls.Window(31, 0) | ls.Prefix(4)) & ls.Segments(IDS), "contiguous",
+    ),
+    "global tokens and documents, zigzag": (
+        (ls.Window(16, 16) | ls.Global((0, 300))) & ls.Segments(IDS) & ls.TokenTypes(IDS), "zigzag",
+    ),
+    "blocks of everybody by head": (ls.Blocks(ANYWHERE, 4), "contiguous"),
+    "blocks of everybody": (ls.Blocks(ANYWHERE[:1], 4), "contiguous"),
+    "blocks of neighbours by head, and documents": (ls.Blocks(NEAR, 4) & ls.Segments(IDS), "contiguous"),
+    "blocks that all list": (ls.Blocks(ANYWHERE % 5, 4), "contiguous"),
     "a bounded ring": (ls.Custom(lambda q, k: q == k) & ls.Window(150, 200), "contiguous"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -66,11 +79,28 @@ def test_on_meshes_with_other_axes_too():
     assert hlo.total(both) == said.sent_bytes + said.sent_bytes_backward
 
 
+def test_arrays_of_tokens_are_sent_as_the_keys_are_however_they_come():
+    mask = STATIC["bounded documents"][0]
+    assert report(mask).sent_bytes == 20 * (ROW + 4)
+    there = jax.ShapeDtypeStruct((1, T), jnp.int32, sharding=NamedSharding(MESH, P(None, "sp")))
+    split = ls.Segments(there) & ls.Window(20, 0)
+    assert hlo.sent(compiled(split)) == {"collective-permute": report(mask).sent_bytes}
+
+
+def test_tables_that_are_data_send_their_capacity_or_all():
+    mask = ls.Blocks(jnp.asarray(RNG.integers(0, 1024, (1, 1024, 1))), 1)
+    said = report(mask, length=1024)
+    assert "all-to-all" in str(said)
+    assert "blocks of a device are listed for another" in str(said)
+    both = compiled(mask, length=1024, backward=True)
+    assert hlo.total(both, branch=0) == said.sent_bytes + said.sent_bytes_backward
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_a_ring_of_documents_sends_as_many_shards_as_they_reach(order):
     mask = ls.Causal() & ls.Segments(IDS)
     forward, both = (compiled(mask, order, backward=backward) for backward in (False, True))
-    shard, agreed = T // 8 * ROW, 2 * 8 * 7 // 8
+    shard, agreed, ids = T // 8 * ROW, 2 * 8 * 7 // 8, 7 * T // 8 * 4
     for reach in (0, 2, 7):
         assert hlo.sent(forward, trips=reach)["collective-permute"] == reach * shard
         home = leaps(reach + 1, 8) if reach else 0
@@ -79,7 +109,8 @@ def test_a_ring_of_documents_sends_as_many_shards_as_they_reach(order):
         most = report(mask, order)
         assert (3 * reach + home) * shard + agreed <= most.sent_bytes + most.sent_bytes_backward
     assert hlo.sent(forward, trips=7)["all-reduce"] == agreed
-    assert report(mask, order).sent_bytes == 7 * shard + agreed
+    assert hlo.sent(forward, trips=7)["all-gather"] == ids
+    assert report(mask, order).sent_bytes == 7 * shard + agreed + ids
 
 
 def test_flags_send_their_capacity():
@@ -100,9 +131,16 @@ def test_what_is_sent_is_near_the_bound():
         assert report(mask).sent_bytes == report(mask, length=64 * T).sent_bytes
 
 
-@pytest.mark.parametrize("mask", [ls.Window(9, 5), ls.Causal() & (ls.Window(31, 0) | ls.Prefix(4))], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda T: ls.Window(9, 5),
+        lambda T: ls.Causal() & (ls.Window(31, 0) | ls.Prefix(4)) & ls.Segments(np.zeros((1, T), np.int32)),
+    ],
+    ids=["window", "pinned columns and documents"],
+)
 def test_a_longer_sequence_sends_no_more(mask):
-    assert hlo.sent(compiled(mask)) == hlo.sent(compiled(mask, length=4 * T))
+    assert hlo.sent(compiled(mask(T))) == hlo.sent(compiled(mask(4 * T), length=4 * T))
 
 
 def test_explain_tells_order_load_steps_and_the_worst_case():
@@ -110,7 +148,9 @@ def test_explain_tells_order_load_steps_and_the_worst_case():
     assert "8 share the sequence, zigzag, 64 tokens each; load max/mean depends on data" in text
     assert "ring -7: 448 rows" in text
     assert "this is the worst case" in text
-    assert "whole on every device, 1,792 B if they come split" in text
+    assert "ids, flags and positions of tokens that come: 1,792 B forward" in text
+    text = str(report(ls.Dense(np.zeros((T, T), bool))))
+    assert "the mask's tables are whole on every device, 229,376 B if they come split" in text
     text = str(report(ls.Window(9, 5)))
     assert "shift +1: 9 rows, keys before: 1,152 B forward, 1,152 B backward" in text
     assert "per device forward" in text

@@ -105,6 +105,19 @@ FEATURES = {
     "dropout of global tokens": (
         ls.Window(4, 2) | ls.Global((5,)), dict(dropout_rate=0.3, dropout_key=KEY, sinks=floats(N)), "dp2-tp2-sp2",
     ),
+    "everything, by head": (
+        FAMILIES["listed blocks"](WHOLE),
+        dict(
+            bias=(ls.alibi(floats(N)), floats(1, N, T, T), floats(B, 1, 1, T)), dropout_rate=0.3, dropout_key=KEY,
+            sinks=floats(N), soft_cap=3.0,
+        ),
+        "sp8",
+    ),
+    "a bias whose heads nobody knows, by head": (
+        FAMILIES["listed blocks"](WHOLE),
+        dict(bias=ls.ScoreBias(lambda b, h, q, k, x: x[b, h] * abs(q - k).astype(x.dtype), floats(B, N))),
+        "dp2-tp2-sp2",
+    ),
     "packed positions": (
         ls.Causal() & ls.Segments(np.sort(IDS[:, :T], axis=1)), dict(q_positions=PACKED, kv_positions=PACKED), "sp4",
     ),
@@ -118,6 +131,7 @@ FEATURES = {
 SLOWER = (
     "a bias of a global token by key",
     "a bias by row and head",
+    "a bias whose heads nobody knows, by head",
     "T5 buckets",
     "several biases",
     "positions apart",

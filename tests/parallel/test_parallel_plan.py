@@ -1,5 +1,6 @@
 """What a plan says: rows that are sent, what cannot be done without, and the load."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -126,3 +127,55 @@ def test_a_plan_covers_what_is_seen(shards, order):
                     begin = step.run * size + step.start
                     have |= {*at[device - step.shift][begin : begin + step.rows].tolist()}
             assert set(np.flatnonzero(truth[at[device]].any(0)).tolist()) <= have
+
+
+def blocks(reach=None, heads=4, number=2):
+    """A table of blocks of 64 tokens, anywhere or so many blocks away at most."""
+    rng, count = np.random.default_rng(0), T // 64
+    if reach is None:
+        return rng.integers(0, count, (heads, count, number))
+    return np.clip(
+        np.arange(count)[None, :, None] + rng.integers(-reach, reach + 1, (heads, count, number)), 0, count - 1
+    )
+
+
+def test_random_blocks_are_exchanged_by_head():
+    found = plan(ls.Blocks(blocks(), 64))
+    assert [step.kind for step in found.steps] == ["exchange"]
+    assert found.bound_rows < found.sent_rows < 0.7 * GATHER
+    assert found.sent_rows == found.sent_rows_backward
+    # Keys of heads that share them come once: more blocks, of which a device already has the most.
+    assert found.sent_rows < plan(ls.Blocks(blocks(), 64), kv_heads=2).sent_rows < GATHER
+
+
+def test_blocks_of_neighbours_are_exchanged_with_them_alone():
+    found = plan(ls.Blocks(blocks(40), 64))
+    assert [shift for shift, _ in found.exchange.shifts] == [2, 1, -1, -2]
+    assert found.sent_rows < 0.25 * GATHER
+    assert "shifts +2 +1 -1 -2" in str(found)
+
+
+def test_blocks_that_most_devices_list_come_to_all_of_them():
+    drawn = ls.bigbird_random_blocks(T, block_size=64, num_random_blocks=3, num_heads=4, seed=0)
+    found = plan(ls.bigbird(T, block_size=64, rand_attn=drawn))
+    assert "keys that most devices list" in str(found)
+    assert found.sent_rows < 2 * found.bound_rows < 0.15 * GATHER
+
+
+def test_tables_that_are_data_reckon_with_more_and_have_a_way_out():
+    found = plan(ls.Blocks(jnp.asarray(blocks(number=1)), 64))
+    assert found.exchange.data
+    assert found.fallback.sent_rows == GATHER
+    assert f"if more than {found.exchange.blocks} blocks of a device are listed for another: 14,336 rows" in str(found)
+    # Too many for that to be worth it.
+    assert plan(ls.Blocks(jnp.asarray(blocks(number=9)), 64)).ring is not None
+
+
+def test_blocks_among_other_rules():
+    table = blocks()
+    alone = plan(ls.Blocks(table, 64)).sent_rows
+    assert plan(ls.Blocks(table, 64) & ls.Segments(IDS)).sent_rows == alone
+    assert plan(ls.Blocks(table, 64) & ls.Causal()).sent_rows < alone
+    assert plan(ls.Blocks(table, 64) | ls.Segments(IDS)).ring is not None
+    with pytest.raises(ValueError, match="kv_heads"):
+        plan(ls.Blocks(table, 64), kv_heads=0)
