@@ -72,21 +72,25 @@ native-arm64: $(READY)
 demo: $(READY)
 	@$(BIN)/python -m longspan demo $(ARGS)
 
-# Compiling is most of it, and the code that optimisers would make faster runs for microseconds: LLVM's is off, and
-# fusions take XLA's older, quicker way to LLVM. `make slow` compiles as users do.
-QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# Compiling is most of it, and the code that optimisers would make faster runs for microseconds: LLVM's is off, fusions
+# take XLA's older, quicker way to LLVM, and a program is one LLVM module, not one for each of some threads: all cores
+# are busy already. `make slow` compiles as users do.
+QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
+  --xla_cpu_parallel_codegen_split_count=1"
+# Neighbours share programs: each process gets tests in a row, and takes from the end of another's when it is done.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 quick: $(READY)
-	$(QUICKLY) LONGSPAN_HYPOTHESIS=quick $(BIN)/python -m pytest -n $(JOBS) -m quick $(ARGS)
+	$(QUICKLY) LONGSPAN_HYPOTHESIS=quick $(PYTEST) -m quick $(ARGS)
 
 test: $(READY)
-	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(QUICKLY) $(PYTEST) $(ARGS)
 
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 matrix: $(READY)
-	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) -m slow tests/test_parity.py $(ARGS)
+	$(QUICKLY) $(PYTEST) -m slow tests/test_parity.py $(ARGS)
 
 # In an environment of their own: the package must never come to need them.
 $(PARITY)/.ready: requirements.lock pyproject.toml

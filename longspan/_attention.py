@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
+from longspan._axes import entries, on_auto_axes
 from longspan._checks import (
     FLOATS,
     check_bound_lengths,
@@ -178,7 +178,8 @@ def answer(request: Request, engine: Any, *, scale=None, dropout_key=None) -> tu
         by = _scale_dense if is_differentiable(chosen) else _scaled
         request = replace(request, q=by(request.q, jnp.asarray(scale)))
     with forward_mode_refused(chosen):
-        return _on_auto_axes(request, None if request.dropout is None else dropout_key, engine=chosen)
+        key = None if request.dropout is None else dropout_key
+        return on_auto_axes(_run, _like_queries, (chosen,), (request, key))
 
 
 def bind(
@@ -233,20 +234,14 @@ def _layout_of(request: Request, engine: Engine) -> BlockLayout:
     return plan(request.mask, request.dims["T"], request.dims["S"], *engine.tiles(request), **given, xp=jnp)
 
 
-def _on_auto_axes(request: Request, dropout_key, *, engine: Engine):
-    """Runs where XLA places intermediate values by itself, also if the caller's mesh has explicit axes."""
-    placed = jax.typeof(request.q).sharding
-    if AxisType.Explicit not in placed.mesh.axis_types:
-        return _run(request, dropout_key, engine=engine)
-    spec = (*placed.spec, *[None] * (4 - len(placed.spec)))
-    results = tuple(NamedSharding(placed.mesh, P(*part)) for part in (spec, spec[:3]))
-    with jax.sharding.use_abstract_mesh(placed.mesh):
-        run: Any = jax.sharding.auto_axes(partial(_run, engine=engine), out_sharding=results)
-        return run(request, dropout_key)
+def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
+    """How (out, lse) lie."""
+    of_q = entries(operands[0].q)
+    return P(*of_q), P(*of_q[:3])
 
 
-@partial(jax.jit, static_argnames="engine")
-def _run(request: Request, dropout_key, *, engine: Engine):
+@partial(jax.jit, static_argnums=0)
+def _run(engine: Engine, request: Request, dropout_key):
     dims, layout = request.dims, request.layout
     if 0 in dims.values():
         return without_pairs(request)

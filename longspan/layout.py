@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longspan._axes import entries, explicit_mesh, on_auto_axes
 from longspan._checks import check_tiles
 from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
 from longspan._kinds import Counts as Counts
@@ -234,27 +234,22 @@ def plan(
 
 def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
     """function(mask, *arrays), where XLA places what is in between, also if the mesh of an array has explicit axes."""
+    if explicit_mesh(mask, arrays) is None:
+        return function(mask, *arrays)
     letters = ("BT", "BS", "B", "N")
     axes = [*axes_of(mask), *(names for x, of in zip(arrays, letters, strict=True) for names in axes_of(x, of))]
-    placed = [jax.typeof(x).sharding if isinstance(x, jax.Array) else None for x in jax.tree.leaves((mask, arrays))]
-    meshes = [s.mesh for s in placed if s is not None and AxisType.Explicit in s.mesh.axis_types]
-    if not meshes:
-        return function(mask, *arrays)
-    where: dict[str, Any] = {}
-    for sharding, names in zip(placed, axes, strict=True):
-        entries = () if sharding is None else sharding.spec
-        where |= {name: entry for name, entry in zip(names, entries, strict=False) if name in "BN" and entry}
-    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (mask, *arrays))
-    found, tree = jax.tree.flatten(jax.eval_shape(function, *plain))
 
-    def sharding_of(table, names: str):
-        parts = (where.get(name) if n > 1 else None for name, n in zip(names, table.shape, strict=True))
-        return NamedSharding(meshes[0], P(*parts))
+    def specs(operands, tables: Rows) -> Rows:
+        where: dict[str, Any] = {}
+        for x, names in zip(jax.tree.leaves(operands), axes, strict=True):
+            where |= {name: entry for name, entry in zip(names, entries(x), strict=True) if name in "BN" and entry}
+        found, tree = jax.tree.flatten(tables)
+        parts = [
+            zip(names, x.shape, strict=True) for x, names in zip(found, ("BN..", "BN..", "BN.", "BN"), strict=False)
+        ]
+        return tree.unflatten([P(*(where.get(name) if n > 1 else None for name, n in part)) for part in parts])
 
-    results = tree.unflatten(map(sharding_of, found, ("BN..", "BN..", "BN.", "BN")))
-    with jax.sharding.use_abstract_mesh(meshes[0]):
-        run: Any = jax.sharding.auto_axes(function, out_sharding=results)
-        return run(mask, *arrays)
+    return on_auto_axes(function, specs, (), (mask, *arrays))
 
 
 def count(layout: BlockLayout) -> Counts:

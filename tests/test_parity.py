@@ -1,7 +1,7 @@
 """One matrix for all engines: every mask, shape, dtype, feature and tiling against the float64 reference.
 
-The default suite runs a selection in which every pair of choices occurs; `make slow` runs the whole product of masks,
-shapes, features and dtypes, where the tilings take turns.
+The default suite runs a selection in which every pair of choices occurs, and features together; `make slow` runs the
+whole product of masks, shapes, features by themselves and dtypes, where the tilings take turns.
 """
 
 import itertools
@@ -17,6 +17,7 @@ import longspan as ls
 from longspan.engines import ENGINES
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 
+DROPPED = dict(dropout_rate=0.3, dropout_key=jax.random.key(5))
 rng = np.random.default_rng()  # made anew by each case, so that its data do not depend on which cases ran before
 
 SHAPES = {
@@ -65,17 +66,14 @@ MASKS: dict[str, Callable[[Shape], ls.Mask | None]] = {
 }
 FEATURES: dict[str, Callable[[Shape, object], dict]] = {
     "plain": lambda s, dtype: {},
-    "head bias, scale and cap": lambda s, dtype: dict(
-        bias=jnp.asarray(rng.normal(size=(1, s.N, 1, s.S)), dtype), scale=0.7, soft_cap=2.5
+    "head bias, sinks, scale and cap": lambda s, dtype: dict(
+        bias=jnp.asarray(rng.normal(size=(1, s.N, 1, s.S)), dtype),
+        sinks=jnp.asarray(rng.normal(size=s.N), dtype),
+        scale=0.7,
+        soft_cap=2.5,
     ),
-    "row bias and sinks": lambda s, dtype: dict(
-        bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype), sinks=jnp.asarray(rng.normal(size=s.N), dtype)
-    ),
-    "dropout and positions": lambda s, dtype: dict(
-        dropout_rate=0.3,
-        dropout_key=jax.random.key(5),
-        q_positions=rng.permutation(s.T)[None],
-        kv_positions=np.sort(rng.integers(0, s.S, (s.B, s.S))),
+    "row bias, dropout and positions": lambda s, dtype: dict(
+        bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype), **DROPPED, **moved(s)
     ),
     "all": lambda s, dtype: dict(
         sinks=jnp.asarray(rng.normal(size=s.N), dtype),
@@ -84,6 +82,15 @@ FEATURES: dict[str, Callable[[Shape, object], dict]] = {
         dropout_rate=0.2,
         dropout_key=jax.random.key(6),
     ),
+}
+APART: dict[str, Callable[[Shape, object], dict]] = {  # by themselves, in the whole product
+    "head bias, scale and cap": lambda s, dtype: dict(
+        bias=jnp.asarray(rng.normal(size=(1, s.N, 1, s.S)), dtype), scale=0.7, soft_cap=2.5
+    ),
+    "row bias and sinks": lambda s, dtype: dict(
+        bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype), sinks=jnp.asarray(rng.normal(size=s.N), dtype)
+    ),
+    "dropout and positions": lambda s, dtype: dict(**DROPPED, **moved(s)),
 }
 COMPUTED: dict[str, Callable[[Shape, object], dict]] = {
     "alibi": lambda s, dtype: dict(
@@ -112,7 +119,8 @@ COMPUTED: dict[str, Callable[[Shape, object], dict]] = {
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": jnp.float64}
 TILINGS = {"own tiles": None, "tiles 8x4": (8, 4), "tiles 3x5": (3, 5)}
 AXES = (MASKS, SHAPES, FEATURES, DTYPES, TILINGS)
-EVERY_AXIS = (MASKS, SHAPES, FEATURES | COMPUTED, DTYPES, TILINGS)
+ONE_BY_ONE = {name: FEATURES[name] for name in ("plain", "all")} | APART | COMPUTED
+EVERY_AXIS = (MASKS, SHAPES, ONE_BY_ONE, DTYPES, TILINGS)
 SOME_COMPUTED = [  # the others are in the whole product
     ("causal", "B2-T7-S11-N6-K3-H5", "alibi", "f32", "tiles 3x5"),
     ("per head", "B3-T37-S29-N4-K4-H17-Hv11", "alibi", "bf16", "own tiles"),
@@ -135,6 +143,12 @@ def between(batch, heads, length, keys):
 
 def flags(batch, length):
     return rng.random((batch, length)) < 0.2
+
+
+def moved(shape):
+    return dict(
+        q_positions=rng.permutation(shape.T)[None], kv_positions=np.sort(rng.integers(0, shape.S, (shape.B, shape.S)))
+    )
 
 
 def cells(b, h, q, k, table, every):
@@ -176,7 +190,7 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     with jax.enable_x64(dtype_name == "f64"):
         q, k, v = make_qkv(shape, dtype)
-        arguments = (FEATURES | COMPUTED)[feature](shape, dtype)
+        arguments = (FEATURES | ONE_BY_ONE)[feature](shape, dtype)
         mask = MASKS[mask_name](shape)
         if TILINGS[tiling] is not None:
             q_tile, kv_tile = TILINGS[tiling]

@@ -1,13 +1,15 @@
 """`Cache`: keys and values in the slots of a plan, a pytree of static shapes; `View`: what new tokens see of it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from longspan._axes import entries, explicit_mesh, on_auto_axes
 from longspan._checks import check_static_size, is_known
 from longspan._types import FAR, Array, no_type_check
 from longspan.cache.checks import (
@@ -91,6 +93,26 @@ class Step:
         return _seen(self, mask, self.q_positions.shape[0])
 
 
+def _append(cache: "Cache", k, v, lengths) -> tuple["Cache", View]:
+    after, step = cache.advance(k.shape[1], lengths)
+    (k, seen_k), (v, seen_v) = step.write(cache.k, k), step.write(cache.v, v)
+    return replace(after, k=k, v=v), View(seen_k, seen_v, step.q_positions, step.kv_positions, cache.plan)
+
+
+def _specs(operands: tuple, results: tuple["Cache", View]) -> tuple["Cache", View]:
+    """How a cache and what is seen of it lie on explicit axes: by rows and heads, as it did before or as k does."""
+    (cache, k, _, _), (after, view) = operands, results
+    (rows, _, heads, _), (own_rows, _, own_heads, _) = entries(k), entries(cache.k)
+    both = P(own_rows or rows, None, own_heads or heads, None)
+    tables = jax.tree.map(lambda x: P(*entries(x)), cache.tables)
+
+    def specs(found):
+        names = [field.name for field in fields(found) if field.name not in ("k", "v", "plan", "tables")]
+        return {name: P(both[0], *[None] * (getattr(found, name).ndim - 1)) for name in names} | dict(k=both, v=both)
+
+    return replace(after, **specs(after), tables=tables), replace(view, **specs(view))
+
+
 def _put(buffer, rows, where):
     return buffer.at[where].set(rows, mode="drop", unique_indices=True)
 
@@ -146,9 +168,10 @@ class Cache:
             lengths: int [B]: how many of the n tokens each row has; the rest is padding. By default n.
         """
         check_new(self, k, v)
-        cache, step = self.advance(k.shape[1], lengths)
-        (k, seen_k), (v, seen_v) = step.write(self.k, k), step.write(self.v, v)
-        return replace(cache, k=k, v=v), View(seen_k, seen_v, step.q_positions, step.kv_positions, self.plan)
+        if explicit_mesh(self, k, v) is not None and is_known(self.length):
+            # Said here: the rest runs under `jit`, where nothing is known.
+            replace(self, length=np.asarray(self.length))._given(k.shape[1], lengths)
+        return on_auto_axes(_append, _specs, (), (self, k, v, lengths))
 
     def advance(self, count: int, lengths: Any = None) -> tuple["Cache", Step]:
         """The cache with the positions of new tokens, and where their keys and values are to be written.
@@ -159,9 +182,7 @@ class Cache:
             count: how many tokens.
             lengths: how many of them each row has, as in `append`.
         """
-        batch = self.length.shape[0]
-        given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
-        bad = self._cannot_take(given) | (given < 0) | (given > count)
+        given, bad = self._given(count, lengths)
         lengths = jnp.where(bad, 0, given)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
@@ -176,6 +197,12 @@ class Cache:
         furthest = jnp.maximum(self.furthest, length)
         cache = replace(self, positions=positions, length=length, furthest=furthest, overflowed=self.overflowed | bad)
         return cache, replace(step, kv_positions=seen)
+
+    def _given(self, count: int, lengths: Any) -> tuple[jax.Array, jax.Array]:
+        """How many tokens each row is given, and which rows cannot take them; outside jit those are an error."""
+        batch = self.length.shape[0]
+        given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
+        return given, self._cannot_take(given) | (given < 0) | (given > count)
 
     def _cannot_take(self, lengths) -> jax.Array:
         """Rows that would pass the end, or leave tokens that belong together apart. Outside jit that is an error."""

@@ -31,7 +31,7 @@ FORWARD = ("BTNH", "BTN", "BTN")  # out, lse, and what lse lost by rounding
 
 def forward_apart(run: Callable, request: Request, layout: BlockLayout) -> tuple[Any, ...]:
     """run(request, layout) -> (out, lse, ...), on several devices by rows and heads."""
-    if not _on_several_devices():
+    if not on_several_devices():
         return tuple(run(request, layout))
     given = request, _numbered(request, layout)
     return _call(lambda given: tuple(run(*given)), given, axes_of(given), FORWARD)
@@ -39,7 +39,7 @@ def forward_apart(run: Callable, request: Request, layout: BlockLayout) -> tuple
 
 def backward_apart(run: Callable, request: Request, layout: BlockLayout, lse, low, delta, dout) -> tuple[Any, ...]:
     """run(request, layout, lse, low, delta, dout) -> (dq, dk, dv, dbias), on several devices by rows and heads."""
-    if not _on_several_devices():
+    if not on_several_devices():
         return tuple(run(request, layout, lse, low, delta, dout))
     given = request, _numbered(request, layout)
     axes = [*axes_of(given), "BTN", "BTN", "BTN", "BTNH"]
@@ -48,7 +48,7 @@ def backward_apart(run: Callable, request: Request, layout: BlockLayout, lse, lo
     return _call(lambda given: tuple(run(*given)), (*given, lse, low, delta, dout), axes, results)
 
 
-def _on_several_devices() -> bool:
+def on_several_devices() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     # A program may be compiled for devices that are not here.
     return max(jax.device_count(), mesh.size) > 1 and not mesh.manual_axes
@@ -80,11 +80,11 @@ def _call(run: Callable, given: Any, axes: Sequence[str], results: Sequence[str]
         trees.append(tree_of_results)
         return found
 
-    found = _apart(Pass(flat, tuple(axes), tuple(results)), leaves)
+    found = run_apart(Pass(flat, tuple(axes), tuple(results)), leaves)
     return trees[0].unflatten(found)
 
 
-def _apart(of: Pass, operands: Sequence[Any]) -> Any:
+def run_apart(of: Pass, operands: Sequence[Any]) -> Any:
     """The results of a pass, told to be computed apart; constants that it holds become operands of the call."""
     closed = jax.make_jaxpr(of.run)(*operands)
     results = of.results[: len(closed.out_avals)]  # what an engine's `run` does not give comes last
@@ -113,7 +113,7 @@ def _batched(of: Pass, traced: Callable) -> Callable:
         name = str(sum(letter.isdigit() for letter in of.results[0]))
         run = jax.vmap(of.run, [0 if each else None for each in mapped], axis_size=size)
         axes = tuple(name + names if each else names for each, names in zip(mapped, of.axes, strict=True))
-        out = _apart(Pass(run, axes, tuple(name + names for names in of.results)), operands)
+        out = run_apart(Pass(run, axes, tuple(name + names for names in of.results)), operands)
         return out, [True] * len(out)
 
     return call

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 from jaxtyping import Int
 
+from longspan._axes import auto_mesh, on_auto_mesh
 from longspan._types import Array, no_type_check
 from longspan.models._graph import Graph
 from longspan.models.decoders.causal_lm import CausalLM
@@ -110,19 +112,29 @@ def _bursts(
 ) -> Iterator[list[tuple[int, int]]]:
     """(row, token) of all answers, a few at a time."""
     graph, params = nnx.split(_without_source(model))
+    params, rules = on_auto_mesh((params, rules))
     of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
-    kept, last = start(model.config, len(rows), length, model.dtype)
+    kept, last = _run(start, model.config, len(rows), length, model.dtype)
     for ids, lengths in chunks(rows, chunk):
-        kept, last = prefill(of, params, kept, last, ids, lengths, rules.ropes)
+        kept, last = _run(prefill, of, params, kept, last, ids, lengths, rules.ropes)
     check_kept(model.config, kept)
     seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
-    state = first(of, params, last, seen, np.full(len(rows), most, np.int32), rules)
+    state = _run(first, of, params, last, seen, np.full(len(rows), most, np.int32), rules)
     yield list(enumerate(np.asarray(state.tokens).tolist()))
     while np.asarray(state.left).any():
-        kept, state, tokens = burst(of, params, kept, state, rules)
+        kept, state, tokens = _run(burst, of, params, kept, state, rules)
         check_kept(model.config, kept)
         found = np.asarray(tokens)
         yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NOTHING)]
+
+
+def _run(program: Callable, *arguments: Any) -> Any:
+    """A program, where XLA places values by itself: of explicit axes the types of caches would have to be found out."""
+    mesh = jax.sharding.get_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return program(*arguments)
+    with jax.set_mesh(auto_mesh(mesh)):
+        return program(*arguments)
 
 
 def chunks(rows: Sequence[np.ndarray], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -9,6 +9,7 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from longspan._attention import attention
+from longspan._axes import entries, on_auto_axes, once
 from longspan._types import EngineName, no_type_check, statistics_dtype
 from longspan.biases import terms
 from longspan.engines import Engine
@@ -75,6 +76,26 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     y, scale = x.astype(wide), scale.astype(wide).reshape(*[1] * (x.ndim - 1), -1)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     return (y * scale).astype(x.dtype)
+
+
+def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+    """`jax.lax.dot_general`, also of heads that lie on explicit mesh axes: it would ask how their sum is to lie."""
+    if out_sharding is not None:
+        given: dict[str, Any] = dict(precision=precision, preferred_element_type=preferred_element_type)
+        return jax.lax.dot_general(x, kernel, dimension_numbers, **given, out_sharding=out_sharding)
+    static = dimension_numbers, precision, preferred_element_type
+    return on_auto_axes(_product, _like_both, static, (x, kernel))
+
+
+def _product(dimension_numbers, precision, preferred_element_type, x, kernel):
+    given: dict[str, Any] = dict(precision=precision, preferred_element_type=preferred_element_type)
+    return jax.lax.dot_general(x, kernel, dimension_numbers, **given)
+
+
+def _like_both(dimension_numbers, precision, preferred_element_type, operands, product):
+    """Axes of x that are not summed over, then those of the kernel, lie as they did."""
+    sides = zip(operands, dimension_numbers[0], strict=True)
+    return once(*(entry for side, summed in sides for axis, entry in enumerate(entries(side)) if axis not in summed))
 
 
 @no_type_check

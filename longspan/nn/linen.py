@@ -46,7 +46,7 @@ from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.nn._attend import attend
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
-from longspan.nn._shared import Heads, Split, attention_fn, resolve_heads, rms_norm, split_of
+from longspan.nn._shared import Heads, Split, attention_fn, dot_general, resolve_heads, rms_norm, split_of
 from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
@@ -372,7 +372,8 @@ class _Projection(nn.Module, kw_only=True):
         kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
         bias = self.param("bias", bias_init, self.features, self.param_dtype) if self.use_bias else None
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        y = jnp.tensordot(x, kernel, axes=self.axes)
+        summed = tuple(range(x.ndim - self.axes, x.ndim)), tuple(range(self.axes))
+        y = dot_general(x, kernel, (summed, ((), ())))
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
     @nn.nowrap

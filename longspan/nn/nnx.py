@@ -21,7 +21,7 @@ from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.nn._attend import attend
 from longspan.nn._rope import check_rope_positions, resolved, settled, turned
-from longspan.nn._shared import attention_fn, resolve_heads, rms_norm, split_of
+from longspan.nn._shared import attention_fn, dot_general, resolve_heads, rms_norm, split_of
 from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
@@ -82,6 +82,7 @@ class _Attention(nnx.Module):
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
                 bias_init=bias_init,
+                dot_general=dot_general,
                 kernel_metadata={} if split is None else _metadata(split.kernel),
                 bias_metadata={} if split is None else _metadata(split.bias),
                 rngs=rngs,

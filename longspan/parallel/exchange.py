@@ -56,7 +56,7 @@ def exchange(mask: Mask, length: int, shards: int, rows: int, kv_heads: int | No
     if mask.heads * shards * -(-length // unit) > MOST_BLOCKS:
         return None
     heads = 1 if mask.heads == 1 else mask.heads if kv_heads is None else math.gcd(kv_heads, mask.heads)
-    needed = _needed(known, length, shards, rows // unit, unit, 1 if known.heads == 1 else heads)
+    needed = _needed(known, length, shards, rows // unit, unit, heads)
     more = sum(_reckoned(found, mask, heads, rows, shards) * (found.block_size // unit) for found in unknown)
     many = needed.sum(1).mean(0) > shards / 2  # [who has, blocks]: more than half of the devices need it
     found = [_sized(needed, popular, more, unit, heads) for popular in (np.zeros_like(many), many)]
@@ -89,9 +89,10 @@ def _shifts(counts: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _needed(mask: Mask, length: int, shards: int, blocks: int, unit: int, heads: int) -> np.ndarray:
-    """Which blocks of each device another one needs: bool [heads, who needs, who has, blocks]."""
+    """Which blocks of each device another one needs: bool [heads or 1, who needs, who has, blocks]."""
     q, kv = two_sides(length, length, batch=mask.batch, heads=mask.heads, xp=np)
     low, high, common = _intervals(mask, q, kv, shards, blocks, unit)
+    heads = min(heads, low.shape[0])
     needed = np.zeros((heads, shards, shards, blocks), bool)
     for device in range(shards):
         marks = _covered(np, low[:, device], high[:, device], shards * blocks) | common
@@ -113,7 +114,7 @@ def lists(mask: Mask, of: Exchange, device: Any, numbers: Any, blocks: int, leng
     """The `Lists` of one device, whose shard has so many blocks; the mask's arrays are tables and nothing else."""
     q, kv = mask._sides(length, length, None, None, jnp, numbers)
     low, high, common = _intervals(mask, q, kv, of.shards, blocks, of.unit)
-    shape = (1 if low.shape[0] == 1 else heads, -1, of.shards, blocks)
+    shape = (min(heads, low.shape[0]), -1, of.shards, blocks)
     mine = device * np.int32(blocks)
     flat = [jnp.clip(end - mine, 0, blocks).reshape(-1, end.shape[2]) for end in (low, high)]
     wanted = _covered(jnp, flat[0], flat[1], blocks).reshape(-1, of.shards, blocks)
@@ -164,6 +165,8 @@ def _intervals(mask: Mask, q: Side, kv: Side, shards: int, blocks: int, unit: in
     spans = mask.kv_spans(q.tiles(unit), kv.tiles(unit))
     shape = np.broadcast_shapes(spans.low.shape, spans.high.shape, (1, 1, tiles, 1))
     ends = spans.low // unit, xp.where(spans.high > spans.low, -(-spans.high // unit), spans.low // unit)
+    if spans.common is not None:
+        shape = (shape[0], max(shape[1], spans.common.shape[1]), *shape[2:])
     missing = [(0, 0), (0, 0), (0, shards * blocks - tiles), (0, 0)]
     found = []
     for end in ends:

@@ -1,11 +1,12 @@
 """`Shared`: which devices share a sequence, as a model's layers are told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from longspan._attention import attention
+from longspan._axes import auto_mesh
 from longspan.parallel.call import attention as shared_attention
 from longspan.parallel.order import check_order, stored
 
@@ -26,6 +27,10 @@ class Shared:
     def options(self) -> dict[str, Any]:
         """What a call of attention is told."""
         return {} if self.mesh is None else dict(mesh=self.mesh, axis=self.axis, order=self.order)
+
+    def on_auto_axes(self) -> "Shared":
+        """The same, for layers that are computed where types do not say how arrays lie."""
+        return self if self.mesh is None else replace(self, mesh=auto_mesh(self.mesh))
 
     def attention(self, *operands: Any, **given: Any) -> Any:
         """`ls.attention`, or `ls.parallel.attention` with a mesh."""

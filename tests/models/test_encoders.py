@@ -209,7 +209,7 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
             out = nnx.merge(graph, parameters)(IDS, valid, global_attention_mask=flags).last_hidden_state
             return jnp.vdot(out, cotangent)
 
-        return jax.grad(loss)(parameters)
+        return jax.jit(jax.grad(loss))(parameters)
 
     # Two global tokens are few, or too many for the short way round.
     few, many = gradients(8), gradients(1)

@@ -40,16 +40,15 @@ def model(tmp_path):
     return checkpoints.save(models.Encoder(config, rngs=nnx.Rngs(0)), tmp_path / "model", checkpoints.words())
 
 
-@pytest.fixture
-def texts(tmp_path):
-    """Good documents have a word of their own that bad ones do not have; lengths are of two buckets."""
+def write_texts(folder, shortest):
+    """Good documents have a word of their own that bad ones do not have."""
     rng = np.random.default_rng(0)
     for label, own in (("good", "w1"), ("bad", "w2")):
-        (tmp_path / "texts" / label).mkdir(parents=True)
+        (folder / label).mkdir(parents=True)
         for number in range(20):
-            words = [own if n < 12 else f"w{n}" for n in rng.integers(3, 27, rng.integers(5, 110))]
-            (tmp_path / "texts" / label / f"{number}.txt").write_text(" ".join(words), "utf-8")
-    return tmp_path / "texts"
+            words = [own if n < 12 else f"w{n}" for n in rng.integers(3, 27, rng.integers(shortest, 110))]
+            (folder / label / f"{number}.txt").write_text(" ".join(words), "utf-8")
+    return folder
 
 
 def run(monkeypatch, *arguments):
@@ -57,8 +56,8 @@ def run(monkeypatch, *arguments):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def test_it_learns_and_saves_what_others_load(model, texts, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
+def test_it_learns_and_saves_what_others_load(model, tmp_path, monkeypatch, capsys):
+    texts, out = write_texts(tmp_path / "texts", 5), tmp_path / "out"  # lengths are of two buckets
     options = ("--length", 128, "--batch-tokens", 512, "--epochs", 6, "--learning-rate", 1e-2)
     run(monkeypatch, "--model", model, "--texts", texts, "--out", out, *options)
     assert "8 of 8 held-out documents are right" in capsys.readouterr().out.splitlines()[-1]
@@ -90,8 +89,9 @@ def test_it_is_short():
     assert len(EXAMPLE.read_text("utf-8").splitlines()) < 80
 
 
-def test_a_short_model_becomes_a_long_one(texts, tmp_path, monkeypatch, capsys):
+def test_a_short_model_becomes_a_long_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "bert").mkdir()
+    texts = write_texts(tmp_path / "texts", 65)  # one bucket, so one program
     bert, out = checkpoints.bert(tmp_path / "bert"), tmp_path / "out"  # of 90 tokens
     options = ("--length", 128, "--batch-tokens", 512, "--epochs", 1)
     run(monkeypatch, "--model", bert, "--texts", texts, "--out", out, *options)

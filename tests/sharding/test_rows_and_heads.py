@@ -185,8 +185,9 @@ def test_every_device_computes_its_own_rows_and_heads(case, engine, on_one_devic
         ("cpu", (1, 4), None, "y", "y"),
         ("xla", (2, 4), "x", "y", None),
         ("xla", (1, 2), None, "y", None),
+        ("reference", (1, 2), None, "y", None),
     ],
-    ids=["rows", "heads", "a kv head for every two devices", "a group torn between two devices"],
+    ids=["rows", "heads", "a kv head for every two devices", "a group torn between two devices", "torn, reference"],
 )
 def test_any_rows_and_any_heads_may_be_split(engine, shape, rows, heads, kv):
     heads_of = {(4, 1): (4, 2), (1, 4): (8, 4), (2, 4): (8, 2), (1, 2): (6, 3)}[shape]
@@ -204,6 +205,29 @@ def test_any_rows_and_any_heads_may_be_split(engine, shape, rows, heads, kv):
     if shape == (2, 4):
         forward = jax.jit(lambda operands: loss(of, engine, operands)[1]).lower(placed).compile()
         assert not collectives(forward)
+
+
+def test_grouped_keys_have_all_derivatives():
+    (q, k, v), at = make_qkv(Shape(2, 5, 5, 6, 3, H), jnp.float32), normal(2, 5, 3, H)
+
+    def value(k, v):
+        return jnp.sum(jnp.sin(ls.attention(q, k, v, mask=ls.Causal(), engine="reference")))
+
+    def repeated(k):
+        return value(*(jnp.repeat(x, 2, axis=2) for x in (k, v)))
+
+    def derivatives(of):
+        def slope(k):
+            return jax.jvp(of, (k,), (at,))[1]
+
+        def mapped(ks):
+            return jax.vmap(jax.grad(of), in_axes=1)(ks)
+
+        return jax.jit(lambda k: (jax.grad(of)(k), jax.grad(slope)(k), jax.jvp(jax.grad(slope), (k,), (at,)))), mapped
+
+    (got, got_mapped), (want, want_mapped) = derivatives(lambda k: value(k, v)), derivatives(repeated)
+    ks = jnp.stack([k, 2 * k], axis=1)
+    close((got(k), got_mapped(ks)), (want(k), want_mapped(ks)))
 
 
 EXPLICIT = [

@@ -12,35 +12,44 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan import models
-from longspan.engines.cpu import Cpu
+from longspan.engines import ENGINES
+from longspan.nn import linen
 from longspan.nn import nnx as modules
 from tests.sharding.test_rows_and_heads import collectives
 
-SIZES = dict(vocab_size=11, hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32)
-DECODER = dict(**SIZES, num_key_value_heads=2)
-COLUMNS = ("query", "key", "value", "gate", "up")
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SIZES = dict(vocab_size=12, hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32)
+ENCODER, DECODER = dict(**SIZES, max_position_embeddings=64), dict(**SIZES, num_key_value_heads=2)
+COLUMNS = ("query", "key", "value", "query_global", "key_global", "value_global", "gate", "up", "head")
 B, T = 4, 21
 rng = np.random.default_rng(0)
-IDS = rng.integers(1, 11, (B, T)).astype(np.int32)
+IDS = rng.integers(1, 12, (B, T)).astype(np.int32)
 MASK = (np.arange(T)[None] < np.array([[21], [17], [20], [9]])).astype(np.int32)
+INPUTS = dict(input_ids=IDS, attention_mask=MASK)
+GLOBALS = dict(global_attention_mask=(rng.random((B, T)) < 0.1).astype(np.int32))
 
 
 @pytest.fixture
-def xla(monkeypatch):
-    """On CPUs too, "auto" takes the engine of accelerators."""
-    monkeypatch.setattr(Cpu, "unsupported", lambda self, request: "not here")
-    jax.clear_caches()  # which engine is taken is no part of what JAX remembers programs by
-    yield
+def auto_takes(monkeypatch):
+    """auto_takes(name): "auto" takes this engine, on CPUs too."""
+
+    def only(name):
+        for other in ENGINES.values():
+            if other.name != name:
+                monkeypatch.setattr(type(other), "unsupported", lambda self, request: "not here")
+        jax.clear_caches()  # which engine is taken is no part of what JAX remembers programs by
+
+    yield only
     jax.clear_caches()
 
 
-def mesh_of():
-    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+def mesh_of(kind=AUTO, heads=2):
+    return jax.make_mesh((2, heads), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[: 2 * heads])
 
 
 def spec_of(path, x):
-    """Megatron's: what makes heads and hidden units is split by columns, what takes them by rows."""
-    *_, owner, leaf, _ = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+    """Megatron's: what makes heads, hidden units and logits is split by columns, what takes them by rows."""
+    *_, owner, leaf, _ = [None, *(getattr(key, "key", getattr(key, "name", None)) for key in path)]
     more = [None] * (x.ndim - (2 if leaf == "kernel" else 1))
     if owner in COLUMNS:
         return P(*more, None, "y") if leaf == "kernel" else P(*more, "y")
@@ -51,22 +60,40 @@ def placed(mesh, tree, spec):
     return jax.tree_util.tree_map_with_path(lambda p, x: jax.device_put(x, NamedSharding(mesh, spec(p, x))), tree)
 
 
+def assert_close(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * max(1.0, float(np.abs(b).max(initial=0))))
+
+
 MODELS = {
-    "bert": lambda: models.Encoder(models.BertConfig(**SIZES, max_position_embeddings=64), rngs=nnx.Rngs(0)),
+    "bert": lambda: models.Encoder(models.BertConfig(**ENCODER), rngs=nnx.Rngs(0)),
+    "longformer": lambda: models.Encoder(models.LongformerConfig(**ENCODER, window=3), rngs=nnx.Rngs(0)),
+    "bigbird": lambda: models.Encoder(
+        models.BigBirdConfig(**ENCODER, block_size=2, num_random_blocks=1), rngs=nnx.Rngs(0)
+    ),
     "llama": lambda: models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0)),
 }
+# Each model, each engine and both kinds of axes; the whole product is slow to compile.
+CHOSEN = [
+    ("bert", EXPLICIT, "reference"),
+    ("longformer", AUTO, "cpu"),
+    ("bigbird", AUTO, "xla"),
+    ("llama", EXPLICIT, "cpu"),
+]
+REST = [(m, kind, e) for m in MODELS for kind in (AUTO, EXPLICIT) for e in ENGINES if (m, kind, e) not in CHOSEN]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_sums_over_devices_and_gathers_nothing(name, request):
-    if name == "llama":
-        request.getfixturevalue("xla")
-    mesh, (graph, state) = mesh_of(), nnx.split(MODELS[name]())
-    inputs = dict(input_ids=IDS, attention_mask=MASK)
+@pytest.mark.parametrize(
+    "name, kind, engine", [*CHOSEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)], ids=str
+)
+def test_a_model_sums_over_devices_and_gathers_nothing(name, kind, engine, auto_takes):
+    auto_takes(engine)
+    mesh, (graph, state) = mesh_of(kind), nnx.split(MODELS[name]())
+    inputs = INPUTS | (GLOBALS if name == "longformer" else {})
 
     def value(state, inputs):
         output = nnx.merge(graph, state)(**inputs)
-        x = output.last_hidden_state if name == "bert" else output.logits
+        x = output.last_hidden_state if output.logits is None else output.logits
         return jnp.sum(jnp.where(inputs["attention_mask"][..., None] > 0, x, 0) ** 3), x
 
     step = jax.jit(jax.value_and_grad(value, has_aux=True))
@@ -74,15 +101,15 @@ def test_a_model_sums_over_devices_and_gathers_nothing(name, request):
     program = step.lower(*there).compile()
     assert collectives(program) <= {"all-reduce"}
     ((total, x), grads), ((want, wanted), want_grads) = program(*there), step(state, inputs)
-    assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 3)
-    np.testing.assert_allclose(np.where(MASK[..., None], x, 0), np.where(MASK[..., None], wanted, 0), atol=1e-5)
-    np.testing.assert_allclose(total, want, rtol=1e-4)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * max(1.0, float(np.abs(b).max())))
+    there = P("x", None, "y") if name == "llama" else P("x")
+    assert x.sharding.is_equivalent_to(NamedSharding(mesh, there), 3)
+    assert_close((total, np.where(MASK[..., None], x, 0)), (want, np.where(MASK[..., None], wanted, 0)))
+    assert_close(grads, want_grads)
 
 
-def test_a_cached_decoder_gathers_nothing():
-    mesh = mesh_of()
+@pytest.mark.parametrize("kind", [pytest.param(AUTO, marks=pytest.mark.slow), EXPLICIT], ids=str)
+def test_a_cached_decoder_gathers_nothing(kind):
+    mesh = mesh_of(kind)
     model = models.CausalLM(models.MistralConfig(**DECODER, sliding_window=8), rngs=nnx.Rngs(0))
     (graph, state), cache = nnx.split(model), model.init_cache(B, 40)
 
@@ -107,24 +134,47 @@ def test_a_cached_decoder_gathers_nothing():
     assert after[0].k.sharding.is_equivalent_to(NamedSharding(mesh, P("x", None, "y")), 4)
 
 
-def test_a_module_gathers_nothing():
-    mesh = mesh_of()
-    layer = modules.SelfAttention(num_heads=4, num_kv_heads=2, in_features=16, sinks=True, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(layer)
-    x = jnp.asarray(rng.normal(size=(B, T, 16)), jnp.float32)
+def by_heads(path, x):
+    """How the parameters of a module lie."""
+    names = [key for key in (getattr(key, "key", getattr(key, "name", None)) for key in path) if key != "value"]
+    owner, leaf = (None, *names)[-2:]
+    if leaf == "sink" or owner == "out":
+        return P("y") if leaf in ("sink", "kernel") else P()
+    return P() if leaf == "scale" else P(None, "y") if leaf == "kernel" else P("y")
 
-    def spec(path, x):
-        *_, owner, leaf, _ = [getattr(key, "key", getattr(key, "name", None)) for key in ("", "", *path)]
-        if leaf == "sink" or owner == "out":
-            return P("y") if leaf in ("sink", "kernel") else P()
-        return P(None, "y") if leaf == "kernel" else P("y")
 
-    def value(state, x):
-        return jnp.sum(nnx.merge(graph, state)(x, mask=ls.Causal()) ** 2)
+KINDS = rng.integers(-1, 2, (B, 20)).astype(np.int32)
+GROUPED = dict(num_heads=4, num_kv_heads=2)
+MODULES = {
+    "SelfAttention": (dict(sinks=True, qk_norm=True), lambda kinds: dict(mask=ls.Causal() & ls.Window(5, 0))),
+    "LongformerSelfAttention": (dict(window=3), lambda kinds: dict(token_kinds=kinds)),
+    "BigBirdSelfAttention": (dict(block_size=2, num_random_blocks=1), lambda kinds: dict(token_mask=kinds >= 0)),
+}
 
-    step = jax.jit(jax.value_and_grad(value))
-    there = placed(mesh, state, spec), jax.device_put(x, NamedSharding(mesh, P("x")))
+
+@pytest.mark.parametrize(
+    "name, library, kind",
+    [
+        pytest.param(*one, marks=[] if one in (("SelfAttention", "nnx", EXPLICIT),) else pytest.mark.slow)
+        for one in [
+            (name, library, kind) for name in MODULES for library in ("nnx", "linen") for kind in (AUTO, EXPLICIT)
+        ]
+    ],
+    ids=str,
+)
+def test_a_module_gathers_nothing(name, library, kind):
+    mesh, (options, given) = mesh_of(kind), MODULES[name]
+    x = jnp.asarray(rng.normal(size=(B, 20, 16)), jnp.float32)
+    if library == "nnx":
+        graph, state = nnx.split(getattr(modules, name)(**GROUPED, **options, in_features=16, rngs=nnx.Rngs(0)))
+        call = lambda state, x, kinds: nnx.merge(graph, state)(x, **given(kinds))  # noqa: E731
+    else:
+        layer = getattr(linen, name)(**GROUPED, **options)
+        state = layer.init(jax.random.key(0), x, **given(KINDS))
+        call = lambda state, x, kinds: layer.apply(state, x, **given(kinds))  # noqa: E731
+    step = jax.jit(jax.value_and_grad(lambda *operands: jnp.sum(call(*operands) ** 2)))
+    rows = NamedSharding(mesh, P("x"))
+    there = placed(mesh, state, by_heads), jax.device_put(x, rows), jax.device_put(KINDS, rows)
     program = step.lower(*there).compile()
     assert collectives(program) <= {"all-reduce"}
-    for a, b in zip(jax.tree.leaves(program(*there)), jax.tree.leaves(step(state, x)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(program(*there), step(state, x, KINDS))

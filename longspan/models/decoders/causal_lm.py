@@ -11,6 +11,7 @@ from jaxtyping import Float, Int, Shaped
 
 from longspan import cache as caches
 from longspan._types import Array as AnyArray
+from longspan.models._placed import columns_of, placed
 from longspan.models._rngs import check_rngs
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
@@ -102,8 +103,23 @@ class CausalLM(nnx.Module):
             axis: the mesh axis that shares it.
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them.
         """
-        config, shared = self.config, Shared(mesh, axis, order)
-        shape = check_inputs(config, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, shared)
+        shared = Shared(mesh, axis, order)
+        arrays = dict(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            positions=positions,
+            inputs_embeds=inputs_embeds,
+            segment_ids=segment_ids,
+            cache=cache,
+        )
+        check_inputs(self.config, **arrays, shared=shared)
+        columns = columns_of(self.head, self.embed)
+        return placed(CausalLM._answered, self, arrays, columns=columns, remat=remat, shared=shared)
+
+    def _answered(
+        self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *, remat: bool, shared: Shared
+    ) -> Output:
+        config, shape = self.config, (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
             tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, shared)

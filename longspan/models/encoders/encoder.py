@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from longspan._types import Array as AnyArray
+from longspan.models._placed import placed
 from longspan.models._rngs import Rngs, check_call_rngs, check_rngs, dropout_stream, next_key
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders._family import EncoderConfig
@@ -98,23 +99,44 @@ class Encoder(nnx.Module):
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Any but "contiguous" needs
                 `position_ids`.
         """
-        arguments = input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
-        T = check_inputs(self.config, *arguments)[1]
+        arrays = dict(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            global_attention_mask=global_attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        check_inputs(self.config, **arrays)
         check_call_rngs(rngs)
-        deterministic = self.deterministic if deterministic is None else deterministic
+        arrays["keys"] = self._keys(self.deterministic if deterministic is None else deterministic, rngs)
+        options = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
+        return placed(Encoder._encoded, self, arrays, **options)
+
+    def _encoded(
+        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
+        attention_type: str | None, remat: bool, shared: Shared,
+    ) -> Output:  # fmt: skip
+        T = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         attention = self.layers.attention
         valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         tokens = attention.tokens(T, valid, global_attention_mask, attention_type)
-        tokens = dataclasses.replace(tokens, shared=Shared(mesh, axis, order))
-        if tokens.shared.tokens(T) is not None and position_ids is None:
-            raise ValueError(f"order={order!r} moves tokens to other slots: give their `position_ids` too.")
-        keys = _dropout_keys(self.config, deterministic, rngs)
+        tokens = dataclasses.replace(tokens, shared=shared)
+        if shared.tokens(T) is not None and position_ids is None:
+            raise ValueError(f"order={shared.order!r} moves tokens to other slots: give their `position_ids` too.")
         x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=keys and keys[0])
         x, tokens = attention.fit(x, tokens)
         graph, parameters = nnx.split(self.layers)
         x = _run_layers(graph, remat, parameters, x, tokens, keys and keys[1])[:, :T]
         pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
         return Output(last_hidden_state=x, pooler_output=pooled)
+
+    def _keys(self, deterministic: bool, rngs: Rngs | None) -> tuple[jax.Array, jax.Array] | None:
+        """A key for the embeddings and one for each layer; None if nothing is dropped."""
+        if deterministic or max(self.config.hidden_dropout_prob, self.config.attention_probs_dropout_prob) == 0:
+            return None
+        first, second = jax.random.split(next_key(dropout_stream(rngs)))
+        return first, jax.random.split(second, self.config.num_hidden_layers)
 
 
 class Embeddings(nnx.Module):
@@ -217,11 +239,3 @@ def _run_layers(graph, remat: bool, parameters, x, tokens: Tokens, keys):
         x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (*mine, site))
         start += count
     return x
-
-
-def _dropout_keys(config: EncoderConfig, deterministic: bool, rngs: Rngs | None):
-    """A key for the embeddings and one for each layer; None if nothing is dropped."""
-    if deterministic or max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) == 0:
-        return None
-    first, second = jax.random.split(next_key(dropout_stream(rngs)))
-    return first, jax.random.split(second, config.num_hidden_layers)

@@ -107,7 +107,7 @@ class LongformerAttention(FullAttention):
             return longformer_attention(q, k, v, *projections, **options)
 
         def few():
-            rows = self.global_rows(x, is_global, valid).reshape(q.shape)
+            rows = self.global_rows(x, is_global, valid)
             # The rows of global tokens, computed here from q, k and v, are replaced: they are as few as the tokens.
             return jnp.where(is_global[..., None, None], rows, longformer_attention(q, k, v, q, k, v, **options))
 
@@ -115,7 +115,7 @@ class LongformerAttention(FullAttention):
             return many()
         return jax.lax.cond(is_global.sum(1).max() <= FEW, few, many)
 
-    def global_rows(self, x, is_global, valid) -> Float[Array, "B T D"]:
+    def global_rows(self, x, is_global, valid) -> Float[Array, "B T N H"]:
         """What at most `FEW` global tokens per row attend to; elsewhere 0.
 
         Their queries go through the key projection, q·(K x) = (Kᵀq)·x, and what they read through the value projection,
@@ -138,12 +138,15 @@ class LongformerAttention(FullAttention):
             scores = jnp.where(valid[:, None, None], scores, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         read = jnp.einsum("bgnt,btd->bgnd", weights, x)
-        rows = jnp.einsum("bgnd,dnh->bgnh", read, value).reshape(B, G, D)
+        rows = jnp.einsum("bgnd,dnh->bgnh", read, value)
         bias: Any = self.value_global.bias
-        rows = rows + bias[...].astype(x.dtype)[None, None]
+        rows = rows + bias[...].astype(x.dtype).reshape(1, 1, N, D // N)
         target = jnp.where(there, place, T)
-        # Row by row, so that rows stay on their devices.
-        return jax.vmap(lambda empty, at, rows: empty.at[at].set(rows, mode="drop"))(jnp.zeros_like(x), target, rows)
+        # By heads, not [B, T, D]: `cond` keeps residuals of one shape of both branches in one place, and x, which is in
+        # the other branch's, would be split as these are. Row by row, so that rows stay on their devices. Added, if to
+        # nothing: the gradient of `set` asks which of several rows was the last.
+        empty = jnp.zeros((B, T, *rows.shape[2:]), rows.dtype)
+        return jax.vmap(lambda empty, at, rows: empty.at[at].add(rows, mode="drop"))(empty, target, rows)
 
 
 def _read(raw: Mapping[str, Any], where: str) -> dict[str, Any]:

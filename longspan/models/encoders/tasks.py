@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Float, Int, Shaped
 
 from longspan._types import Array as AnyArray
+from longspan.models._placed import columns_of, placed
 from longspan.models._rngs import Rngs, check_call_rngs, dropout_stream, next_key
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders._family import EncoderConfig
@@ -16,6 +17,7 @@ from longspan.models.encoders.encoder import Encoder, FeedForward
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
+from longspan.parallel.shared import Shared
 
 
 class Model(nnx.Module):
@@ -56,33 +58,40 @@ class Model(nnx.Module):
         order: str = "contiguous",
     ) -> Output:
         """See `Encoder`. The output has the encoder's fields and the head's."""
-        arguments = input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
-        shape = check_inputs(self.config, *arguments)
+        arrays = dict(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            global_attention_mask=global_attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        check_inputs(self.config, **arrays)
         check_call_rngs(rngs)
         deterministic = self.deterministic if deterministic is None else deterministic
         drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
         rngs = dropout_stream(rngs) if drops else rngs
+        own = self.encoder._keys(deterministic, rngs)
+        arrays["keys"] = own, jax.random.split(next_key(dropout_stream(rngs)), 2) if drops else (None, None)
+        options = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
+        return placed(Model._answered, self, arrays, columns=self._columns(), **options)
+
+    def _answered(
+        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys,
+        **options,
+    ) -> Output:  # fmt: skip
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         if global_attention_mask is None and self.config.family.attention.has_globals:
             global_attention_mask = self.default_globals(input_ids, shape)
         if token_type_ids is None:
             token_type_ids = self.default_token_types(input_ids)
-        output = self.encoder(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            global_attention_mask,
-            position_ids,
-            inputs_embeds,
-            deterministic,
-            attention_type=attention_type,
-            remat=remat,
-            rngs=rngs,
-            mesh=mesh,
-            axis=axis,
-            order=order,
-        )
-        keys = jax.random.split(next_key(dropout_stream(rngs)), 2) if drops else [None, None]
-        return dataclasses.replace(output, **self.head(output, input_ids, keys))
+        given = attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
+        output = self.encoder._encoded(input_ids, *given, keys[0], **options)
+        return dataclasses.replace(output, **self.head(output, input_ids, keys[1]))
+
+    def _columns(self) -> Any:
+        """The mesh axes that its logits are split over, besides those of tokens."""
+        return None
 
     def head(self, output: Output, input_ids, keys) -> dict[str, jax.Array]:
         raise NotImplementedError
@@ -119,6 +128,9 @@ class MaskedLM(Model):
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, param_dtype))
         tied, shape = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
         self.decoder = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds)
+
+    def _columns(self):
+        return columns_of(self.decoder, self.encoder.embeddings.word)
 
     def head(self, output, input_ids, keys):
         act = self.config.family.lm_activation or self.config.hidden_act

@@ -1,0 +1,59 @@
+"""A model's call where types say how its parameters or inputs lie: on a mesh with explicit axes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from longspan._axes import entries, explicit_mesh, on_auto_axes, once
+from longspan.models.output import Output
+from longspan.parallel.shared import Shared
+
+
+def placed(
+    call: Callable[..., Output],
+    model: Any,
+    arrays: dict[str, Any],
+    *,
+    shared: Shared,
+    columns: Any = None,
+    **options: Any,
+) -> Output:
+    """call(model, **arrays, shared=shared, **options), where XLA places what is in between, as on all other meshes.
+
+    Results lie like the inputs, by rows and by tokens; logits of tokens also by `columns`, as the matrix does that
+    makes them, and a cache like the one that was given.
+    """
+    graph, state = nnx.split(model)
+    if explicit_mesh(state, arrays) is None:
+        return call(model, **arrays, shared=shared, **options)
+    options = options | dict(shared=shared.on_auto_axes())
+    return on_auto_axes(_run, _specs, (call, graph, columns, tuple(options.items())), (state, arrays))
+
+
+def _run(call: Callable[..., Output], graph: Any, columns: Any, options: tuple, state: Any, arrays: Any) -> Output:
+    return call(nnx.merge(graph, state), **arrays, **dict(options))
+
+
+def columns_of(head: Any, table: Any) -> Any:
+    """The mesh axes that a head is split over by outputs, or without one the table that stands in for it."""
+    # Of layers that were replaced, as LoRA's, nothing is known.
+    weights = getattr(table, "embedding", None) if head is None else getattr(head, "kernel", None)
+    return None if weights is None else entries(weights[...])[0 if head is None else -1]
+
+
+def _specs(call: Any, graph: Any, columns: Any, options: tuple, operands: tuple, output: Output) -> Output:
+    arrays = operands[1]
+    tokens = [entries(x)[:2] for name, x in arrays.items() if name not in ("cache", "keys") and x is not None]
+    rows, length = (next((entry[axis] for entry in tokens if entry[axis]), None) for axis in (0, 1))
+
+    def spec(name: str, x: Any) -> Any:
+        if name == "cache":
+            return jax.tree.map(lambda x: P(*entries(x)), arrays["cache"])
+        if name == "logits":
+            return P(rows, None) if x.ndim == 2 else once(rows, length, columns)
+        return P(rows, None) if name == "pooler_output" else P(rows, length, *[None] * (x.ndim - 2))
+
+    return Output(**{name: None if x is None else spec(name, x) for name, x in vars(output).items()})
