@@ -14,6 +14,7 @@ import numpy as np
 from longspan._checks import check_static_size
 from longspan.parallel.order import chunk_of, owner_of, runs_of
 from longspan.render.html import BLUE, ORANGE, SIDE, Ink, line, page, paint, swatch
+from longspan.render.picture import shortened
 from longspan.render.text import numbers_above
 
 if TYPE_CHECKING:
@@ -41,13 +42,21 @@ class Piece(NamedTuple):
     sources: tuple[int, ...]  # devices that they come from
 
 
+class Untold(NamedTuple):
+    """Rows of which it is not known before which tokens they are: the most that come, and of which devices, if told."""
+
+    step: int
+    rows: int
+    sources: tuple[int, ...] = ()
+
+
 class Seen(NamedTuple):
     """What a device holds and receives, forward."""
 
     device: int
     runs: tuple[tuple[int, int], ...]
     pieces: tuple[Piece, ...]
-    others: tuple[tuple[int, int], ...]  # (step, rows) of which it is not known before whose they are
+    others: tuple["Untold", ...]
 
     @property
     def own(self) -> str:
@@ -109,11 +118,11 @@ def seen(plan: "Plan", device: int) -> Seen:
     for number, step in enumerate(plan.steps):
         brought = _brought(plan, step, device)
         if brought is None:
-            others.append((number, step.rows))
+            others += _untold(plan, number, device)
             continue
         found += [Piece(step.kind, (number,), start, stop, (source,)) for start, stop, source in brought]
         if step.kind in ("columns", "queries") and plan.by_flags[step.kind == "queries"]:
-            others.append((number, plan.capacity))
+            others.append(Untold(number, plan.capacity))
     return Seen(device, tuple(_runs(plan, device)), tuple(_joined(found)), tuple(others))
 
 
@@ -135,6 +144,18 @@ def _brought(plan: "Plan", step: "Step", device: int) -> list[tuple[int, int, in
     else:
         return None
     return [(start, min(stop, plan.length), source) for start, stop, source in found if start < min(stop, plan.length)]
+
+
+def _untold(plan: "Plan", number: int, device: int) -> list[Untold]:
+    """What a step brings of which each device finds out when it runs."""
+    step = plan.steps[number]
+    if step.exchange is None:
+        return [Untold(number, step.rows)]
+    shifts = {device - shift: blocks for shift, blocks in step.exchange.shifts}
+    blocks = shifts or dict.fromkeys(range(plan.shards), step.exchange.blocks)
+    sources = [source for source in sorted(blocks) if 0 <= source < plan.shards and source != device]
+    rows = step.exchange.unit * sum(blocks[source] for source in sources)
+    return [Untold(number, rows, tuple(sources))] if rows else []
 
 
 def _owned(plan: "Plan", tokens: tuple[int, ...], device: int) -> list[tuple[int, int, int]]:
@@ -186,7 +207,8 @@ def _shown(plan: "Plan", most: int) -> list[Seen | None]:
 
 
 def _head(plan: "Plan") -> list[str]:
-    return plan._lines([f"{letter}  " for letter in ascii_letters])
+    first, *others = plan._lines([f"{letter}  " for letter in ascii_letters])
+    return [first.replace(plan.text, shortened(plan.text), 1), *others]
 
 
 def _left(plan: "Plan", one: Seen | None, devices: int, strip: str) -> tuple[str, ...]:
@@ -211,8 +233,9 @@ def _received(plan: "Plan", one: Seen) -> list[tuple[str, ...]]:
         pieces = list(group)
         most = "at most " * (plan.data and pieces[0].kind == "ring")
         said.append((steps, most + _pieces(pieces)))
-    for number, rows in one.others:
-        said.append(((number,), f"up to {rows:,} {_unit(plan.steps[number].kind)[rows > 1]}"))
+    for step, rows, sources in one.others:
+        whose = f" of {_spans(sources)}" if sources else ""
+        said.append(((step,), f"up to {rows:,} {_unit(plan.steps[step].kind)[rows > 1]}{whose}"))
     return [(_spans(steps, ascii_letters), words) for steps, words in sorted(said)] or [("nothing",)]
 
 

@@ -42,7 +42,9 @@ def test_every_key_that_a_device_needs_is_held_or_received(order, name):
         assert not own & keys
         assert queries == {*plan.queries} - own
         needed = {*np.flatnonzero(allowed[sorted(own - {*plan.queries})].any(0)).tolist()}
-        assert needed <= own | keys, one.device
+        # Of blocks that tables list, it is told whose they are.
+        listed = tokens_of(run for told in one.others for source in told.sources for run in everybody[source].runs)
+        assert needed <= own | keys | listed, one.device
         for piece in one.pieces:
             owners = {other.device for other in everybody if tokens_of(other.runs) & {*range(piece.start, piece.stop)}}
             assert owners == {*piece.sources}
@@ -123,6 +125,22 @@ def test_what_depends_on_data_is_said_to():
     assert rows_of(flagged.show())[0].endswith("  a up to 2 rows; b up to 2 queries; d 16-17 of 1")
     assert "if more than 2 tokens are global: 48 rows" in flagged.show()
     assert "depends on data" in ring._repr_html_()
+
+
+def test_random_blocks_are_told_by_the_devices_that_they_come_from():
+    blocks = ls.bigbird_random_blocks(4096, block_size=64, num_random_blocks=3, num_heads=2, seed=0)
+    plan = ls.parallel.plan(ls.bigbird(4096, block_size=64, rand_attn=blocks), 4096, 8)
+    shown = plan.show()
+    assert "  c  shifts +1 -1: 128 rows, blocks that a table lists, by head" in shown
+    assert [told[1:] for device in (0, 2, 7) for told in seen(plan, device).others] == [
+        (64, (1,)), (128, (1, 3)), (64, (6,)),
+    ]  # fmt: skip
+    assert "c up to 128 rows of 1, 3" in shown
+    assert max(map(len, shown.splitlines())) < 200, "long rules are shortened"
+    anywhere = np.random.default_rng(0).integers(0, 256, (2, 256, 2))
+    everybody = ls.parallel.plan(ls.Blocks(anywhere, 16), 4096, 8)
+    assert "  a  all-to-all: " in everybody.show()
+    assert seen(everybody, 3).others == ((0, everybody.steps[0].rows, (0, 1, 2, 4, 5, 6, 7)),)
 
 
 def test_a_kind_of_step_that_the_picture_does_not_know_is_shown_by_its_own_words(monkeypatch):
