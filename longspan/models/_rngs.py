@@ -1,6 +1,6 @@
 """Where a call's randomness comes from."""
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,17 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-Rngs: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array  # of a call, as in Flax's own dropout
+
+class Drawn(NamedTuple):
+    """What a model hands to its encoder: a stream of one key, drawn from the call's."""
+
+    key: jax.Array
+
+    def __call__(self) -> jax.Array:
+        return self.key
+
+
+Rngs: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array | Drawn  # of a call, as in Flax's own dropout
 
 
 def check_rngs(rngs: Any) -> None:
@@ -19,21 +29,21 @@ def check_rngs(rngs: Any) -> None:
 
 def check_call_rngs(rngs: Any) -> None:
     """What a call drops by, or would."""
-    if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream) and not _is_key(rngs):
+    if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream | Drawn) and not _is_key(rngs):
         raise TypeError(
             f"`rngs` must be an nnx.Rngs, one of its streams or a JAX key, got {rngs!r}. Pass "
             "`rngs=nnx.Rngs(dropout=seed)`."
         )
 
 
-def dropout_stream(rngs: Rngs | None) -> nnx.RngStream:
+def dropout_stream(rngs: Rngs | None) -> nnx.RngStream | Drawn:
     """The stream that a call drops by: the one of that name, the one given, or one that starts from a key."""
     if rngs is None:
         raise ValueError(
             "Dropout (`deterministic=False`, or after `model.train()`) needs `rngs`. Pass "
             "`rngs=nnx.Rngs(dropout=seed)`."
         )
-    if isinstance(rngs, nnx.RngStream):
+    if isinstance(rngs, nnx.RngStream | Drawn):
         return rngs
     if not isinstance(rngs, nnx.Rngs):
         return nnx.RngStream(rngs, tag="dropout")
@@ -45,12 +55,14 @@ def dropout_stream(rngs: Rngs | None) -> nnx.RngStream:
         ) from error
 
 
-def next_key(stream: nnx.RngStream) -> jax.Array:
+def next_key(stream: nnx.RngStream | Drawn) -> jax.Array:
     """The next key of a stream, also of one that a function under `grad` closes over.
 
     Flax refuses to count on there, since what an inner transformation computes must not leak out of it. Under `grad`
     nothing does: the count is no function of what is differentiated, so JAX computes the next one outside as well.
     """
+    if isinstance(stream, Drawn):
+        return stream()
     try:
         return stream()
     except TraceContextError as error:

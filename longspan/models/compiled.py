@@ -72,7 +72,7 @@ def _call(parts: "_Parts", options: tuple, arrays: dict[str, Any], rngs: Any) ->
     drops = rngs is not None and not (parts.model.deterministic if options[0] is None else options[0])
     if not drops:
         return _run(graph, None, options, state, None, arrays)[0]
-    stream = dropout_stream(rngs)
+    stream: Any = dropout_stream(rngs)
     stream_graph, stream_state = nnx.split(stream)
     output, count = _run(graph, stream_graph, options, state, stream_state, arrays)
     stream.count[...] = count

@@ -104,7 +104,7 @@ class CausalLM(nnx.Module):
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them.
         """
         shared = Shared(mesh, axis, order)
-        arrays = dict(
+        arrays: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             positions=positions,

@@ -99,7 +99,7 @@ class Encoder(nnx.Module):
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Any but "contiguous" needs
                 `position_ids`.
         """
-        arrays = dict(
+        arrays: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -109,8 +109,10 @@ class Encoder(nnx.Module):
         )
         check_inputs(self.config, **arrays)
         check_call_rngs(rngs)
-        arrays["keys"] = self._keys(self.deterministic if deterministic is None else deterministic, rngs)
-        options = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
+        arrays["keys"] = _dropout_keys(
+            self.config, self.deterministic if deterministic is None else deterministic, rngs
+        )
+        options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
         return placed(Encoder._encoded, self, arrays, **options)
 
     def _encoded(
@@ -130,13 +132,6 @@ class Encoder(nnx.Module):
         x = _run_layers(graph, remat, parameters, x, tokens, keys and keys[1])[:, :T]
         pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
         return Output(last_hidden_state=x, pooler_output=pooled)
-
-    def _keys(self, deterministic: bool, rngs: Rngs | None) -> tuple[jax.Array, jax.Array] | None:
-        """A key for the embeddings and one for each layer; None if nothing is dropped."""
-        if deterministic or max(self.config.hidden_dropout_prob, self.config.attention_probs_dropout_prob) == 0:
-            return None
-        first, second = jax.random.split(next_key(dropout_stream(rngs)))
-        return first, jax.random.split(second, self.config.num_hidden_layers)
 
 
 class Embeddings(nnx.Module):
@@ -239,3 +234,16 @@ def _run_layers(graph, remat: bool, parameters, x, tokens: Tokens, keys):
         x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (*mine, site))
         start += count
     return x
+
+
+def drops_any(config: EncoderConfig, deterministic: bool) -> bool:
+    """Whether a call of the encoder draws a key, which all of its dropout follows from."""
+    return not deterministic and max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) > 0
+
+
+def _dropout_keys(config: EncoderConfig, deterministic: bool, rngs: Rngs | None):
+    """A key for the embeddings and one for each layer; None if nothing is dropped."""
+    if not drops_any(config, deterministic):
+        return None
+    first, second = jax.random.split(next_key(dropout_stream(rngs)))
+    return first, jax.random.split(second, config.num_hidden_layers)

@@ -10,10 +10,10 @@ from jaxtyping import Float, Int, Shaped
 
 from longspan._types import Array as AnyArray
 from longspan.models._placed import columns_of, placed
-from longspan.models._rngs import Rngs, check_call_rngs, dropout_stream, next_key
+from longspan.models._rngs import Drawn, Rngs, check_call_rngs, dropout_stream, next_key
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders._family import EncoderConfig
-from longspan.models.encoders.encoder import Encoder, FeedForward
+from longspan.models.encoders.encoder import Encoder, FeedForward, drops_any
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
@@ -58,7 +58,7 @@ class Model(nnx.Module):
         order: str = "contiguous",
     ) -> Output:
         """See `Encoder`. The output has the encoder's fields and the head's."""
-        arrays = dict(
+        arrays: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -71,23 +71,38 @@ class Model(nnx.Module):
         deterministic = self.deterministic if deterministic is None else deterministic
         drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
         rngs = dropout_stream(rngs) if drops else rngs
-        own = self.encoder._keys(deterministic, rngs)
-        arrays["keys"] = own, jax.random.split(next_key(dropout_stream(rngs)), 2) if drops else (None, None)
-        options = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
-        return placed(Model._answered, self, arrays, columns=self._columns(), **options)
+        # Drawn here, before anything is computed under `jit`, where the caller's stream could not count on.
+        own = next_key(dropout_stream(rngs)) if drops_any(self.config, deterministic) else None
+        arrays["keys"] = own, next_key(dropout_stream(rngs)) if drops else None
+        options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
+        return placed(Model._answered, self, arrays, columns=self._columns(), deterministic=deterministic, **options)
 
     def _answered(
-        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys,
-        **options,
+        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
+        deterministic: bool, shared: Shared, **options,
     ) -> Output:  # fmt: skip
-        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         if global_attention_mask is None and self.config.family.attention.has_globals:
+            shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
             global_attention_mask = self.default_globals(input_ids, shape)
         if token_type_ids is None:
             token_type_ids = self.default_token_types(input_ids)
-        given = attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds
-        output = self.encoder._encoded(input_ids, *given, keys[0], **options)
-        return dataclasses.replace(output, **self.head(output, input_ids, keys[1]))
+        own, of_head = keys
+        output = self.encoder(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            global_attention_mask,
+            position_ids,
+            inputs_embeds,
+            deterministic,
+            rngs=None if own is None else Drawn(own),
+            mesh=shared.mesh,
+            axis=shared.axis,
+            order=shared.order,
+            **options,
+        )
+        keys = [None, None] if of_head is None else jax.random.split(of_head, 2)
+        return dataclasses.replace(output, **self.head(output, input_ids, keys))
 
     def _columns(self) -> Any:
         """The mesh axes that its logits are split over, besides those of tokens."""
