@@ -325,7 +325,8 @@ def _context(q, known, words, rate: float, device, axes: Axes) -> Context:
     dropout = None if words is None else Dropout(words, rows, heads, rate)
     # Without numbers engines need not look up what is here.
     rows, heads = (rows, heads) if axes.numbered else (None, None)
-    return Context(*known, dropout, rows, heads, device)
+    mask, q_positions, kv_positions = known
+    return Context(mask, q_positions, kv_positions, dropout, rows, heads, device)
 
 
 def _bias_specs(axes: Axes, bias) -> Any:

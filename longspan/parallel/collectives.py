@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
-from longspan.parallel.exchange import Lists
+from longspan.parallel.exchange import Exchange, Lists
 from longspan.parallel.order import chunk_of, runs_of
 from longspan.parallel.parts import Context, Setting, place_of, slots_of
 from longspan.parallel.plan import Plan
@@ -135,7 +135,7 @@ class Listed(NamedTuple):
     def slots(self) -> Any:
         """Which tokens they are, int32 [heads, n]; they grow, so what lists none is its owner's last token."""
         shard = np.int32(self.setting.plan.rows)
-        source = jnp.repeat(self.lists.source, self._unit)[None]
+        source = jnp.repeat(self.lists.source, self._of.unit)[None]
         return source * shard + jnp.minimum(self._rows(self.lists.received), shard - 1)
 
     def hidden(self) -> Any:
@@ -152,17 +152,18 @@ class Listed(NamedTuple):
         return jax.tree.map(added, totals, grads)
 
     @property
-    def _unit(self) -> int:
-        return self.setting.plan.exchange.unit
+    def _of(self) -> Exchange:
+        assert self.setting.plan.exchange is not None
+        return self.setting.plan.exchange
 
     def _rows(self, blocks):
         """The rows of some blocks [heads, n] in their shard; what is no block lies beyond it."""
-        within = np.arange(self._unit, dtype=np.int32).reshape(1, 1, -1)
-        return (blocks[:, :, None] * np.int32(self._unit) + within).reshape(blocks.shape[0], -1)
+        within = np.arange(self._of.unit, dtype=np.int32).reshape(1, 1, -1)
+        return (blocks[:, :, None] * np.int32(self._of.unit) + within).reshape(blocks.shape[0], -1)
 
     def _sent(self, x, back: bool = False):
         """Rows [B, n, ...] that go to others, one after the other, and those that come."""
-        of = self.setting.plan.exchange
+        of = self._of
         if not of.shifts:
             apart = x.reshape(x.shape[0], of.shards, -1, *x.shape[2:])
             return jax.lax.all_to_all(apart, self.setting.axis, 1, 1, tiled=True).reshape(x.shape)

@@ -119,7 +119,8 @@ def lists(mask: Mask, of: Exchange, device: Any, numbers: Any, blocks: int, leng
     flat = [jnp.clip(end - mine, 0, blocks).reshape(-1, end.shape[2]) for end in (low, high)]
     wanted = _covered(jnp, flat[0], flat[1], blocks).reshape(-1, of.shards, blocks)
     wanted = wanted | jnp.take(common.reshape(-1, of.shards, blocks), device, axis=1)[:, None]
-    needed = _covered(jnp, *(jnp.take(end, device, axis=1) for end in (low, high)), of.shards * blocks) | common
+    low, high = (jnp.take(end, device, axis=1) for end in (low, high))
+    needed = _covered(jnp, low, high, of.shards * blocks) | common
     popular = np.zeros((1, of.shards, blocks), bool)
     popular.reshape(-1)[list(of.popular)] = True
     others = (np.arange(of.shards, dtype=np.int32) != device).reshape(1, -1, 1)
@@ -128,7 +129,8 @@ def lists(mask: Mask, of: Exchange, device: Any, numbers: Any, blocks: int, leng
     beyond = jnp.maximum(needed.sum(2, dtype=np.int32).max() - np.int32(of.blocks), 0)
     if not of.shifts:
         source = np.arange(of.shards, dtype=np.int32).repeat(of.blocks)
-        return Lists(*(_first(marks, of.blocks).reshape(shape[0], -1) for marks in (wanted, needed)), source, beyond)
+        sent, received = (_first(marks, of.blocks).reshape(shape[0], -1) for marks in (wanted, needed))
+        return Lists(sent, received, source, beyond)
     sent, received = (
         jnp.concatenate([_first(_of(marks, device + np.int32(way * s)), n) for s, n in of.shifts], axis=1)
         for marks, way in ((wanted, 1), (needed, -1))

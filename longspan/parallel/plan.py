@@ -273,7 +273,7 @@ class Asked(NamedTuple):
     mask: Mask
     length: int
     shards: int
-    order: str
+    order: Order
     positions: bool  # they are indices
     kv_heads: int | None
 
