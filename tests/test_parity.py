@@ -1,7 +1,8 @@
 """One matrix for all engines: every mask, shape, dtype, feature and tiling against the float64 reference.
 
-The default suite runs a selection in which every pair of choices occurs, and features together; `make slow` runs the
-whole product of masks, shapes, features by themselves and dtypes, where the tilings take turns.
+The default suite runs a selection in which every pair of choices occurs, and features together, but for a few choices
+(`NOT_BY_MASK`) that meet all others, not every mask; `make slow` runs the whole product of masks, shapes, features by
+themselves and dtypes, where the tilings take turns.
 """
 
 import itertools
@@ -119,6 +120,10 @@ COMPUTED: dict[str, Callable[[Shape, object], dict]] = {
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": jnp.float64}
 TILINGS = {"own tiles": None, "tiles 8x4": (8, 4), "tiles 3x5": (3, 5)}
 AXES = (MASKS, SHAPES, FEATURES, DTYPES, TILINGS)
+NOT_BY_MASK = (
+    "B1-T1-S13-N2-K1-H3-Hv9", "B1-T67-S67-N2-K2-H64", "plain", "head bias, sinks, scale and cap", "f16", "f64",
+    "tiles 8x4",
+)  # fmt: skip
 ONE_BY_ONE = {name: FEATURES[name] for name in ("plain", "all")} | APART | COMPUTED
 EVERY_AXIS = (MASKS, SHAPES, ONE_BY_ONE, DTYPES, TILINGS)
 SOME_COMPUTED = [  # the others are in the whole product
@@ -169,10 +174,14 @@ def bounds_by_row_and_head(b, h, q, kv):
 
 
 def pairwise(*axes):
-    """Combinations in which every pair of choices of two axes occurs: greedily, the one with most new pairs first."""
+    """Combinations in which (nearly) every pair of choices occurs: greedily, the one with most new pairs first."""
     pick = np.random.default_rng(0)
     missing = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(range(len(axes)), 2) for x in axes[a] for y in axes[b]
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(range(len(axes)), 2)
+        for x in axes[a]
+        for y in axes[b]
+        if not (a == 0 and y in NOT_BY_MASK)
     }
     while missing:
         fixed = dict(min(missing, key=str))

@@ -17,6 +17,7 @@ def example():
     return module
 
 
+@pytest.mark.slow  # `longspan demo` shows it too, and its test
 def test_clues_at_both_ends_are_learned_with_a_global_token_and_not_without(example):
     toy = dict(length=256, window=4, steps=100, batch=16, report=lambda line: None)
     # Optax raises floats to the power of ints, which strict promotion refuses.

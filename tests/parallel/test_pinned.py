@@ -1,11 +1,12 @@
 """What a mask pins: where neither the key nor the query is pinned, the mask is its rest."""
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.parallel.specs import lettered
+from longspan.masks.pytree import axes_of
 from tests.users_masks import Louder
 
 LENGTH, BATCH, HEADS = 7, 2, 3
@@ -48,7 +49,7 @@ def test_a_subclass_with_another_rule_pins_nothing():
 @hypothesis.given(ls.testing.masks(LENGTH, LENGTH, batch=BATCH, heads=HEADS))
 def test_the_axes_of_arrays_are_those_of_their_extents(mask):
     sizes = dict(B=BATCH, N=HEADS, T=LENGTH, S=LENGTH)
-    for letters, array in lettered(mask):
+    for letters, array in zip(axes_of(mask), jax.tree.leaves(mask), strict=True):
         assert len(letters) == np.ndim(array)
         assert all(
             n in (1, sizes[letter]) for letter, n in zip(letters, np.shape(array), strict=True) if letter in "BN"
@@ -57,7 +58,7 @@ def test_the_axes_of_arrays_are_those_of_their_extents(mask):
 
 def test_a_users_arrays_have_axes_that_nobody_knows():
     loud = np.zeros((2, 7))
-    assert [letters for letters, _ in lettered(Louder(loud, loud))] == ["..", ".."]
+    assert axes_of(Louder(loud, loud)) == ["..", ".."]
 
 
 @pytest.mark.parametrize("mask", [ls.Causal(), ls.Segments(np.zeros((1, 7), int)), ~ls.KvLengths(3) & ls.Global((1,))])
