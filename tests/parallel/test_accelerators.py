@@ -1,12 +1,25 @@
 """Programs for TPUs, compiled without one: they send what `explain` says (`make accelerators`)."""
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import accelerators
 from tests.parallel import hlo
 
 pytestmark = pytest.mark.accelerators
 LENGTH = accelerators.LENGTH
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_kept():
+    """Programs for devices that are not here can be written to JAX's cache, but not read back: a second run fails."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
