@@ -44,7 +44,7 @@ def sizes_of(request: Request, axes: Axes) -> Sizes:
 
 def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
     """What the mask's arrays and positions take, besides the keys."""
-    lines = [f"ids, flags and positions of tokens that come: {bytes_of.arrays:,} B forward"] if bytes_of.arrays else []
+    lines = [f"ids, flags and positions of tokens that come: {int(bytes_of.arrays):,} B forward"] if bytes_of.arrays else []
     pairs = [x for letters, x in lettered(_known(request), request.dims["T"]) if letters[-1:] != "t" and x.ndim > 1]
     size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pairs)
     if size:
@@ -82,7 +82,7 @@ def _head(plan: Plan) -> str:
 def _lines(plan: Plan, bytes_of: Traffic) -> list[str]:
     most = "at most " if plan.data else ""
     lines = [
-        f"{line(step)}: {most}{forward:,} B forward, {backward:,} B backward"
+        f"{line(step)}: {most}{int(forward):,} B forward, {int(backward):,} B backward"
         for step, forward, backward in bytes_of.steps
     ]
     if plan.data:

@@ -4,6 +4,7 @@ Counted as ring algorithms send: of a collective whose result has R bytes on g d
 all-gather and an all-to-all R·(g − 1)/g, an all-reduce 2·R·(g − 1)/g, a reduce-scatter R·(g − 1).
 """
 
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,19 +43,20 @@ class Sizes(NamedTuple):
 class Traffic(NamedTuple):
     """Bytes per device; where they depend on data, the most that may come."""
 
-    steps: tuple[tuple[Step, int, int], ...]  # forward, backward
-    agreement: int  # forward: on how far a ring goes, and whether global tokens are too many
-    arrays: int  # forward: ids, flags and positions of the tokens that come
+    # Exact, for one step may be several collectives, or XLA join those of several steps: only sums are rounded.
+    steps: tuple[tuple[Step, Fraction, Fraction], ...]  # forward, backward
+    agreement: Fraction  # forward: on how far a ring goes, and whether global tokens are too many
+    arrays: Fraction  # forward: ids, flags and positions of the tokens that come
     bound: int
     gather: int
 
     @property
     def forward(self) -> int:
-        return sum(step[1] for step in self.steps) + self.agreement + self.arrays
+        return int(sum(step[1] for step in self.steps) + self.agreement + self.arrays)
 
     @property
     def backward(self) -> int:
-        return sum(step[2] for step in self.steps)
+        return int(sum(step[2] for step in self.steps))
 
 
 def traffic(plan: Plan, sizes: Sizes) -> Traffic:
@@ -65,33 +67,33 @@ def traffic(plan: Plan, sizes: Sizes) -> Traffic:
     return Traffic(
         steps,
         agreed,
-        sum(count * _of_arrays(plan, itemsize) for count, itemsize in sizes.arrays),
+        sum((count * _of_arrays(plan, itemsize) for count, itemsize in sizes.arrays), Fraction()),
         plan.bound_rows * row,
         plan.gather_rows * row,
     )
 
 
-def _of_arrays(plan: Plan, itemsize: int) -> int:
+def _of_arrays(plan: Plan, itemsize: int) -> Fraction:
     """What it takes that every device has an array's entries of the tokens that come to it."""
     if gathers(plan):
-        return plan.gather_rows * itemsize
+        return Fraction(plan.gather_rows * itemsize)
     tokens = len({*plan.columns, *plan.queries}) * (plan.shards > 1)
     summed = max(itemsize, 4) if itemsize == 1 else itemsize  # bools as ints
     return sum(step.rows for step in plan.halo) * itemsize + _all_reduce(tokens * summed, plan.shards)
 
 
-def _all_reduce(result: int, devices: int) -> int:
-    return 2 * result * (devices - 1) // devices
+def _all_reduce(result: int, devices: int) -> Fraction:
+    return Fraction(2 * result * (devices - 1), devices)
 
 
-def _bytes(plan: Plan, sizes: Sizes, step: Step) -> tuple[int, int]:
+def _bytes(plan: Plan, sizes: Sizes, step: Step) -> tuple[Fraction, Fraction]:
     """(forward, backward) of a step."""
     row, wide = sizes.row(sizes.item), sizes.row(sizes.wide)
     if step.kind in ("permute", "exchange"):
-        return step.rows * row, step.rows * row
+        return Fraction(step.rows * row), Fraction(step.rows * row)
     if step.kind == "ring":
         # Gradients travel as they are summed.
-        return step.rows * row, step.rows * row + hops_home(plan, step) * plan.rows * wide
+        return Fraction(step.rows * row), Fraction(step.rows * row + hops_home(plan, step) * plan.rows * wide)
     if step.kind == "columns":
         return _all_reduce(step.rows * row, plan.shards), _all_reduce(step.rows * wide, plan.shards)
     number = sizes.batch * step.rows * sizes.heads

@@ -7,13 +7,14 @@ all-gather and an all-to-all R·(g − 1)/g, an all-reduce 2·R·(g − 1)/g, a 
 import math
 import re
 from collections import Counter
+from fractions import Fraction
 
 SIZES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8)
 KINDS = ("collective-permute", "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-broadcast")
 
 
 def sent(compiled, *, trips: int | None = None, branch: int | None = None) -> Counter:
-    """Bytes by kind of collective that a program sends per device.
+    """Bytes by kind of collective that a program sends per device, not rounded.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` gives.
@@ -27,7 +28,7 @@ def sent(compiled, *, trips: int | None = None, branch: int | None = None) -> Co
 
 def total(compiled, **how) -> int:
     """All bytes that a program sends per device."""
-    return sum(sent(compiled, **how).values())
+    return int(sum(sent(compiled, **how).values()))
 
 
 def _computations(text: str) -> dict[str, tuple[bool, list[str]]]:
@@ -82,14 +83,14 @@ def _size(shape: str, is_start: bool) -> int:
     return sum(sizes) // 2 if is_start else sum(sizes)  # started: operands and results
 
 
-def _bytes(kind: str, result: int, line: str) -> int:
+def _bytes(kind: str, result: int, line: str) -> Fraction | int:
     if kind == "collective-permute":
         return result
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
     devices = len(listed[1].split(",")) if listed else int(iota[2])
     if kind == "all-reduce":
-        return 2 * result * (devices - 1) // devices
+        return Fraction(2 * result * (devices - 1), devices)
     if kind == "reduce-scatter":
         return result * (devices - 1)
-    return result * (devices - 1) // devices
+    return Fraction(result * (devices - 1), devices)
