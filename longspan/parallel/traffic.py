@@ -52,11 +52,16 @@ class Traffic(NamedTuple):
 
     @property
     def forward(self) -> int:
-        return int(sum(step[1] for step in self.steps) + self.agreement + self.arrays)
+        return int(self._forward)
 
     @property
     def backward(self) -> int:
-        return int(sum(step[2] for step in self.steps))
+        """What both passes send, as a whole number, without the forward pass."""
+        return int(self._forward + sum(step[2] for step in self.steps)) - self.forward
+
+    @property
+    def _forward(self) -> Fraction:
+        return sum((step[1] for step in self.steps), self.agreement + self.arrays)
 
 
 def traffic(plan: Plan, sizes: Sizes) -> Traffic:

@@ -79,6 +79,14 @@ def test_on_meshes_with_other_axes_too():
     assert hlo.total(both) == said.sent_bytes + said.sent_bytes_backward
 
 
+def test_on_six_devices_whose_shares_of_an_all_reduce_are_no_whole_numbers():
+    mesh, mask = ls.parallel.mesh(sp=6), ls.Causal() & (ls.Window(31, 0) | ls.Prefix(5))
+    said = report(mask, mesh=mesh, length=360)
+    assert hlo.total(compiled(mask, mesh=mesh, length=360)) == said.sent_bytes == 5034
+    both = compiled(mask, mesh=mesh, length=360, backward=True)
+    assert hlo.total(both) == said.sent_bytes + said.sent_bytes_backward == 10069
+
+
 def test_arrays_of_tokens_are_sent_as_the_keys_are_however_they_come():
     mask = STATIC["bounded documents"][0]
     assert report(mask).sent_bytes == 20 * (ROW + 4)
