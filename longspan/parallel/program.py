@@ -141,6 +141,7 @@ class _Saved(NamedTuple):
     rows: Any = None  # q, and the partial result
     distances: Any = None  # how far the ring went, if that is data
     beyond: Any = None  # whether global tokens were too many
+    otherwise: Any = None  # what the way for too many need not ask for again
 
 
 def _here(setting: Setting, floats: Floats, rest) -> tuple[_Here, Any, Any]:
@@ -189,16 +190,27 @@ def _forward(setting: Setting, floats: Floats, rest) -> tuple[Partial, _Saved]:
     if setting.plan.fallback is None:
         return _found(here, without, floats)
     other = replace(setting, plan=setting.plan.fallback)
-    shapes = jax.eval_shape(lambda: _found(here, without, floats)[1])
+
+    # A way saves what it brought, and nothing in the place of what the other would have saved.
+    there = jax.eval_shape(lambda: _forward(other, floats, rest)[1])
+    usual = jax.eval_shape(lambda: _found(here, without, floats)[1])
 
     def otherwise():
-        part, _ = _forward(other, floats, rest)
-        return part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        part, saved = _forward(other, floats, rest)
+        return part, _nothing_of(usual)._replace(otherwise=saved)
+
+    def found():
+        part, saved = _found(here, without, floats)
+        return part, saved._replace(otherwise=_nothing_of(there))
 
     # All axes: programs of other rows and heads wait for each other too.
     too_many = jax.lax.pmax(beyond, setting.everybody) > 0
-    part, saved = jax.lax.cond(too_many, otherwise, lambda: _found(here, without, floats))
+    part, saved = jax.lax.cond(too_many, otherwise, found)
     return part, saved._replace(beyond=too_many)
+
+
+def _nothing_of(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _found(here: "_Here", without: Any, floats: Floats) -> tuple[Partial, "_Saved"]:
@@ -281,7 +293,7 @@ def _backward(setting: Setting, floats: Floats, rest, part: Partial, saved: _Sav
     other = replace(setting, plan=setting.plan.fallback)
     return jax.lax.cond(
         saved.beyond,
-        lambda: _backward(other, floats, rest, part, _Saved(), cotangents),
+        lambda: _backward(other, floats, rest, part, saved.otherwise, cotangents),
         lambda: _taken_back(here, without, floats, part, saved, cotangents),
     )
 
