@@ -24,7 +24,7 @@ from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.parallel.arrays import laid_out, lettered
-from longspan.parallel.order import Order, check_order, padded, runs_of
+from longspan.parallel.order import Order, check_length, check_order, padded
 from longspan.parallel.parts import Context, Setting
 from longspan.parallel.plan import Plan, planned
 from longspan.parallel.program import attend
@@ -220,12 +220,7 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
             f"{T} tokens cannot be shared by the {axes.shards} devices of axis {axes.sequence!r}: "
             "give each at least one."
         )
-    unit = axes.shards * runs_of(order)
-    if order != "contiguous" and T % unit:
-        raise ValueError(
-            f"order={order!r} needs a multiple of {unit} tokens, got {T}. Pad and order them with "
-            "`ls.parallel.shard_batch`."
-        )
+    check_length(T, axes.shards, order)
     for name, size, names in (("batch rows", B, axes.batch), ("query heads", N, axes.heads)):
         if size % axes.count(names):
             raise ValueError(

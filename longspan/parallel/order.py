@@ -19,6 +19,16 @@ def check_order(order: Any) -> None:
     check_choice("order", order, ORDERS)
 
 
+def check_length(length: int, shards: int, order: str) -> None:
+    """A number of tokens that lie in an order, as they are."""
+    unit = shards * runs_of(order)
+    if order != "contiguous" and length % unit:
+        raise ValueError(
+            f"order={order!r} needs a multiple of {unit} tokens, got {length}. Pad and order them with "
+            "`ls.parallel.shard_batch`."
+        )
+
+
 def runs_of(order: str) -> int:
     """How many runs of neighbouring tokens a device holds."""
     return 2 if order == "zigzag" else 1

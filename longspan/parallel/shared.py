@@ -8,7 +8,8 @@ import jax
 from longspan._attention import attention
 from longspan._axes import auto_mesh
 from longspan.parallel.call import attention as shared_attention
-from longspan.parallel.order import check_order, stored
+from longspan.parallel.order import check_length, check_order, stored
+from longspan.parallel.specs import Axes
 
 
 @jax.tree_util.register_static
@@ -41,7 +42,9 @@ class Shared:
         """Which token lies in each slot, int32 [length]; None where it is the slot's own."""
         if self.mesh is None or self.order == "contiguous":
             return None
-        return stored(length, self.mesh.shape[self.axis], self.order)
+        shards = Axes.of(self.mesh, self.axis, (), ()).shards
+        check_length(length, shards, self.order)
+        return stored(length, shards, self.order)
 
 
 ALONE = Shared()

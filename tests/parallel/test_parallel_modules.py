@@ -118,6 +118,37 @@ def test_an_encoder_in_another_order_needs_position_ids():
     np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)
 
 
+def asked(model):
+    """Texts whose question has 15 tokens."""
+    end = model.config.sep_token_id
+    return jnp.where(TEXT == end, 1, TEXT).at[:, 15].set(end)
+
+
+@pytest.mark.parametrize("family", ["longformer", "bigbird"])
+def test_the_question_is_found_by_token_not_by_slot(family):
+    model, at = models.QuestionAnswering(ENCODERS[family](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    text = asked(model)
+    np.testing.assert_array_equal(model.question(text[:, at], at), np.asarray(model.question(text))[:, at])
+    assert 15 <= int(model.question(text)[0].sum()) <= 16
+
+
+@pytest.mark.slow
+def test_answers_in_another_order_are_the_same():
+    model, at = models.QuestionAnswering(ENCODERS["longformer"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    text = asked(model)
+    got = model(text[:, at], position_ids=at[None], mesh=MESHES["sp4"](), order="zigzag").start_logits
+    want = model(text, position_ids=np.arange(T)[None]).start_logits[:, at]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_models_refuse_meshes_as_attention_does():
+    model, mesh = models.QuestionAnswering(ENCODERS["longformer"](), rngs=nnx.Rngs(0)), MESHES["sp4"]()
+    with pytest.raises(ValueError, match="needs a multiple of 8 tokens, got 45"):
+        model(TEXT[:, :45], position_ids=np.arange(45)[None], mesh=mesh, order="zigzag")
+    with pytest.raises(ValueError, match="axis='x' is not in the mesh"):
+        model(TEXT, position_ids=np.arange(T)[None], mesh=mesh, axis="x", order="zigzag")
+
+
 def test_a_compiled_encoder_takes_a_mesh_too():
     run = models.compiled(models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)))
     got, want = run(TEXT, mesh=MESHES["sp4"]()), run(TEXT)

@@ -81,11 +81,12 @@ class Model(nnx.Module):
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
         deterministic: bool, shared: Shared, **options,
     ) -> Output:  # fmt: skip
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        at = shared.tokens(shape[1])
         if global_attention_mask is None and self.config.family.attention.has_globals:
-            shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-            global_attention_mask = self.default_globals(input_ids, shape)
+            global_attention_mask = self.default_globals(input_ids, shape, at)
         if token_type_ids is None:
-            token_type_ids = self.default_token_types(input_ids)
+            token_type_ids = self.default_token_types(input_ids, at)
         own, of_head = keys
         output = self.encoder(
             input_ids,
@@ -102,20 +103,21 @@ class Model(nnx.Module):
             **options,
         )
         keys = [None, None] if of_head is None else jax.random.split(of_head, 2)
-        return dataclasses.replace(output, **self.head(output, input_ids, keys))
+        return dataclasses.replace(output, **self.head(output, input_ids, keys, at))
 
     def _columns(self) -> Any:
         """The mesh axes that its logits are split over, besides those of tokens."""
         return None
 
-    def head(self, output: Output, input_ids, keys) -> dict[str, jax.Array]:
+    # `at`: which token lies in each slot, int [T]; None where it is the slot's own.
+    def head(self, output: Output, input_ids, keys, at) -> dict[str, jax.Array]:
         raise NotImplementedError
 
-    def default_globals(self, input_ids, shape: tuple[int, int]):
+    def default_globals(self, input_ids, shape: tuple[int, int], at):
         """Global tokens, in a family that has them, where the caller names none."""
         return None
 
-    def default_token_types(self, input_ids):
+    def default_token_types(self, input_ids, at):
         return None
 
 
@@ -147,7 +149,7 @@ class MaskedLM(Model):
     def _columns(self):
         return columns_of(self.decoder, self.encoder.embeddings.word)
 
-    def head(self, output, input_ids, keys):
+    def head(self, output, input_ids, keys, at):
         act = self.config.family.lm_activation or self.config.hidden_act
         x = self.norm(ACTIVATIONS[act](self.dense(output.last_hidden_state)))
         logits = self.encoder.embeddings.word.attend(x) if self.decoder is None else self.decoder(x)
@@ -186,14 +188,14 @@ class SequenceClassifier(Model):
         self.dense = nnx.data(None) if reads_pooler else linear(config, size, size, **kinds)
         self.classifier = linear(config, size, config.num_labels, **kinds)
 
-    def head(self, output, input_ids, keys):
+    def head(self, output, input_ids, keys, at):
         rate, x = self.config.head_dropout, output.pooler_output
         if self.dense is not None:
             act = self.config.family.classifier_activation or self.config.hidden_act
             x = ACTIVATIONS[act](self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
         return dict(logits=self.classifier(dropout(x, rate, keys[1])))
 
-    def default_globals(self, input_ids, shape):
+    def default_globals(self, input_ids, shape, at):
         return jnp.broadcast_to(jnp.arange(shape[1])[None] == 0, shape)
 
 
@@ -218,7 +220,7 @@ class TokenClassifier(Model):
         super().__init__(config, pooler=pooler, **kinds)
         self.classifier = linear(config, config.hidden_size, config.num_labels, **kinds)
 
-    def head(self, output, input_ids, keys):
+    def head(self, output, input_ids, keys, at):
         return dict(logits=self.classifier(dropout(output.last_hidden_state, self.config.head_dropout, keys[0])))
 
 
@@ -248,28 +250,36 @@ class QuestionAnswering(Model):
         self.feed_forward = FeedForward(config, **kinds) if config.family.answers_have_layer else nnx.data(None)
         self.outputs = linear(config, config.hidden_size, 2, **kinds)
 
-    def head(self, output, input_ids, keys):
+    def head(self, output, input_ids, keys, at):
         x = output.last_hidden_state
         if self.feed_forward is not None:
             x = self.feed_forward(dropout(x, self.config.hidden_dropout_prob, keys[0]), x, keys[1])
         logits = self.outputs(x)
         if self.config.family.answers_follow_question and input_ids is not None:
-            question = self.question(input_ids).at[:, 0].set(False)
+            question = self.question(input_ids, at).at[:, 0].set(False)
             logits = logits - jnp.where(question, 1e6, 0.0).astype(logits.dtype)[..., None]
         return dict(start_logits=logits[..., 0], end_logits=logits[..., 1])
 
-    def default_globals(self, input_ids, shape):
-        return None if input_ids is None else self.question(input_ids)
+    def default_globals(self, input_ids, shape, at):
+        return None if input_ids is None else self.question(input_ids, at)
 
-    def default_token_types(self, input_ids):
+    def default_token_types(self, input_ids, at):
         if self.config.family.answers_follow_question and input_ids is not None:
-            return 1 - self.question(input_ids).astype(jnp.int32)
+            return 1 - self.question(input_ids, at).astype(jnp.int32)
         return None
 
-    def question(self, input_ids) -> jax.Array:
-        """The tokens before the first separator, and in some families the separator too."""
+    def question(self, input_ids, at=None) -> jax.Array:
+        """The tokens before the first separator, and in some families the separator too.
+
+        Args:
+            input_ids: [B, T].
+            at: which token lies in each slot, if it is not the slot's own, int [T].
+        """
         config = self.config
         ids = jnp.asarray(input_ids, jnp.int32)
-        first = jnp.argmax(ids == config.sep_token_id, axis=1, keepdims=True)
+        place = (jnp.arange(ids.shape[1], dtype=jnp.int32) if at is None else at)[None]
+        separators = ids == config.sep_token_id
+        first = jnp.where(separators, place, ids.shape[1]).min(axis=1, keepdims=True)
+        first = jnp.where(separators.any(axis=1, keepdims=True), first, 0)
         past = first + 1 if config.family.answers_follow_question else first
-        return jnp.arange(ids.shape[1])[None] < past
+        return place < past
