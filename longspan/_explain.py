@@ -67,6 +67,8 @@ def explain(
         (31744, 31744, 31744, 917504)
     """
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
+    if mesh is None and order != "contiguous":
+        raise ValueError(f"order={order!r} says how tokens lie on the devices of a mesh: give `mesh` too.")
     chosen, refused = choose(engine, request)
     layout, dims = request.layout, request.dims
     q_tile, kv_tile = chosen.tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)

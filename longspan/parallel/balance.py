@@ -10,6 +10,7 @@ from longspan.layout import _Plane
 from longspan.layout import plan as layout_of
 from longspan.masks import Mask
 from longspan.parallel.order import ORDERS, Order, owner_of, padded, runs_of
+from longspan.parallel.specs import about_slots
 
 FINE = 64  # tiles of a chunk by which pairs are counted: within a few percent of the truth
 
@@ -38,7 +39,8 @@ def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
     """The order for a model with these masks: "zigzag" if it spreads the work better, else "contiguous".
 
     It prints the load of each, the busiest device's pairs over the mean, summed over the masks. Arrays are not looked
-    at: a rule that holds some counts as if it allowed everything.
+    at: a rule that holds some counts as if it allowed everything. Rules about slots (`Blocks`, `Dense`, `Between`)
+    leave no choice.
 
     Args:
         masks: one mask per kind of layer, or one.
@@ -50,13 +52,20 @@ def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
         contiguous: load 1.87, zigzag: load 1.00
         'zigzag'
     """
-    from longspan.parallel.plan import without_arrays
+    from longspan.parallel.plan import check_shared, without_arrays
 
-    masks = [masks] if isinstance(masks, Mask) else list(masks)
-    check_static_size("length", length, 1)
-    check_static_size("shards", shards, 1)
+    masks = [masks] if isinstance(masks, Mask) else masks
+    if not isinstance(masks, Sequence) or not masks or not all(isinstance(mask, Mask) for mask in masks):
+        raise TypeError(f"`masks` must be a Mask or several in a list, got {masks!r}. A MaskInfo has one, `info.mask`.")
+    length, shards = check_static_size("length", length, 1), check_static_size("shards", shards, 1)
+    for mask in masks:
+        check_shared(mask, length, shards)
     known = [without_arrays(mask) for mask in masks]
     loads = {name: float(np.mean([load(pairs_of(mask, length, shards, name)) for mask in known])) for name in ORDERS}
-    print(", ".join(f"{name}: load {value:.2f}" for name, value in loads.items()))
+    bad = next((part for mask in masks if (part := about_slots(mask)) is not None), None)
+    print(", ".join(f"{name}: load {value:.2f}" for name, value in loads.items()), end="" if bad is not None else "\n")
+    if bad is not None:
+        print(f", but {bad!r} is about slots")
+        return "contiguous"
     # Zigzag doubles the edges of windows, so it must gain something.
     return "zigzag" if loads["zigzag"] < 0.95 * loads["contiguous"] else "contiguous"

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longspan._axes import entries, on_auto_axes
 from longspan._checks import check_static_size
 from longspan._types import no_type_check
 from longspan.parallel.order import Order, check_order, padded, stored
@@ -52,17 +53,19 @@ def shard_batch(
     """
     check_order(order)
     axes = Axes.of(mesh, axis, batch_axes, None)
+    _check_names(batch, fill or {})
+    known = {**FILL, **(fill or {})}
     arrays = {name: x if isinstance(x, jax.Array) else np.asarray(x) for name, x in batch.items()}
     length, rows = _check_arrays(arrays, axes)
     whole = padded(length, axes.shards, order)
     at = stored(whole, axes.shards, order)
-    known = {**FILL, **(fill or {})}
     placed = {}
     for name, x in arrays.items():
         if x.ndim > 1:
-            more = [(0, whole - length if i == 1 else 0) for i in range(x.ndim)]
-            xp = jnp if isinstance(x, jax.Array) else np
-            x = xp.pad(x, more, constant_values=known.get(name, 0))[:, at]
+            padding = known.get(name, 0)
+            if whole > length:
+                _check_fill(name, x.dtype, padding)
+            x = on_auto_axes(_ordered, _first_axis, (whole, axes.shards, order, padding), (x,))
         placed[name] = jax.device_put(x, _sharding(axes, x.ndim))
     positions = np.broadcast_to(at[None], (rows, whole))
     return placed | {POSITIONS: jax.device_put(positions, _sharding(axes, 2))}
@@ -88,13 +91,54 @@ def unshard(
     """
     check_order(order)
     axes = Axes.of(mesh, axis, (), None)
+    if np.ndim(x) < 2:
+        raise ValueError(f"`x` must be an array [B, T, ...], got {type(x).__name__} {np.shape(x)}.")
+    x = jnp.asarray(x)
     whole = x.shape[1]
     if padded(whole, axes.shards, order) != whole:
         raise ValueError(f"{whole} tokens are not what `shard_batch` makes for {axes.shards} devices, {order}.")
     length = whole if length is None else check_static_size("length", length, 0)
     if length > whole:
         raise ValueError(f"length={length} is more than the {whole} tokens of the array.")
-    return jnp.asarray(x)[:, np.argsort(stored(whole, axes.shards, order))[:length]]
+    return on_auto_axes(_by_token, _first_axis, (length, axes.shards, order), (x,))
+
+
+def _ordered(whole: int, shards: int, order: str, padding: Any, x: Any) -> Any:
+    """An array [B, T, ...], padded to a whole number of chunks and in the order that devices hold."""
+    more = [(0, whole - x.shape[1] if i == 1 else 0) for i in range(x.ndim)]
+    xp = jnp if isinstance(x, jax.Array) else np
+    return xp.pad(x, more, constant_values=padding)[:, stored(whole, shards, order)]
+
+
+def _by_token(length: int, shards: int, order: str, x: Any) -> Any:
+    return x[:, np.argsort(stored(x.shape[1], shards, order))[:length]]
+
+
+def _first_axis(*given: Any) -> P:
+    """How a result lies on explicit axes: by batch rows, as the array that was given."""
+    *_, (x,), result = given
+    return P(entries(x)[0], *[None] * (result.ndim - 1))
+
+
+def _check_fill(name: str, dtype: Any, padding: Any) -> None:
+    """Whole numbers and bools hold what padding is filled with as it is."""
+    if np.dtype(dtype).kind in "biu" and np.asarray(padding).astype(dtype) != padding:
+        raise ValueError(
+            f"{name!r} is {np.dtype(dtype).name}, which cannot hold {padding}, what padding is filled with: give "
+            f"another type, or `fill={{{name!r}: ...}}`."
+        )
+
+
+def _check_names(batch: Any, fill: Mapping[str, int]) -> None:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"`batch` must be arrays by name, got {type(batch).__name__}.")
+    missing = next((name for name, x in batch.items() if x is None), None)
+    if missing is not None:
+        raise TypeError(f"`batch` must be arrays by name, but {missing!r} is None: leave it out.")
+    unknown = next((name for name in fill if name not in batch), None)
+    if unknown is not None:
+        there = ", ".join(map(repr, batch))
+        raise ValueError(f"`fill` names {unknown!r}, which is not in the batch: {there}.")
 
 
 def _check_arrays(arrays: dict[str, Any], axes: Axes) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
@@ -24,7 +25,7 @@ from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.parallel.arrays import laid_out, lettered
-from longspan.parallel.order import Order, check_length, check_order, padded
+from longspan.parallel.order import Order, check_length, check_order, padded, stored
 from longspan.parallel.parts import Context, Setting
 from longspan.parallel.plan import Plan, planned
 from longspan.parallel.program import attend
@@ -158,8 +159,8 @@ def attention(
         batch_axes: those that share the batch; names that the mesh lacks are skipped.
         head_axis: the one that shares the heads, likewise.
         order: how the tokens lie: "contiguous", or "zigzag" as `ls.parallel.shard_batch` gives them. Then q, k, v,
-            arrays [B, T] of the mask and positions are in that order; rules about slots (`Blocks`, `Dense`, `Between`)
-            and biases [T, T] are refused.
+            arrays [B, T] of the mask, biases by query or by key and positions are in that order; rules about slots
+            (`Blocks`, `Dense`, `Between`) and biases [T, T] are refused.
         global_capacity: how many tokens the flags of a `Global` may name before all keys are sent; by default 128.
         plan: a plan made earlier, by default this call's; one for another mask, length or order is refused.
         bias: as for `ls.attention`; rows of arrays lie where their queries do.
@@ -187,6 +188,7 @@ def attention(
     check_keywords("attention", list(unknown))
     check_order(order)
     axes = Axes.of(mesh, axis, batch_axes, head_axis)
+    _check_place(axes, q, k, v)
     if isinstance(mask, BlockLayout):
         raise TypeError("A BlockLayout is planned for one device. Pass its mask, `mask=layout.mask`.")
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
@@ -205,6 +207,27 @@ def attention(
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _check_place(axes: Axes, *operands: Any) -> None:
+    """Not inside of another's `shard_map` over the same devices, and devices known."""
+    mine = {axes.sequence, *axes.batch, *axes.heads}
+    around = jax.sharding.get_abstract_mesh()
+    taken = mine & {*around.manual_axes}
+    if taken:
+        raise ValueError(
+            f"ls.parallel.attention takes global arrays and opens a shard_map of its own, but is called in one over "
+            f"{', '.join(map(repr, sorted(taken)))}. Call it outside of that."
+        )
+    if isinstance(axes.mesh, AbstractMesh) and around.empty and not any(map(_may_be_placed, operands)):
+        raise ValueError(
+            "`mesh` is an AbstractMesh, which has no devices, and q, k and v do not lie on any: pass a Mesh, or arrays "
+            "that are placed on one."
+        )
+
+
+def _may_be_placed(x: Any) -> bool:
+    return isinstance(x, Tracer) or isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def check_call(axes: Axes, request: Request, order: str) -> None:
@@ -247,6 +270,8 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
     )
     if given is None:
         return planned(request.mask, length, shards, order, global_capacity=capacity, **more)
+    if not isinstance(given, Plan):
+        raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(given).__name__}.")
     if given.order != order:
         raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Make another one.")
     if (given.length, given.shards) != (length, shards):
@@ -286,7 +311,7 @@ def _run(request: Request, words, *, setting: Setting, axes: Axes):
     run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     given = operands, known, words
     if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
-        given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, spec)), given, in_specs)
+        given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, axes.explicit(spec))), given, in_specs)
     out, lse = run(*given)
     return out[:, :T], lse[:, :T]
 
@@ -305,7 +330,7 @@ def _operands(request: Request, plan: Plan, axes: Axes) -> tuple[Floats, Floats]
     more = padded(T, plan.shards, plan.order) - T
     q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
     k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
-    bias = map_terms(lambda term: _prepared(axes, term, more), request.bias)
+    bias = map_terms(lambda term: _prepared(axes, term, more, plan), request.bias)
     here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
     heads = None if request.sinks is None else P(axes.heads or None)
     return Floats(q, k, v, bias, request.sinks), Floats(here, here, here, _bias_specs(axes, bias), heads)
@@ -331,9 +356,11 @@ def _bias_specs(axes: Axes, bias) -> Any:
     )
 
 
-def _prepared(axes: Axes, term, more: int):
+def _prepared(axes: Axes, term, more: int, plan: Plan):
     """A term of the bias, ready to be split."""
     if not isinstance(term, Bias):
+        if plan.order != "contiguous" and term.shape[3] > 1:  # as the tokens lie, but looked up by token
+            term = term[..., np.argsort(stored(plan.length, plan.shards, plan.order))]
         return _padded(term, 2, more) if term.shape[2] > 1 else term
     # Kernels want what tells heads apart split like the heads; whose axes nobody knows, stays whole, and in JAX.
     split = axes.count(axes.heads) > 1 and not type(term).array_axes

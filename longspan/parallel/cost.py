@@ -117,6 +117,8 @@ def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dt
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(plan).__name__}.")
+    if not isinstance(chip, Chip):
+        raise TypeError(f"`chip` must be a Chip, such as `ls.parallel.V5E`, got {chip!r}.")
     for name, value in dict(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim).items():
         check_static_size(name, value, 1)
     sizes = Sizes(batch, heads, kv_heads, head_dim, head_dim, np.dtype(dtype), plan.shards)

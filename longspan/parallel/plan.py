@@ -21,6 +21,7 @@ from longspan.parallel.balance import load, pairs_of
 from longspan.parallel.exchange import Exchange, exchange
 from longspan.parallel.order import Order, check_order, owner_of, padded, runs_of
 from longspan.parallel.picture import picture_html, picture_text
+from longspan.parallel.specs import check_zigzag
 
 MOST_STEPS = 20  # permutes that are written out: beyond, a loop that sends whole shards is at most 5% over
 MOST_TOUCHES = 1 << 22  # pairs of a chunk and an interval that are looked at one by one
@@ -244,13 +245,11 @@ def plan(
 
 def planned(mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True) -> Plan:
     """`plan`, where positions may be other than indices, and queries may have to stay where they are."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
     length, shards = check_static_size("length", length, 1), check_static_size("shards", shards, 1)
     check_order(order)
-    check_extents(mask, q_len=length, kv_len=length)
-    if length < shards:
-        raise ValueError(f"{length} tokens cannot be shared by {shards} devices: give each at least one.")
+    check_shared(mask, length, shards)
+    if order == "zigzag":
+        check_zigzag(mask)
     rows = padded(length, shards, order) // shards
     capacity = min(CAPACITY, -(-rows // FEWEST))
     if global_capacity is not None:
@@ -265,6 +264,15 @@ def planned(mask, length, shards, order, *, global_capacity=None, kv_heads=None,
         found = replace(found, fallback=whole)
     wanted = global_capacity is not None and any(taken.by_flags)
     return found if wanted or _price(found) < _price(whole) else whole
+
+
+def check_shared(mask: Mask, length: int, shards: int) -> None:
+    """A mask for so many tokens, and at least one of them for every device."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
+    check_extents(mask, q_len=length, kv_len=length)
+    if length < shards:
+        raise ValueError(f"{length} tokens cannot be shared by {shards} devices: give each at least one.")
 
 
 class Asked(NamedTuple):

@@ -20,6 +20,7 @@ def sending(request: Request, axes: Axes, order: str, global_capacity: int | Non
     plan = chosen_plan(None, request, axes, order, global_capacity)
     bytes_of = traffic(plan, sizes_of(request, axes))
     lines = [_head(plan), *_lines(plan, bytes_of), *_arrays(request, axes, bytes_of)]
+    lines += _not_counted(request, axes, plan)
     if plan.fallback is not None:
         other = traffic(plan.fallback, sizes_of(request, axes))
         lines.append(f"depends on data: if {plan.beyond}, {other.forward:,} B forward, {other.backward:,} B backward")
@@ -44,12 +45,30 @@ def sizes_of(request: Request, axes: Axes) -> Sizes:
 
 def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
     """What the mask's arrays and positions take, besides the keys."""
-    lines = [f"ids, flags and positions of tokens that come: {int(bytes_of.arrays):,} B forward"] if bytes_of.arrays else []
+    sent = int(bytes_of.arrays)
+    lines = [f"ids, flags and positions of tokens that come: {sent:,} B forward"] if sent else []
     pairs = [x for letters, x in lettered(_known(request), request.dims["T"]) if letters[-1:] != "t" and x.ndim > 1]
     size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pairs)
     if size:
         share = size * (axes.shards - 1) // axes.shards
         lines.append(f"not counted: the mask's tables are whole on every device, {share:,} B if they come split")
+    return lines
+
+
+def _not_counted(request: Request, axes: Axes, plan: Plan) -> list[str]:
+    """What XLA sends besides, before and after what devices run together."""
+    T, repeats = request.dims["T"], axes.repeats(request.dims["K"])
+    lines = []
+    if plan.rows * plan.shards != T:
+        lines.append(
+            f"not counted: arrays of {T} tokens cannot be split over {plan.shards} devices, so the output is whole on "
+            "each of them; `ls.parallel.shard_batch` pads"
+        )
+    if repeats > 1:
+        lines.append(f"not counted: the sum of gradients of key/value heads, which are repeated {repeats} times")
+    learnt = [name for name, given in (("sinks", request.sinks), ("bias", request.bias)) if given is not None]
+    if learnt:
+        lines.append(f"not counted: the sum of gradients of {' and '.join(learnt)}, where they are asked for")
     return lines
 
 

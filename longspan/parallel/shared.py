@@ -23,6 +23,8 @@ class Shared:
 
     def __post_init__(self):
         check_order(self.order)
+        if self.mesh is None and self.order != "contiguous":
+            raise ValueError(f"order={self.order!r} says how tokens lie on the devices of a mesh: give `mesh` too.")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from longspan.biases import Bias, terms
@@ -34,7 +34,7 @@ class Axes:
         if axis not in mesh.axis_names:
             listed = ", ".join(repr(name) for name in mesh.axis_names)
             raise ValueError(f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the one that shares T.")
-        given = [(names,) if isinstance(names, str) else tuple(names or ()) for names in (batch_axes, head_axis)]
+        given = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
         batch, heads = (tuple(name for name in names if name in mesh.axis_names) for names in given)
         twice = {name for name in (*batch, *heads, axis) if (*batch, *heads, axis).count(name) > 1}
         if twice:
@@ -67,9 +67,25 @@ class Axes:
             *(names.get(letter, ()) or None if size > 1 else None for letter, size in zip(letters, shape, strict=True))
         )
 
+    def explicit(self, spec: P) -> P:
+        """The part of a spec that types say: of axes that are explicit."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+        kept = (tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in entries)
+        return P(*(names or None for names in kept))
+
     def number(self, names: tuple[str, ...]) -> Any:
         """The number of this device among those that split an axis; inside `shard_map`."""
         return jax.lax.axis_index(names).astype(np.int32) if names else jnp.zeros((), np.int32)
+
+
+def _names(what: str, given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else given
+    if names is None:
+        return ()
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`{what}` must be the name of a mesh axis or several of them, got {given!r}.")
+    return names
 
 
 def rule_specs(axes: Axes, rule: Bias) -> Any:
@@ -94,16 +110,21 @@ def as_data(mask: Mask) -> Mask:
     return replace(cast(Any, mask), **tables) if tables else mask
 
 
-def check_zigzag(mask: Mask, bias: Any) -> None:
-    """What is told by slots, not by tokens, means nothing in another order."""
-    bad = [part for part in mask.walk() if not part.parts() and SLOT in part.reads and not part.by_token]
-    if bad:
+def about_slots(mask: Mask) -> Mask | None:
+    """A rule of the mask that is told by slots, not by tokens, and means nothing in another order; None: no such."""
+    return next((part for part in mask.walk() if not part.parts() and SLOT in part.reads and not part.by_token), None)
+
+
+def check_zigzag(mask: Mask, bias: Any = None) -> None:
+    """Nothing that is told by slots."""
+    bad = about_slots(mask)
+    if bad is not None:
         raise ValueError(
-            f"order='zigzag' moves tokens to other slots, and {bad[0]!r} is about slots. Use order='contiguous', or a "
+            f"order='zigzag' moves tokens to other slots, and {bad!r} is about slots. Use order='contiguous', or a "
             "rule by position or by ids."
         )
     for term in terms(bias):
-        if not isinstance(term, Bias) and term.shape[2:] != (1, 1):
+        if not isinstance(term, Bias) and min(term.shape[2:]) > 1:
             raise ValueError(
                 f"order='zigzag' moves tokens to other slots, and a bias of shape {tuple(term.shape)} is about slots. "
                 "Use order='contiguous', or a `Bias` by position."

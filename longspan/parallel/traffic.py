@@ -67,7 +67,7 @@ class Traffic(NamedTuple):
 def traffic(plan: Plan, sizes: Sizes) -> Traffic:
     """The bytes that each step of a plan sends."""
     steps = tuple((step, *_bytes(plan, sizes, step)) for step in plan.steps)
-    agreed = _all_reduce(8 if plan.data else 4 if plan.fallback else 0, sizes.devices)
+    agreed = _all_reduce(8 * plan.data + 4 * (plan.fallback is not None), sizes.devices)
     row = sizes.row(sizes.item)
     return Traffic(
         steps,

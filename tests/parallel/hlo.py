@@ -88,7 +88,12 @@ def _bytes(kind: str, result: int, line: str) -> Fraction | int:
         return result
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
-    devices = len(listed[1].split(",")) if listed else int(iota[2])
+    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
+    if named:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        devices = math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    else:
+        devices = len(listed[1].split(",")) if listed else int(iota[2])
     if kind == "all-reduce":
         return Fraction(2 * result * (devices - 1), devices)
     if kind == "reduce-scatter":

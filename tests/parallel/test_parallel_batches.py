@@ -1,9 +1,10 @@
 """Batches in the order and on the devices that attention wants them, and back; what layers cost."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
@@ -69,13 +70,32 @@ REFUSED = {
     "has no array": dict(a=np.zeros(3)),
     "2 tokens cannot be shared by 4 devices": dict(a=np.zeros((2, 2))),
     "3 batch rows cannot be split over 2 devices": dict(a=np.zeros((3, 41))),
+    "'labels' is uint8, which cannot hold -100": dict(labels=np.zeros((2, 41), np.uint8)),
+    "but 'mask' is None: leave it out": dict(a=np.zeros((2, 41)), mask=None),
+    "must be arrays by name, got list": [np.zeros((2, 41))],
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_batches_that_cannot_be_sharded_are_refused(message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         ls.parallel.shard_batch(REFUSED[message], MESHES["dp2-sp4"]())
+
+
+def test_fill_names_what_is_in_the_batch():
+    with pytest.raises(ValueError, match="`fill` names 'label', which is not in the batch: 'labels'"):
+        ls.parallel.shard_batch(dict(labels=np.zeros((2, 41))), MESHES["sp4"](), fill=dict(label=0))
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_explicit_axes_too(order):
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(AxisType.Explicit,) * 2)
+    tokens = np.arange(2 * 41).reshape(2, 41)
+    placed = ls.parallel.shard_batch(dict(tokens=tokens), mesh, order=order)["tokens"]
+    np.testing.assert_array_equal(ls.parallel.unshard(placed, mesh, length=41, order=order), tokens)
+    again = ls.parallel.shard_batch(dict(tokens=placed), mesh)["tokens"]
+    np.testing.assert_array_equal(again, placed)
+    assert jax.typeof(again).sharding.spec == P("dp", "sp")
 
 
 def test_unshard_refuses_what_shard_batch_does_not_make():
@@ -123,5 +143,7 @@ def test_global_queries_are_everybodys_work():
 def test_cost_refuses_what_is_no_plan():
     with pytest.raises(TypeError, match=r"`plan` must be what `ls.parallel.plan` makes, got Causal"):
         ls.parallel.cost(ls.Causal(), **SIZES)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`chip` must be a Chip, such as `ls.parallel.V5E`, got 'H100'"):
+        ls.parallel.cost(ls.parallel.plan(ls.Causal(), 64, 4), **SIZES | dict(chip="H100"))
     with pytest.raises(ValueError, match="`heads` must be a Python int >= 1"):
         ls.parallel.cost(ls.parallel.plan(ls.Causal(), 64, 4), **SIZES | dict(heads=0))

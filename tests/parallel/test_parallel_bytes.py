@@ -104,6 +104,22 @@ def test_tables_that_are_data_send_their_capacity_or_all():
     assert hlo.total(both, branch=0) == said.sent_bytes + said.sent_bytes_backward
 
 
+def test_a_ring_and_a_way_out_are_both_agreed_on():
+    mask = (ls.Causal() & ls.Segments(IDS)) | ls.Global(kv_flags=FLAGS, rows=False)
+    said = report(mask, global_capacity=2)
+    forward = compiled(mask, global_capacity=2)
+    assert hlo.total(forward, trips=7, branch=0) == said.sent_bytes
+
+
+def test_what_xla_sends_besides_is_named():
+    odd = report(ls.Window(9, 5), length=509, mesh=ls.parallel.mesh(sp=4), sinks=jnp.zeros(N))
+    assert "not counted: arrays of 509 tokens cannot be split over 4 devices, so the output is whole" in str(odd)
+    assert "not counted: the sum of gradients of sinks" in str(odd)
+    repeated = report(ls.Window(9, 5), mesh=ls.parallel.mesh(tp=4, sp=2))
+    assert "gradients of key/value heads, which are repeated 2 times" in str(repeated)
+    assert "not counted" not in str(report(ls.Window(9, 5)))
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_a_ring_of_documents_sends_as_many_shards_as_they_reach(order):
     mask = ls.Causal() & ls.Segments(IDS)

@@ -121,7 +121,7 @@ def test_an_encoder_in_another_order_needs_position_ids():
 def asked(model):
     """Texts whose question has 15 tokens."""
     end = model.config.sep_token_id
-    return jnp.where(TEXT == end, 1, TEXT).at[:, 15].set(end)
+    return jnp.where(end == TEXT, 1, TEXT).at[:, 15].set(end)
 
 
 @pytest.mark.parametrize("family", ["longformer", "bigbird"])

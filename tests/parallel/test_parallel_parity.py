@@ -83,6 +83,19 @@ def test_every_family_by_token_in_zigzag_order(family, mesh):
     assert_matches_reference("cpu", *operands(48), BY_TOKEN[family](np.arange(48)), run=zigzag(mesh, family))
 
 
+@pytest.mark.parametrize(("axis", "shape"), [(2, (1, N, 48, 1)), (3, (B, 1, 1, 48))], ids=["by query", "by key"])
+def test_biases_by_token_lie_as_tokens_do_in_zigzag_order(axis, shape):
+    at, mask = stored(48, 4, "zigzag"), ls.Causal() & (ls.Window(9, 0) | ls.Global((20,)))
+
+    def run(q, k, v, *, mask, bias, return_lse, **rest):
+        q, k, v = (x[:, at] for x in (q, k, v))
+        bias = jnp.take(bias, at, axis=axis)
+        out, lse = shared("sp4", order="zigzag")(q, k, v, mask=mask, bias=bias, return_lse=True, **rest)
+        return tuple(x[:, np.argsort(at)] for x in (out, lse))
+
+    assert_matches_reference("cpu", *operands(48), mask, run=run, bias=floats(*shape))
+
+
 def floats(*shape, seed=3):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 

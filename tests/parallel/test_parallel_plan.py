@@ -54,6 +54,9 @@ def test_the_order_is_that_of_the_lesser_load(capsys):
     assert ls.parallel.order([ls.Causal(), ls.Causal() & ls.Window(511, 0)], T, SHARDS) == "zigzag"
     assert "contiguous: load 1.4" in capsys.readouterr().out
     assert ls.parallel.order(ls.Window(511, 511), T, SHARDS) == "contiguous"
+    blocks = ls.Causal() & ls.Blocks(np.zeros((1, T // 64, 1), int), 64)
+    assert ls.parallel.order([ls.Causal(), blocks], T, SHARDS) == "contiguous"
+    assert "zigzag: load 1.00, but Blocks(i32[1,256,1], 64) is about slots" in capsys.readouterr().out
 
 
 def test_pinned_columns_cost_twice_their_number_at_most():

@@ -122,9 +122,13 @@ def test_vmap_scan_and_remat():
     np.testing.assert_allclose(kept, plain, rtol=1e-6, atol=1e-6)
 
 
+MIXED = (AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit,) * 2, *MIXED], ids=["all", "sp", "dp"])
 @pytest.mark.parametrize("is_placed", [False, True], ids=["anywhere", "placed"])
-def test_a_mesh_with_explicit_axes(is_placed):
-    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(AxisType.Explicit,) * 2)
+def test_a_mesh_with_explicit_axes(is_placed, kinds):
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=kinds)
     q, k, v = operands(48)
     want = ls.attention(q, k, v, mask=ls.Window(3, 0), engine="reference")
     with jax.set_mesh(mesh):
@@ -202,6 +206,23 @@ REFUSED = {
     "zigzag of a bias": (
         lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) is about slots",
     ),
+    "a plan that is none": (lambda: call(plan="halo"), "`plan` must be what `ls.parallel.plan` makes, got str"),
+    "batch axes that are no names": (lambda: call(batch_axes=3), "`batch_axes` must be the name of a mesh axis"),
+    "a mesh without devices": (
+        lambda: ls.parallel.attention(*operands(48), mesh=MESHES["sp4"]().abstract_mesh), "which has no devices",
+    ),
+    "another shard_map around it": (
+        lambda: jax.shard_map(call_with, mesh=MESHES["sp4"](), in_specs=P(), out_specs=P())(operands(48)[0]),
+        "opens a shard_map of its own, but is called in one over 'dp', 'fsdp', 'sp', 'tp'",
+    ),
+    "a plan in zigzag order of blocks": (
+        lambda: ls.parallel.plan(ls.Blocks(TABLE, 2), 48, 4, "zigzag"), r"Blocks\(.*\) is about slots",
+    ),
+    "an order without a mesh": (
+        lambda: ls.explain(*operands(48), order="zigzag"), "order='zigzag' says how tokens lie on the devices",
+    ),
+    "an order of no masks": (lambda: ls.parallel.order([], 48, 4), "`masks` must be a Mask or several in a list, got"),
+    "an order of too few tokens": (lambda: ls.parallel.order(ls.Causal(), 3, 4), "3 tokens cannot be shared by 4 dev"),
     "an order that is none": (lambda: call(order="spiral"), "order='spiral' is not one of 'contiguous', 'zigzag'"),
 }  # fmt: skip
 
