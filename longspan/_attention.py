@@ -36,7 +36,7 @@ from longspan._types import (
     statistics_dtype,
 )
 from longspan.biases import AnyBias, bound
-from longspan.dropout import Dropout, make_dropout
+from longspan.dropout import Dropout, make_dropout, numbers_of
 from longspan.engines import Engine, Request, choose
 from longspan.engines._contract import is_differentiable, without_pairs
 from longspan.engines._gradient import attend, forward_mode_refused
@@ -263,7 +263,7 @@ def _run(engine: Engine, request: Request, dropout_key):
     elif request.rows is not None:
         layout = replace(layout, rows=request.rows, heads=request.heads)
     if request.dropout is not None:
-        numbers = (dims["B"], dims["N"]) if request.rows is None else (request.rows, request.heads)
+        numbers = numbers_of(request.q) if request.rows is None else (request.rows, request.heads)
         request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, *numbers))
     return attend(engine, replace(request, layout=None), layout)
 

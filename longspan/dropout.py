@@ -14,6 +14,8 @@ from jaxtyping import Bool
 
 from longspan._types import Array
 
+BATCH_AXES, HEAD_AXES = ("dp", "fsdp"), ("tp",)  # the mesh axes that split rows and heads, as `parallel.mesh` has them
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -43,6 +45,25 @@ def make_dropout(key, rate: float, batch: Any, heads: Any) -> Dropout | None:
     words = jax.random.bits(key, (2,), "uint32")
     rows, heads = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (batch, heads))
     return Dropout(words, rows, heads, rate)
+
+
+def numbers_of(q) -> tuple[Any, Any]:
+    """The numbers of a call's batch rows and heads: inside of a `shard_map` over axes of such names, in the whole."""
+    return _numbers(q, q.shape[0], BATCH_AXES), _numbers(q, q.shape[2], HEAD_AXES)
+
+
+def _numbers(q, size: int, names: tuple[str, ...]) -> Any:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mine = tuple(name for name in names if name in manual and _differs(q, name))
+    if not mine:
+        return size
+    return jax.lax.axis_index(mine).astype(np.int32) * np.int32(size) + jnp.arange(size, dtype=np.int32)
+
+
+def _differs(x, axis: str) -> bool:
+    """Whether an array is another on every device of a manual axis; where JAX keeps no track of it, taken to be."""
+    tracked = axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying
+    return axis in jax.typeof(x).mat.varying or not tracked
 
 
 def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:

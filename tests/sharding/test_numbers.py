@@ -77,3 +77,31 @@ def test_a_part_of_a_call_is_told_the_numbers_of_its_rows_and_heads(case, engine
         strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+def test_dropout_inside_a_shard_map_is_that_of_one_device(engine, check):
+    mesh, here = ls.parallel.mesh(dp=2, fsdp=2, tp=2), P(("dp", "fsdp"), None, "tp")
+    options = dict(mask=ls.Causal(), dropout_rate=0.4, dropout_key=jax.random.key(3))
+
+    def both(run, *qkv):
+        out, pull = jax.vjp(run, *qkv)
+        return out, *pull(jnp.cos(out))
+
+    run = jax.shard_map(
+        lambda *x: ls.attention(*x, **options, engine=engine), mesh=mesh, in_specs=(here,) * 3, out_specs=here,
+        check_vma=check,
+    )  # fmt: skip
+    got = jax.jit(lambda *x: both(run, *x))(Q, K, V)
+    want = both(lambda *x: ls.attention(*x, **options, engine="reference"), Q, K, V)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_of_rows_that_all_devices_hold_is_the_same_on_all():
+    mesh, options = ls.parallel.mesh(dp=2, tp=2), dict(dropout_rate=0.4, dropout_key=jax.random.key(3))
+    run = jax.shard_map(
+        lambda *x: ls.attention(*x, **options, engine="xla"), mesh=mesh, in_specs=(P("dp"),) * 3, out_specs=P("dp")
+    )
+    np.testing.assert_allclose(run(Q, K, V), ls.attention(Q, K, V, **options, engine="reference"), rtol=1e-5, atol=1e-5)
