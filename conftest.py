@@ -32,7 +32,7 @@ EVERYWHERE = dict(
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile("default", max_examples=120, **EVERYWHERE)
+hypothesis.settings.register_profile("default", max_examples=80, **EVERYWHERE)
 hypothesis.settings.register_profile("quick", max_examples=50, **EVERYWHERE)
 hypothesis.settings.register_profile("slow", max_examples=2000, **EVERYWHERE)
 
