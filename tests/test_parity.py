@@ -188,10 +188,8 @@ def pairwise(*axes):
     }
     while missing:
         fixed = dict(min(missing, key=str))
-        drawn = pick.random((TRIES, len(axes)))
-        tries = [
-            [fixed.get(i, axis[int(x * len(axis))]) for i, (axis, x) in enumerate(zip(axes, row))] for row in drawn
-        ]
+        drawn = [pick.integers(len(axis), size=TRIES) for axis in axes]
+        tries = [[fixed.get(i, axis[drawn[i][n]]) for i, axis in enumerate(axes)] for n in range(TRIES)]
         covered = [set(itertools.combinations(enumerate(choice), 2)) & missing for choice in tries]
         best = max(range(TRIES), key=lambda i: len(covered[i]))
         missing -= covered[best]
@@ -226,8 +224,8 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
 
 
 def marked(choices):
-    """The choices as parameters; every eighth, a dozen in all, belongs to the quick suite."""
-    return [pytest.param(c, id=", ".join(c), marks=[pytest.mark.quick] * (i % 8 == 0)) for i, c in enumerate(choices)]
+    """The choices as parameters; every sixth, a dozen in all, belongs to the quick suite."""
+    return [pytest.param(c, id=", ".join(c), marks=[pytest.mark.quick] * (i % 6 == 0)) for i, c in enumerate(choices)]
 
 
 @pytest.mark.parametrize("choice", marked([*pairwise(*AXES), *SOME_COMPUTED]))
