@@ -21,7 +21,7 @@ from longspan.layout import BlockLayout, Counts, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.masks.by_slot import EqualIds
-from longspan.parallel.order import Order
+from longspan.parallel.order import Order, check_mesh
 from longspan.parallel.report import sending
 from longspan.parallel.specs import Axes
 from longspan.render.html import page, table_html, tile_bar
@@ -67,8 +67,7 @@ def explain(
         (31744, 31744, 31744, 917504)
     """
     request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
-    if mesh is None and order != "contiguous":
-        raise ValueError(f"order={order!r} says how tokens lie on the devices of a mesh: give `mesh` too.")
+    check_mesh(order, mesh)
     chosen, refused = choose(engine, request)
     layout, dims = request.layout, request.dims
     q_tile, kv_tile = chosen.tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)

@@ -63,9 +63,7 @@ def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
     known = [without_arrays(mask) for mask in masks]
     loads = {name: float(np.mean([load(pairs_of(mask, length, shards, name)) for mask in known])) for name in ORDERS}
     bad = next((part for mask in masks if (part := about_slots(mask)) is not None), None)
-    print(", ".join(f"{name}: load {value:.2f}" for name, value in loads.items()), end="" if bad is not None else "\n")
-    if bad is not None:
-        print(f", but {bad!r} is about slots")
-        return "contiguous"
+    said = ", ".join(f"{name}: load {value:.2f}" for name, value in loads.items())
+    print(said if bad is None else f"{said}, but {bad!r} is about slots")
     # Zigzag doubles the edges of windows, so it must gain something.
-    return "zigzag" if loads["zigzag"] < 0.95 * loads["contiguous"] else "contiguous"
+    return "zigzag" if bad is None and loads["zigzag"] < 0.95 * loads["contiguous"] else "contiguous"

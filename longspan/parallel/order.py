@@ -19,6 +19,13 @@ def check_order(order: Any) -> None:
     check_choice("order", order, ORDERS)
 
 
+def check_mesh(order: Any, mesh: Any) -> None:
+    """An order, and devices for it: without a mesh it would be ignored, and tokens be taken for others."""
+    check_order(order)
+    if mesh is None and order != "contiguous":
+        raise ValueError(f"order={order!r} says how tokens lie on the devices of a mesh: give `mesh` too.")
+
+
 def check_length(length: int, shards: int, order: str) -> None:
     """A number of tokens that lie in an order, as they are."""
     unit = shards * runs_of(order)

@@ -8,7 +8,7 @@ import jax
 from longspan._attention import attention
 from longspan._axes import auto_mesh
 from longspan.parallel.call import attention as shared_attention
-from longspan.parallel.order import check_length, check_order, stored
+from longspan.parallel.order import check_length, check_mesh, stored
 from longspan.parallel.specs import Axes
 
 
@@ -22,9 +22,7 @@ class Shared:
     order: str = "contiguous"
 
     def __post_init__(self):
-        check_order(self.order)
-        if self.mesh is None and self.order != "contiguous":
-            raise ValueError(f"order={self.order!r} says how tokens lie on the devices of a mesh: give `mesh` too.")
+        check_mesh(self.order, self.mesh)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.masks import Blocks, Full, Global, Mask, Segments, rule
 from longspan.parallel.call import attention as shared_attention
-from longspan.parallel.order import Order
+from longspan.parallel.order import Order, check_mesh
 from longspan.patterns._padding import padding_ids
 
 LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 tokens
@@ -110,6 +110,7 @@ def bigbird_attention(
         (1, 16, 2, 4)
     """
     check_qkv(q, k, v)
+    check_mesh(order, mesh)
     (B, T, N, _), S = q.shape, k.shape[1]
     blocks = _check_blocks(T, S, block_size)
     _check_rand_attn(rand_attn, blocks, N)

@@ -20,7 +20,7 @@ from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
 from longspan.parallel.call import attention as shared_attention
-from longspan.parallel.order import Order
+from longspan.parallel.order import Order, check_mesh
 from longspan.patterns._padding import padding_ids
 
 
@@ -122,6 +122,7 @@ def longformer_attention(
         (1, 8, 2, 4)
     """
     check_qkv(q, k, v)
+    check_mesh(order, mesh)
     B, T, N, _ = q.shape
     _check_same_lengths(T, k.shape[1])
     _check_window(window)

@@ -221,6 +221,9 @@ REFUSED = {
     "an order without a mesh": (
         lambda: ls.explain(*operands(48), order="zigzag"), "order='zigzag' says how tokens lie on the devices",
     ),
+    "a pattern's order without a mesh": (
+        lambda: ls.longformer_attention(*operands(48), *[None] * 3, window=4, order="zigzag"), "give `mesh` too",
+    ),
     "an order of no masks": (lambda: ls.parallel.order([], 48, 4), "`masks` must be a Mask or several in a list, got"),
     "an order of too few tokens": (lambda: ls.parallel.order(ls.Causal(), 3, 4), "3 tokens cannot be shared by 4 dev"),
     "an order that is none": (lambda: call(order="spiral"), "order='spiral' is not one of 'contiguous', 'zigzag'"),
