@@ -22,7 +22,7 @@ def of_kind(kind, name, **fields):
         layer = getattr(nn.nnx, name)(in_features=8, rngs=nnx.Rngs(0), **fields)
         return lambda x, **call: layer(x, **call)
     layer = getattr(nn.linen, name)(**fields)
-    params = getattr(nn.linen, name)(**fields | dict(mesh=None)).init(jax.random.key(0), X)
+    params = getattr(nn.linen, name)(**fields | dict(mesh=None, order="contiguous")).init(jax.random.key(0), X)
     return lambda x, **call: layer.apply(params, x, **call)
 
 
