@@ -32,7 +32,7 @@ def test_warnings_are_errors():
 
 def test_property_tests_try_enough_examples():
     assert hypothesis.settings.default is not None
-    assert hypothesis.settings.default.max_examples in (120, 2000)
+    assert hypothesis.settings.default.max_examples in (80, 2000)
     assert hypothesis.settings.default.deadline is None
 
 
