@@ -13,14 +13,16 @@ ACCELERATORS := .venv-accelerators
 DOCS := .venv-docs
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test native-arm64 demo quick test slow matrix lint format bench parity accelerators docs \
+.PHONY: help setup native native-test native-arm64 demo quick test check optimised slow matrix lint format bench parity accelerators docs \
   lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       what Longspan is for, in three minutes: masks, 32k tokens, an encoder, a decoder"
 	@echo "make quick      what breaks first: masks, laws, layout, errors, structure, doctests, a dozen cases of the matrix"
-	@echo "make test       the default test suite (ARGS=... goes to pytest)"
+	@echo "make test       every engine, mask, public function and model family, on one device and on eight (ARGS=... goes to pytest)"
+	@echo "make check      make test, then the other tests that are not slow, then make optimised"
+	@echo "make optimised  a selection on one device with XLA's default flags, as users run it"
 	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
 	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (about an hour on two cores)"
 	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
@@ -72,22 +74,34 @@ native-arm64: $(READY)
 demo: $(READY)
 	@$(BIN)/python -m longspan demo $(ARGS)
 
-# Compiling is most of it, and the code that optimisers would make faster runs for microseconds: LLVM's is off, fusions
-# take XLA's older, quicker way to LLVM, and a program is one LLVM module, not one for each of some threads: all cores
-# are busy already. `make slow` compiles as users do.
+# Compiling takes most of the time, and the compiled code runs for microseconds: LLVM's optimisations are off, fusions
+# take XLA's older, quicker way to LLVM, and a program is one LLVM module, because all cores are busy already.
+# `make optimised` and `make slow` compile as users do.
 QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
   --xla_cpu_parallel_codegen_split_count=1"
 # Neighbours share programs: each process gets tests in a row, and takes from the end of another's when it is done.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# What no command below runs unless it says so.
+ELSEWHERE := not slow and not parity and not checkpoint and not accelerators and not optimised
 
 quick: $(READY)
 	$(QUICKLY) LONGSPAN_HYPOTHESIS=quick $(PYTEST) -m quick $(ARGS)
 
 test: $(READY)
-	$(QUICKLY) $(PYTEST) $(ARGS)
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and not check and not mesh" $(ARGS)
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and not check and mesh" $(ARGS)
+
+check: test
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and check and not mesh" $(ARGS)
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and check and mesh" $(ARGS)
+	$(MAKE) optimised
+
+optimised: $(READY)
+	$(PYTEST) -m "optimised and not slow" $(ARGS)
 
 slow: $(READY)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not mesh" $(ARGS)
+	$(PYTEST) -m "slow and mesh" $(ARGS)
 
 matrix: $(READY)
 	$(QUICKLY) $(PYTEST) -m slow tests/test_parity.py $(ARGS)
@@ -113,7 +127,7 @@ $(ACCELERATORS)/.ready: requirements.lock pyproject.toml
 	@touch $@
 
 accelerators: $(ACCELERATORS)/.ready
-	$(ACCELERATORS)/bin/python -m pytest -n 0 -m accelerators tests/parallel $(ARGS)
+	$(ACCELERATORS)/bin/python -m pytest -n 0 -m "accelerators and mesh" tests/parallel $(ARGS)
 	$(ACCELERATORS)/bin/python -m benchmarks.accelerators
 
 parity: $(PARITY)/.ready

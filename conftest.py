@@ -2,11 +2,10 @@
 
 import gc
 import os
+import re
 from pathlib import Path
 
-# Both are read once, when JAX starts its backend, so they come before the first import of it.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"  # read once, when JAX starts its backend
 
 import hypothesis
 import jax
@@ -37,7 +36,12 @@ hypothesis.settings.register_profile("quick", max_examples=50, **EVERYWHERE)
 hypothesis.settings.register_profile("slow", max_examples=2000, **EVERYWHERE)
 
 
+MESH_FOLDERS = ("tests/parallel/", "tests/sharding/")
+
+
 def pytest_configure(config):
+    """Sets the number of devices before JAX starts its backend: one, as most users have, or eight for `-m mesh`."""
+    jax.config.update("jax_num_cpu_devices", int(os.environ.get("LONGSPAN_DEVICES") or _devices_for(config)))
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile(os.environ.get("LONGSPAN_HYPOTHESIS") or _profile_of(config))
 
@@ -46,6 +50,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """The slow suite repeats every property test, with more examples; doctests are quick."""
     for item in items:
+        if item.nodeid.startswith(MESH_FOLDERS):
+            item.add_marker("mesh")
         if isinstance(item, pytest.DoctestItem) and not item.nodeid.startswith(SLOWER_DOCTESTS):
             item.add_marker("quick")
     if _profile_of(config) == "slow":
@@ -60,13 +66,23 @@ def pytest_collection_finish(session):
     gc.set_threshold(10_000, 10, 10)
 
 
+def _selects(config, marker: str) -> bool:
+    words = config.option.markexpr.replace(f"not {marker}", "")
+    return marker in re.findall(r"\w+", words)
+
+
+def _devices_for(config) -> int:
+    return 8 if _selects(config, "mesh") else 1
+
+
 def _profile_of(config) -> str:
-    words = config.option.markexpr.replace("not slow", "")
-    return "slow" if "slow" in words.split() else "default"
+    return "slow" if _selects(config, "slow") else "default"
 
 
 def pytest_runtest_setup(item):
     """Without the native library the other engines' tests remain; test_cpu_engine.py fails where it could be built."""
+    if item.get_closest_marker("mesh") and jax.device_count() < 8:
+        pytest.fail("This test needs 8 devices: select it with `-m mesh`, or set LONGSPAN_DEVICES=8.", pytrace=False)
     call = getattr(item, "callspec", None)
     if call is not None and any(isinstance(value, str) and value == "cpu" for value in call.params.values()):
         from longspan.engines.cpu import library

@@ -13,8 +13,13 @@ from jaxtyping import Array, Float
 import longspan
 
 
-def test_there_are_eight_host_devices():
+def test_there_is_one_device_as_most_users_have():
     assert jax.default_backend() == "cpu"
+    assert jax.device_count() == 1
+
+
+@pytest.mark.mesh
+def test_a_test_of_meshes_has_eight_devices():
     assert jax.device_count() == 8
 
 

@@ -18,7 +18,7 @@ def test_processes_of_two_devices_equal_one_device(processes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = os.environ.get("XLA_FLAGS", "").replace("device_count=8", "device_count=2")
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     settings = os.environ | dict(
         JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     )
