@@ -1,0 +1,190 @@
+"""Attention and its gradients in float64, written out in NumPy: what every engine is compared with.
+
+Nothing here is compiled, which at the sizes of tests takes far longer than computing. Only the bits of dropout and
+biases that are computed from positions come from JAX, because they are its functions.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan._attention import bind
+from longspan.biases import Bias, apart, terms, together
+from longspan.dropout import keep, make_dropout
+from longspan.layout import BlockLayout
+from longspan.masks.sides import Slots, two_sides
+
+
+class Truth(NamedTuple):
+    """The results of one call in float64, and what their tolerances are made of."""
+
+    out: np.ndarray  # [B, T, N, Hv]
+    lse: np.ndarray  # [B, T, N]
+    gradients: dict[str, Any]  # of q, k, v, and of bias and sinks if given, each in its operand's structure
+    kept: np.ndarray  # the weights [B, N, T, S] after dropout
+    whole: np.ndarray  # the weights before it
+    slope: np.ndarray  # the derivative of the soft cap at each score, [B, N, T, S]
+    bias_sizes: Any  # what each gradient of the bias sums, added up without signs, in the bias's structure
+
+
+class _Pairs(NamedTuple):
+    """One call written out, [B, N, T, S]; keys and values are repeated for every query head."""
+
+    q: np.ndarray  # [B, T, N, H], 0 where a query attends to no key
+    k: np.ndarray  # [B, S, N, H], 0 where no query of the head attends to a key
+    v: np.ndarray
+    times: np.ndarray  # how often each pair counts, 0 where the mask forbids it
+    bias: np.ndarray
+    factor: np.ndarray  # 1, or what dropout multiplies a weight with: 0 or 1 / (1 - rate)
+
+
+def attention_in_float64(operands: dict[str, Any], mask: Any, features: dict[str, Any], cotangents) -> Truth:
+    """The results of `attention(**operands, mask=mask, **features)` and of its backward pass.
+
+    Args:
+        operands: q, k, v, and perhaps bias and sinks, in any dtype.
+        mask: as for `attention`.
+        features: the other arguments of `attention`.
+        cotangents: the gradients of out and of lse; that of a lse of -inf is ignored.
+    """
+    arguments = dict(bias=None, scale=None, soft_cap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
+    arguments |= dict(q_positions=None, kv_positions=None) | features
+    request = bind(*(operands[name] for name in "qkv"), mask, **arguments)
+    scale = _wide(request.scale if arguments["scale"] is None else arguments["scale"])
+    B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
+    places = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
+    q_slots, kv_slots = (side.slots() for side in two_sides(T, S, batch=B, heads=N, **places, xp=np))
+    pairs = _written_out(operands, request, (q_slots, kv_slots), arguments["dropout_key"])
+
+    scores = np.einsum("btnh,bsnh->bnts", pairs.q, pairs.k) * scale
+    slope = np.ones_like(scores)
+    if request.soft_cap is not None:
+        bent = np.tanh(scores / request.soft_cap)
+        scores, slope = request.soft_cap * bent, 1 - bent * bent
+    sinks = None if operands.get("sinks") is None else _wide(operands["sinks"])
+    whole, lse = _softmax(scores + pairs.bias, pairs.times, sinks)
+    kept = whole * pairs.factor
+    out = np.einsum("bnts,bsnh->btnh", kept, pairs.v)
+
+    dout, dlse = _wide(cotangents[0]), np.where(np.isfinite(lse), _wide(cotangents[1]), 0)
+    delta = np.sum(dout * out, -1) - dlse
+    dweights = np.einsum("btnh,bsnh->bnts", dout, pairs.v) * pairs.factor
+    by_pair = whole * (dweights - delta.swapaxes(1, 2)[..., None])
+    dscores = by_pair * slope * scale
+    gradients = dict(
+        q=np.einsum("bnts,bsnh->btnh", dscores, pairs.k),
+        k=_sum_groups(np.einsum("bnts,btnh->bsnh", dscores, pairs.q), K),
+        v=_sum_groups(np.einsum("bnts,btnh->bsnh", kept, dout), K),
+    )
+    sizes = None
+    if operands.get("bias") is not None:
+        gradients["bias"] = _bias_gradients(operands["bias"], q_slots, kv_slots, by_pair)
+        sizes = _bias_gradients(operands["bias"], q_slots, kv_slots, np.abs(by_pair))
+    if sinks is not None:
+        finite = np.where(np.isfinite(lse), lse, np.inf)  # a weight of 0 where there is no logit either
+        gradients["sinks"] = np.sum(np.exp(sinks - finite) * -delta, (0, 1))
+    return Truth(out, lse, gradients, kept, whole, slope, sizes)
+
+
+def _written_out(operands: dict[str, Any], request: Any, slots: tuple[Slots, Slots], dropout_key: Any) -> _Pairs:
+    B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
+    shape = (B, N, T, S)
+    allowed = np.broadcast_to(np.asarray(request.mask.allowed(*slots)), shape)
+    bias = np.zeros(shape)
+    if operands.get("bias") is not None:
+        bias = sum((_term(term, *slots, shape) for term in terms(operands["bias"])), start=bias)
+        allowed, bias = allowed & (bias != -np.inf), np.where(allowed & (bias != -np.inf), bias, 0)
+    times = allowed * _multiplicity(request.layout, shape)
+    # What no query attends to may hold anything, NaN included: zeroed, so that 0 * NaN never happens.
+    q = np.where(allowed.any(3).swapaxes(1, 2)[..., None], _wide(operands["q"]), 0)
+    seen = allowed.any(2).swapaxes(1, 2)[..., None]
+    k, v = (np.where(seen, np.repeat(_wide(operands[name]), N // K, axis=2), 0) for name in "kv")
+    factor = np.ones(())
+    if request.dropout is not None:
+        dropout = make_dropout(dropout_key, request.dropout.rate, B, N)
+        bits = jax.jit(keep)(dropout, *_counters(dropout, B, N), *(side.position for side in slots))
+        factor = np.asarray(bits) / (1 - request.dropout.rate)
+    return _Pairs(q, k, v, times, bias, factor)
+
+
+def _softmax(scores: np.ndarray, times: np.ndarray, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [B, N, T, S] and lse [B, T, N]; a row without keys has weights of 0, and its sink or -inf as lse."""
+    empty = (times == 0).all(-1, keepdims=True)
+    sink = np.full((1, 1, 1, 1), -np.inf) if sinks is None else sinks.reshape(1, -1, 1, 1)
+    highest = np.maximum(np.where(times == 0, -np.inf, scores).max(-1, keepdims=True, initial=-np.inf), sink)
+    highest = np.where(empty, 0, highest)
+    powers = times * np.exp(np.where(times == 0, -np.inf, scores - highest))
+    total = powers.sum(-1, keepdims=True) + np.where(empty, 1, np.exp(np.where(empty, 0, sink) - highest))
+    lse = np.where(empty, sink, highest + np.log(total))
+    return powers / total, lse[..., 0].swapaxes(1, 2)
+
+
+def _multiplicity(layout: BlockLayout | None, shape: tuple[int, ...]) -> np.ndarray:
+    """How often each pair counts: once, unless the layout lists tiles more than once."""
+    if layout is None or not layout.repeats:
+        return np.ones((1, 1, 1, 1))
+    tile = np.arange(layout.kv_tiles)
+    starts, stops = (np.asarray(table)[..., None] for table in (layout.starts, layout.stops))
+    count = ((starts <= tile) & (tile < stops)).sum(3)  # [b, n, q tiles, kv tiles]
+    by_slot = count.repeat(layout.q_tile, axis=2).repeat(layout.kv_tile, axis=3)
+    return by_slot[:, :, : shape[2], : shape[3]]
+
+
+def _term(term: Any, q: Slots, kv: Slots, shape: tuple[int, ...]) -> np.ndarray:
+    """One term of the bias for all pairs."""
+    if not isinstance(term, Bias):
+        return np.broadcast_to(_wide(term), shape)
+    floats, others = apart(term)
+    with jax.enable_x64(True):
+        values = jax.jit(_values, static_argnums=4)(_wide_tree(floats), others, q.position, kv.position, shape)
+        return np.asarray(values, np.float64)
+
+
+def _bias_gradients(bias: Any, q: Slots, kv: Slots, by_pair: np.ndarray) -> Any:
+    """The gradients of the arrays of floats in a bias, from those of its sum [B, N, T, S]."""
+    found = tuple(_term_gradient(term, q, kv, by_pair) for term in terms(bias))
+    return found if isinstance(bias, tuple) else found[0]
+
+
+def _term_gradient(term: Any, q: Slots, kv: Slots, by_pair: np.ndarray) -> Any:
+    if not isinstance(term, Bias):
+        shape = (1,) * (4 - term.ndim) + tuple(term.shape)
+        repeated = tuple(axis for axis, size in enumerate(shape) if size == 1)
+        return by_pair.sum(repeated, keepdims=True).reshape(term.shape)
+    floats, others = apart(term)
+
+    def pulled_back(floats, others, q_pos, kv_pos, by_pair):
+        values = lambda floats: _values(floats, others, q_pos, kv_pos, by_pair.shape)  # noqa: E731
+        return jax.vjp(values, floats)[1](by_pair)[0]
+
+    with jax.enable_x64(True):
+        gradient = jax.jit(pulled_back)(_wide_tree(floats), others, q.position, kv.position, by_pair)
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), gradient)
+
+
+def _values(floats: Any, others: Any, q_pos: Any, kv_pos: Any, shape: tuple[int, ...]) -> jax.Array:
+    """What a `Bias` adds for all pairs."""
+    B, N, T, S = shape
+    places = dict(q_positions=jnp.asarray(q_pos)[:, 0, :, 0], kv_positions=jnp.asarray(kv_pos)[:, 0, 0, :])
+    q, kv = (side.slots() for side in two_sides(T, S, batch=B, heads=N, **places))
+    return jnp.broadcast_to(together(floats, others).at(q, kv, np.float64), shape)
+
+
+def _counters(dropout: Any, batch: int, heads: int) -> tuple[Any, Any]:
+    return dropout.rows.reshape(batch, 1, 1, 1), dropout.heads.reshape(1, heads, 1, 1)
+
+
+def _sum_groups(x: np.ndarray, kv_heads: int) -> np.ndarray:
+    """Sums [B, S, N, H] over the query heads that share a key/value head."""
+    B, S, N, H = x.shape
+    return x.reshape(B, S, kv_heads, N // kv_heads, H).sum(3)
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def _wide_tree(tree: Any) -> Any:
+    return jax.tree.map(_wide, tree)
