@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # read once, when JAX starts its backend
@@ -79,8 +80,13 @@ def _profile_of(config) -> str:
     return "slow" if _selects(config, "slow") else "default"
 
 
+STARTED = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Without the native library the other engines' tests remain; test_cpu_engine.py fails where it could be built."""
+    item.stash[STARTED] = time.process_time()
     if item.get_closest_marker("mesh") and jax.device_count() < 8:
         pytest.fail("This test needs 8 devices: select it with `-m mesh`, or set LONGSPAN_DEVICES=8.", pytrace=False)
     call = getattr(item, "callspec", None)
@@ -89,6 +95,15 @@ def pytest_runtest_setup(item):
 
         if library.missing():
             pytest.skip(f"engine='cpu': {library.missing()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Records each test's CPU seconds with its set-up: `--junitxml` writes them, benchmarks/suite.py adds them up."""
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_seconds", round(time.process_time() - item.stash[STARTED], 3)))
 
 
 MOST_TESTS = 40  # how many tests in a row may keep their programs: a process would grow to 5 GB over the suite

@@ -114,6 +114,7 @@ def test_it_combines_with_other_rules_and_with_vmap_scan_and_grad():
         np.testing.assert_allclose(scanned, wanted, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.mesh
 def test_its_heads_may_be_sharded():
     mesh = jax.make_mesh((2, 4), ("b", "n"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     q, k, v = make_qkv(Shape(B=B, T=T, S=S, N=N, K=N, H=5), jnp.float32)

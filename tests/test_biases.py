@@ -362,6 +362,7 @@ def test_new_arrays_do_not_retrace(engine):
     assert len(traces) == 1
 
 
+@pytest.mark.mesh
 @ENGINE
 def test_shard_map_over_batch_and_heads(engine):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -378,6 +379,7 @@ def test_shard_map_over_batch_and_heads(engine):
     jax.tree.map(lambda a, b: close(a, b, 10), got, want)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_sharded_slopes_and_tables_stay_with_their_heads_on_the_cpu_engine(kv_heads):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -398,6 +400,7 @@ def test_sharded_slopes_and_tables_stay_with_their_heads_on_the_cpu_engine(kv_he
     jax.tree.map(lambda a, b: close(a, b, 10), compiled(*placed), run(*operands, "reference"))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("engine", ["xla", "reference"])
 def test_rows_and_heads_of_a_sharded_call_are_those_of_the_whole(engine):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

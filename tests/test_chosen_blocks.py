@@ -107,6 +107,7 @@ def test_new_tables_do_not_retrace_and_are_skipped_by_vmap_and_gradients(engine)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), mine, want[i])
 
 
+@pytest.mark.mesh
 def test_a_sharded_table_stays_with_its_rows_and_heads():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     q, k, v = make_qkv(Shape(B=4, T=37, S=29, N=4, K=2, H=5), jnp.float32)

@@ -82,6 +82,7 @@ def test_the_same_call_gives_the_same_bits():
             assert np.array_equal(a, b)
 
 
+@pytest.mark.mesh
 @needs_library
 @pytest.mark.parametrize("kv_heads", [1, 4], ids=["K1", "K4"])
 @pytest.mark.parametrize("rows, heads", [("x", None), (None, "x"), ("x", "y")], ids=["batch", "heads", "both"])

@@ -127,6 +127,7 @@ def test_vmap_numbers_the_rows_of_each_example(engine):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("bounds", [None, bounds_by_row_and_head], ids=["no bounds", "bounds"])
 def test_a_sharded_batch_has_global_rows_and_heads(engine, bounds):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -139,6 +140,7 @@ def test_a_sharded_batch_has_global_rows_and_heads(engine, bounds):
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
 
 
+@pytest.mark.mesh
 def test_inside_shard_map_rows_are_the_shards_and_the_first_is_given_as_data(engine):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     q, k, v = make_qkv(Shape(B=8, T=37, S=29, N=4, K=2, H=5), jnp.float32)

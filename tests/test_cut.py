@@ -344,6 +344,7 @@ def test_a_view_prints_and_survives_flattening():
     assert mask.batch == 1 and NearSlots(3).cut(jnp.zeros((3, 2), int)).batch == 3
 
 
+@pytest.mark.mesh
 def test_cutting_along_a_sharded_batch_moves_nothing():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

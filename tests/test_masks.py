@@ -208,6 +208,7 @@ def test_masks_stack_and_vmap():
     np.testing.assert_array_equal(many, np.stack([m.dense(5, 5) for m in masks]))
 
 
+@pytest.mark.mesh
 def test_a_mask_is_sharded_with_its_arrays():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     ids = np.random.default_rng(0).integers(-1, 3, (16, 5))

@@ -71,6 +71,7 @@ def test_vmap_over_everything_and_over_a_mask_alone(engine):
     close(alone, jnp.stack([loss(Q, K, V, SINKS, i, "reference") for i in ids]))
 
 
+@pytest.mark.mesh
 @ENGINE
 def test_shard_map_over_batch_and_heads_with_replicated_sinks(engine):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -243,6 +244,7 @@ def test_the_program_does_not_grow_with_the_length(engine, mask):
     assert abs(long - short) < 0.05 * short
 
 
+@pytest.mark.mesh
 def test_documents_of_a_sharded_batch_need_no_communication_on_the_cpu_engine():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     q = jax.device_put(jnp.ones((8, 300, 4, 16)), NamedSharding(mesh, P("data", None, "model")))

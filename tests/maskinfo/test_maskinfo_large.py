@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import longspan as ls
 from longspan import MaskInfo
@@ -21,6 +22,7 @@ def megabytes(f, *args):
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / MB
 
 
+@pytest.mark.mesh
 def test_a_million_tokens_are_built_cut_and_sharded_within_tens_of_megabytes():
     info = build(np.arange(T).reshape(1, T) < 999_000)
     assert info.shape == (1, T, T)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import longspan as ls
 from longspan import MaskInfo, MaskSharding
 
+pytestmark = pytest.mark.mesh
 AXES = ("dp", "fsdp", "tp", "sp")
 
 

@@ -137,6 +137,7 @@ def test_grad_of_a_function_that_closes_over_a_mask():
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.mesh
 def test_shard_map_sees_a_smaller_batch():
     mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,))
     info = MaskInfo.from_segments(jnp.concatenate([IDS, IDS[::-1]])).apply_causal().apply_chunked(4)
@@ -149,6 +150,7 @@ def test_shard_map_sees_a_smaller_batch():
     np.testing.assert_array_equal(jax.jit(local)(info), info.apply_sliding_window((2, 0)).attention_mask)
 
 
+@pytest.mark.mesh
 def test_shard_map_along_the_sequence_with_given_positions():
     mesh = jax.make_mesh((2,), ("sp",), axis_types=(AxisType.Auto,))
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))

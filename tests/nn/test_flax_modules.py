@@ -166,6 +166,7 @@ def test_not_saying_whether_to_drop_raises_flax_s_own_error(name):
     assert twin(X, **MODULES[name][1]).shape == (B, T, OUT)
 
 
+@pytest.mark.mesh
 @every_module
 def test_partitioning_metadata_splits_heads_over_the_mesh(name):
     P = jax.sharding.PartitionSpec

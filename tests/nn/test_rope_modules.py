@@ -215,6 +215,7 @@ def test_half_precision_runs_through_norm_and_rope():
         assert run(X, mask=MASK).dtype == jnp.bfloat16
 
 
+@pytest.mark.mesh
 def test_sinks_are_split_with_the_heads():
     P = jax.sharding.PartitionSpec
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
