@@ -85,16 +85,9 @@ STARTED = pytest.StashKey[float]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Without the native library the other engines' tests remain; test_cpu_engine.py fails where it could be built."""
     item.stash[STARTED] = time.process_time()
     if item.get_closest_marker("mesh") and jax.device_count() < 8:
         pytest.fail("This test needs 8 devices: select it with `-m mesh`, or set LONGSPAN_DEVICES=8.", pytrace=False)
-    call = getattr(item, "callspec", None)
-    if call is not None and any(isinstance(value, str) and value == "cpu" for value in call.params.values()):
-        from longspan.engines.cpu import library
-
-        if library.missing():
-            pytest.skip(f"engine='cpu': {library.missing()}")
 
 
 @pytest.hookimpl(wrapper=True)

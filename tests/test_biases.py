@@ -16,9 +16,9 @@ from longspan.biases import Distances, _buckets
 from longspan.engines import ENGINES
 from longspan.masks import rule
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_engine, every_sparse_engine
 
 SHAPE = Shape(B=2, T=37, S=41, N=6, K=3, H=5)
-ENGINE = pytest.mark.parametrize("engine", list(ENGINES))
 SPARSE = [name for name in ENGINES if name != "reference"]
 rng = np.random.default_rng(0)
 
@@ -251,7 +251,7 @@ def test_buckets_of_t5_itself():
     np.testing.assert_array_equal(buckets[:128][::-1], buckets[129:] - 16)
 
 
-@ENGINE
+@every_engine
 def test_minus_infinity_in_a_table_masks_its_keys(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     table = np.where(floats(16, 6) < -0.5, -np.inf, floats(16, 6)).astype(np.float32)
@@ -279,7 +279,7 @@ class Near(ls.Bias):
         return Distances(table=jnp.pad(self.numbers, ((0, 0), (1, 1))))
 
 
-@ENGINE
+@every_engine
 def test_a_bias_of_ones_own(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     numbers = jnp.asarray(floats(6, 5))
@@ -322,7 +322,7 @@ def summed(q, slopes, table, engine, make):
     return jnp.sin(ls.attention(q, K, V, mask=ls.Causal(), bias=make(slopes, table), engine=engine)).sum()
 
 
-@ENGINE
+@every_engine
 def test_jit_remat_scan_and_vmap(engine):
     make = make_of(engine)
     grad = jax.grad(summed, argnums=(0, 1, 2))
@@ -347,7 +347,7 @@ def test_jit_remat_scan_and_vmap(engine):
     jax.tree.map(lambda a, *b: close(a, np.stack(b), 50), got, *wanted)
 
 
-@ENGINE
+@every_engine
 def test_new_arrays_do_not_retrace(engine):
     traces, fn = [], lambda q, k, s: -s[0] * abs(q - k).astype(s.dtype)
 
@@ -363,7 +363,7 @@ def test_new_arrays_do_not_retrace(engine):
 
 
 @pytest.mark.mesh
-@ENGINE
+@every_engine
 def test_shard_map_over_batch_and_heads(engine):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     here = P("data", None, "model")
@@ -410,7 +410,7 @@ def test_rows_and_heads_of_a_sharded_call_are_those_of_the_whole(engine):
     close(got, ls.attention(Q, K, V, bias=bias, engine="reference"))
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 @pytest.mark.parametrize("kind", ["alibi", "relative", "score"])
 def test_nothing_of_the_size_of_the_square_exists(engine, kind):
     if engine == "cpu" and kind == "score":

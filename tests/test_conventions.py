@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_engine
 
 SHAPE = Shape(B=2, T=5, S=7, N=6, K=3, H=4)
 Q, K, V = make_qkv(SHAPE, jnp.float32)
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
-pytestmark = pytest.mark.parametrize("engine", list(ENGINES))
+pytestmark = every_engine
 
 
 def supported(engine, **arguments):

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.masks import Mask, rule
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_engine, every_sparse_engine
 
 SHAPE = Shape(B=2, T=9, S=9, N=4, K=2, H=5)
 IDS = np.where(np.arange(9) < np.array([[4], [9]]), 0, -1)
-every_engine = pytest.mark.parametrize("engine", ENGINES)
-TESTED = [name for name in ENGINES if name != "reference"]
 
 
 @rule
@@ -35,7 +33,7 @@ class ByHead(Mask):
 
 
 @pytest.mark.parametrize("mask", [ByRow(np.random.default_rng(0).random((2, 9)) < 0.5), ByHead()], ids=["row", "head"])
-@pytest.mark.parametrize("engine", TESTED)
+@every_sparse_engine
 def test_a_users_rule_by_row_or_head(engine, mask):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     got, want = (ls.attention(q, k, v, mask=mask, engine=name) for name in (engine, "reference"))
@@ -129,7 +127,7 @@ def test_positions_have_as_many_rows_as_the_batch(engine):
         ls.attention(q, k, v, q_positions=np.zeros((3, 9), np.int32), engine=engine)
 
 
-@pytest.mark.parametrize("engine", TESTED)
+@every_sparse_engine
 def test_the_gradient_of_a_traced_scale_ignores_queries_that_see_nothing(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
 

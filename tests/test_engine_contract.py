@@ -14,8 +14,8 @@ from longspan.dropout import make_dropout
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.layout import plan
 from longspan.testing import Shape, assert_matches_reference, make_qkv
+from tests.engines import every_engine, every_sparse_engine
 
-EVERY_ENGINE = pytest.mark.parametrize("engine", sorted(ENGINES))
 SHAPE = Shape(B=2, T=7, S=23, N=6, K=3, H=5)
 MASK = ls.Causal(9) & ls.Window(14, 20) | ls.Global((3,), rows=False)
 rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def layout_of(engine: Engine, request: Request):
     return plan(request.mask, q_len, kv_len, *engine.tiles(request), kv_positions=request.kv_positions, xp=jnp)
 
 
-@EVERY_ENGINE
+@every_engine
 @pytest.mark.parametrize("feature", FEATURES)
 def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature):
     """Parts of the keys, each differentiated with the lse and delta of all of them, add up to the whole gradient."""
@@ -99,7 +99,7 @@ def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature
         np.testing.assert_allclose(mine, np.asarray(want[name]), rtol=0, atol=5e-5, err_msg=name)
 
 
-@EVERY_ENGINE
+@every_engine
 def test_run_gives_out_and_lse_and_merged_parts_are_the_whole(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     chosen, slots = ENGINES[engine], [list(range(0, 23, 2)), list(range(1, 23, 2))]
@@ -235,7 +235,7 @@ def test_what_an_engine_returns_is_checked():
         jax.grad(lambda bias: ls.attention(q, k, v, bias=bias, engine=Wrong("")).sum())(ls.alibi(jnp.ones(6)))
 
 
-@pytest.mark.parametrize("engine", sorted({*ENGINES} - {"reference"}))
+@every_sparse_engine
 def test_second_derivatives_are_refused_by_name(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     with pytest.raises(NotImplementedError, match=rf"engine='{engine}' has no second derivatives.*engine='reference'"):

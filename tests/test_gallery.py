@@ -9,6 +9,7 @@ import longspan as ls
 from longspan.engines import ENGINES, Request
 from longspan.layout import count, plan
 from longspan.testing import Shape, assert_obeys_laws, make_qkv
+from tests.engines import every_engine
 from tests.gallery import GALLERY, SCORES
 
 REALLY_SKIP = ("block diffusion", "flamingo", "natten", "sliding tiles 2d", "sliding tiles 3d", "chosen blocks")
@@ -56,7 +57,7 @@ def test_attention_is_that_of_the_reference(exhibit, name):
     np.testing.assert_allclose(got, ls.attention(q, k, v, mask=mask, engine="reference"), rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_are_changed_as_a_plain_loop_changes_them(name, engine):
     scored = SCORES[name]

@@ -7,8 +7,8 @@ import pytest
 
 import longspan as ls
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_engine
 
-ENGINES = ("cpu", "xla", "reference")
 Q, K, V = make_qkv(Shape(B=2, T=7, S=7, N=2, K=1, H=4), jnp.float32)
 
 
@@ -38,7 +38,7 @@ CLAMPED = {
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 @pytest.mark.parametrize("name", CLAMPED)
 def test_a_traced_number_that_is_too_small_stands_for_the_least_legal_one(name, engine, shape):
     of, meaning = CLAMPED[name]
@@ -74,7 +74,7 @@ def test_positions_that_engines_cannot_count_with_are_refused(side, name):
             call()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_the_furthest_legal_positions_are_told_apart_and_padding_comes_after_them(engine):
     mask = ls.Window(2, 0) & ls.Causal()
     expected = seen(mask, "reference")
@@ -85,7 +85,7 @@ def test_the_furthest_legal_positions_are_told_apart_and_padding_comes_after_the
     np.testing.assert_array_equal(seen(ls.Causal(), engine, kv_positions=padded)[..., 5:], False)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_blocks_before_position_0_and_at_the_ends_are_counted_downwards(engine):
     near = np.arange(7) - 3
     for positions, size in ((near, 2), (near, 5), (np.arange(7) - FAR, 3), (np.arange(7) + FAR - 6, 2**40)):
@@ -94,7 +94,7 @@ def test_blocks_before_position_0_and_at_the_ends_are_counted_downwards(engine):
         np.testing.assert_array_equal(got[0, :, 0], block <= block[:, None])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
 def test_traced_positions_saturate_and_never_wrap(engine, dtype):
     with jax.enable_x64(True):

@@ -8,6 +8,7 @@ import pytest
 import longspan as ls
 from longspan.engines.cpu.program import knows
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_sparse_engine
 
 pytestmark = pytest.mark.quick
 
@@ -85,7 +86,7 @@ def test_the_native_kernel_has_words_for_it_and_a_cut_keeps_what_was_first():
         )
 
 
-@pytest.mark.parametrize("engine", ["cpu", "xla"])
+@every_sparse_engine
 def test_engines_agree_where_ids_and_numbers_are_traced(engine):
     q, k, v = make_qkv(Shape(B=2, T=11, S=11, N=2, K=1, H=4), jnp.float32)
 

@@ -10,14 +10,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_engine, every_sparse_engine
 
 SHAPE = Shape(B=2, T=37, S=37, N=4, K=2, H=5)
 Q, K, V = make_qkv(SHAPE, jnp.float32)
 SINKS = jnp.linspace(-1, 1, 4)
-ENGINE = pytest.mark.parametrize("engine", list(ENGINES))
-SPARSE = [name for name in ENGINES if name != "reference"]
 
 
 def packed(seed, batch=2, length=37):
@@ -41,7 +39,7 @@ def close(a, b):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
-@ENGINE
+@every_engine
 def test_jit_remat_scan_and_cond(engine):
     wanted = grad(Q, K, V, SINKS, packed(0), "reference")
 
@@ -61,7 +59,7 @@ def test_jit_remat_scan_and_cond(engine):
     close(either(True, packed(0)), wanted)
 
 
-@ENGINE
+@every_engine
 def test_vmap_over_everything_and_over_a_mask_alone(engine):
     qs, ids = jnp.stack([Q, Q + 1, Q * 2]), jnp.stack([packed(i) for i in range(3)])
     wanted = [grad(q, K, V, SINKS, i, "reference") for q, i in zip(qs, ids, strict=True)]
@@ -72,7 +70,7 @@ def test_vmap_over_everything_and_over_a_mask_alone(engine):
 
 
 @pytest.mark.mesh
-@ENGINE
+@every_engine
 def test_shard_map_over_batch_and_heads_with_replicated_sinks(engine):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     ids, here = packed(0), P("data", None, "model")
@@ -93,7 +91,7 @@ def test_shard_map_over_batch_and_heads_with_replicated_sinks(engine):
     close(got, jax.grad(lambda *x: total(local, *x), argnums=range(5))(*floats))
 
 
-@ENGINE
+@every_engine
 def test_new_arrays_do_not_retrace(engine):
     traces = []
 
@@ -108,7 +106,7 @@ def test_new_arrays_do_not_retrace(engine):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 def test_a_second_derivative_raises_a_clear_error(engine):
     def once(q):
         return jax.grad(lambda q: ls.attention(q, K, V, engine=engine).sum())(q).sum()
@@ -127,7 +125,7 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 @pytest.mark.parametrize("how", FORWARD)
 def test_forward_mode_is_refused_and_the_reference_named_where_jax_lets_us(engine, how):
     x = make_qkv(Shape(B=1, T=5, S=5, N=2, K=2, H=3), jnp.float32)[0]
@@ -196,7 +194,7 @@ LONG_MASKS = [
 ]
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 @pytest.mark.parametrize("mask", LONG_MASKS, ids=repr)
 def test_nothing_of_the_size_of_the_square_is_ever_alive(engine, mask):
     T = 8192
@@ -208,7 +206,7 @@ def test_nothing_of_the_size_of_the_square_is_ever_alive(engine, mask):
     assert memory.temp_size_in_bytes < 6 * 3 * 4 * T * 2 * 16
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 def test_a_few_queries_of_long_keys_copy_no_keys(engine):
     q, k = (jax.ShapeDtypeStruct((3, n, heads, 16), jnp.float32) for n, heads in ((1, 4), (30_000, 2)))
     lengths = jax.ShapeDtypeStruct((3,), jnp.int32)
@@ -221,7 +219,7 @@ def test_a_few_queries_of_long_keys_copy_no_keys(engine):
     assert memory.temp_size_in_bytes < 3 * 30_000 * 2 * 16 * 4 / 4  # a quarter of the keys
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_few_queries_of_long_keys_have_the_same_values_and_gradients(engine, per_head):
     q, k, v = make_qkv(Shape(B=2, T=5, S=2999, N=4, K=2, H=5), jnp.float32)
@@ -237,7 +235,7 @@ def test_a_few_queries_of_long_keys_have_the_same_values_and_gradients(engine, p
     close(run(q, k, v, bias, engine), run(q, k, v, bias, "reference"))
 
 
-@pytest.mark.parametrize("engine", SPARSE)
+@every_sparse_engine
 @pytest.mark.parametrize("mask", LONG_MASKS, ids=repr)
 def test_the_program_does_not_grow_with_the_length(engine, mask):
     short, long = (len(long_program(engine, T, mask).as_text()) for T in (1024, 65536))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.testing import Shape, assert_matches_reference, make_qkv
+from tests.engines import every_engine
 
 SHAPE = Shape(B=2, T=37, S=37, N=6, K=3, H=24, Hv=7)
 
@@ -21,7 +21,7 @@ def test_engines_match_the_reference(sizes, queries):
     assert_matches_reference(["cpu", "xla"], q, k, v, mask, soft_cap=5.0)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_results_have_the_values_head_size(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     out, lse = ls.attention(q, k, v, mask=ls.Causal(), engine=engine, return_lse=True)
@@ -31,7 +31,7 @@ def test_results_have_the_values_head_size(engine):
     assert ls.attention(q, k[:, :0], v[:, :0], engine=engine).shape == (2, 37, 6, 7)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_vmap_scan_and_remat(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     attend = jax.checkpoint(lambda q, k, v: ls.attention(q, k, v, mask=ls.Window(3, 2), engine=engine))

@@ -38,6 +38,54 @@ def encode(model, ids, mask=None):
     return model(ids, attention_mask=mask).last_hidden_state
 
 
+def three_linears(biases=(True, True, True), dtype=jnp.float32):
+    rngs = nnx.Rngs(3)
+    return [
+        nnx.Linear(12, 5, use_bias=bias, dtype=dtype, bias_init=nnx.initializers.normal(), rngs=rngs) for bias in biases
+    ]
+
+
+def products(layers, x) -> int:
+    return str(jax.make_jaxpr(lambda x: plain_layers.side_by_side(layers, x))(x)).count("dot_general")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
+def test_queries_keys_and_values_by_one_product_equal_three(bias, dtype):
+    """On one device, as most users have it; values and the gradients of the input and of all parameters."""
+    layers = three_linears([bias] * 3, dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 12)), jnp.float32)
+    weights = np.random.default_rng(1).normal(size=(3, 2, 7, 5)).astype(np.float32)
+
+    def loss(by):
+        def of(layers, x):
+            results = by(layers, x)
+            return sum(jnp.vdot(y.astype(jnp.float32), w) for y, w in zip(results, weights, strict=True)), results
+
+        return nnx.jit(nnx.value_and_grad(of, argnums=(0, 1), has_aux=True))
+
+    got = loss(plain_layers.side_by_side)(layers, x)
+    want = loss(lambda layers, x: [layer(x) for layer in layers])(layers, x)
+
+    def close(a, b):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=2 * float(jnp.finfo(dtype).eps) * np.abs(b).max())
+
+    jax.tree.map(close, got, want)
+    assert products(layers, x) == 1
+
+
+def test_layers_that_differ_in_their_biases_are_multiplied_one_by_one():
+    layers, x = three_linears((True, False, True)), jnp.zeros((2, 7, 12))
+    assert products(layers, x) == 3
+
+
+@pytest.mark.mesh
+def test_on_several_devices_queries_keys_and_values_are_three_products():
+    """Of a kernel that is split by columns, one product would fetch other devices' columns."""
+    assert products(three_linears(), jnp.zeros((2, 7, 12))) == 3
+
+
 @every_family
 def test_padding_changes_no_token(family):
     model = make(family)

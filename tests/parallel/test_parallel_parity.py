@@ -10,7 +10,8 @@ import pytest
 import longspan as ls
 from longspan.parallel.order import stored
 from longspan.testing import assert_matches_reference
-from tests.parallel.families import BY_TOKEN, ENGINES, FAMILIES, IDS, MESHES, B, N, T, operands
+from tests.engines import available, every_sparse_engine
+from tests.parallel.families import BY_TOKEN, FAMILIES, IDS, MESHES, B, N, T, operands
 
 WHOLE = np.arange(T)
 XLA = ("causal window", "window and prefix")
@@ -44,7 +45,7 @@ def test_devices_that_share_a_sequence_equal_one(family, mesh, engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@every_sparse_engine
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_every_mesh(family, mesh, engine):
@@ -71,7 +72,7 @@ ZIGZAG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "mesh", "engine"), ZIGZAG)
+@pytest.mark.parametrize(("family", "mesh", "engine"), available(*ZIGZAG))
 def test_zigzag_order_equals_one_device(family, mesh, engine):
     assert_matches_reference(engine, *operands(48), BY_TOKEN[family](np.arange(48)), run=zigzag(mesh, family))
 

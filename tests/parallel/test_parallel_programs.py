@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
+from tests.engines import every_sparse_engine
 from tests.parallel.families import FAMILIES, MESHES, operands
 
 
@@ -90,7 +91,7 @@ def test_flags_beyond_the_capacity_are_no_new_program_and_exact(within):
     assert run._cache_size() == 1
 
 
-@pytest.mark.parametrize("engine", ["cpu", "xla"])
+@every_sparse_engine
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_a_ring_backwards_takes_at_most_ten_shards_of_memory(engine, order):
     mesh, length = MESHES["sp8"](), 32768

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
+from tests.engines import every_engine
 from tests.patterns import plain
-
-EVERY_ENGINE = pytest.mark.parametrize("engine", sorted(ENGINES))
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ PADDING = {
 }
 
 
-@EVERY_ENGINE
+@every_engine
 @pytest.mark.parametrize(
     ("case", "padding"),
     [("odd sizes", padding) for padding in PADDING] + [(case, "holes") for case in CASES if case != "odd sizes"],
@@ -81,7 +79,7 @@ def test_matches_the_plain_oracle(engine, case, padding):
     assert_close(got, plain.bigbird(q, k, v, block_size, blocks, q_mask, kv_mask))
 
 
-@EVERY_ENGINE
+@every_engine
 def test_gradients_match_a_dense_softmax_over_the_multiset(engine):
     (B, T, N, K, H), size = (2, 21, 6, 3, 5), 3
     q, k, v = arrays(B, T, N, K, H)
@@ -160,7 +158,7 @@ def test_mistake_reshape_without_transpose_mixes_heads_and_blocks(engine):
     np.testing.assert_allclose(out, v, rtol=1e-5)
 
 
-@EVERY_ENGINE
+@every_engine
 def test_mistake_python_loop_makes_programs_grow_with_the_length(engine):
     def program_size(nb):
         q, k, v = arrays(1, 4 * nb, 2, 2, 3)
@@ -170,7 +168,7 @@ def test_mistake_python_loop_makes_programs_grow_with_the_length(engine):
     assert program_size(64) == program_size(16)
 
 
-@EVERY_ENGINE
+@every_engine
 def test_mistake_shapes_depend_on_traced_values(engine):
     q, k, v = arrays(2, 16, 2, 1, 3)
     traces = []
@@ -188,7 +186,7 @@ def test_mistake_shapes_depend_on_traced_values(engine):
     assert len(traces) == 1
 
 
-@EVERY_ENGINE
+@every_engine
 def test_a_block_listed_twice_counts_twice(engine):
     blocks = np.array([[[7, 7], [7, 2], [0, 9], [3, 7], [1, 2], [6, 6], [5, 1], [9, 9]]], np.int32)
     wanted = np.zeros((10, 10), int)
@@ -246,7 +244,7 @@ def test_batch_rows_do_not_see_each_other(engine):
     np.testing.assert_allclose(both[1:2], alone, rtol=1e-5, atol=1e-6)
 
 
-@EVERY_ENGINE
+@every_engine
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
 def test_gradients_are_finite_with_padding_in_every_dtype(engine, dtype):
     q, k, v = arrays(2, 20, 2, 1, 3, dtype)
@@ -274,7 +272,7 @@ def test_dropout_drops_a_pair_that_counts_twice_as_one_and_keeps_the_mean(engine
     np.testing.assert_array_equal(run(dropout_rate=0.0, dropout_key=keys[0]), run())
 
 
-@EVERY_ENGINE
+@every_engine
 def test_traced_numbers_that_are_no_block_are_left_out(engine):
     q, k, v = arrays(1, 12, 1, 1, 3)
     run = jax.jit(partial(ls.bigbird_attention, block_size=2, engine=engine))

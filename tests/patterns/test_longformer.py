@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.patterns.longformer import _global_rows, _local_layout, _sort_tokens
+from tests.engines import every_engine
 from tests.patterns import plain
 
 B, T, N, K, H = 2, 23, 6, 3, 5
-
-
-EVERY_ENGINE = pytest.mark.parametrize("engine", sorted(ENGINES))
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ KINDS = {
 }
 
 
-@EVERY_ENGINE
+@every_engine
 @pytest.mark.parametrize("kinds", KINDS)
 def test_matches_the_plain_oracle(engine, kinds):
     x, kinds = arrays(), KINDS[kinds]
@@ -69,7 +66,7 @@ def test_matches_the_plain_oracle(engine, kinds):
     assert_close(got, plain.longformer(*x, 3, kinds))
 
 
-@EVERY_ENGINE
+@every_engine
 @pytest.mark.parametrize("causal", [False, True], ids=["both ways", "causal"])
 @pytest.mark.parametrize(
     ("window", "dilation"),
@@ -89,7 +86,7 @@ def test_lengths_below_the_window_work(engine, length):
     assert_close(got, plain.longformer(*x, 4, kinds))
 
 
-@EVERY_ENGINE
+@every_engine
 def test_lengths_over_several_tiles_match_the_plain_oracle(engine):
     x, kinds = arrays(B=1, T=300, N=2, K=1, H=3), np.zeros((1, 300), np.int32)
     kinds[:, [0, 140, 299]], kinds[:, 250:270] = 1, -1
@@ -178,7 +175,7 @@ def test_kinds_may_be_bools_ints_or_floats(engine, dtype):
     assert_close(got, plain.longformer(*x, 3, kinds))
 
 
-@EVERY_ENGINE
+@every_engine
 def test_new_kinds_do_not_retrace(engine):
     x, traces = arrays(), []
 
@@ -193,7 +190,7 @@ def test_new_kinds_do_not_retrace(engine):
     assert len(traces) == 1
 
 
-@EVERY_ENGINE
+@every_engine
 def test_gradients_match_a_dense_softmax(engine):
     x, kinds = arrays(), some_kinds()
     local = np.asarray(ls.longformer(3, token_kinds=kinds).dense(T, T))
@@ -209,7 +206,7 @@ def test_gradients_match_a_dense_softmax(engine):
         assert_close(mine, theirs, units=256)
 
 
-@EVERY_ENGINE
+@every_engine
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
 def test_gradients_are_finite_in_every_dtype(engine, dtype):
     x = arrays(dtype=dtype)

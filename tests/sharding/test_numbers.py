@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan._attention import answer, bind
-from longspan.engines import ENGINES
 from longspan.testing import Shape, make_qkv
+from tests.engines import every_engine
 
 SHAPE = Shape(B=4, T=19, S=19, N=4, K=2, H=5)
 Q, K, V = make_qkv(SHAPE, jnp.float32)
@@ -63,7 +63,7 @@ CASES = {
 TABLE = jnp.linspace(-1, 1, 16).reshape(4, 4)
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@every_engine
 @pytest.mark.parametrize("case", CASES)
 def test_a_part_of_a_call_is_told_the_numbers_of_its_rows_and_heads(case, engine):
     part, operands = CASES[case]
@@ -79,7 +79,7 @@ def test_a_part_of_a_call_is_told_the_numbers_of_its_rows_and_heads(case, engine
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@every_engine
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 def test_dropout_inside_a_shard_map_is_that_of_one_device(engine, check):
     mesh, here = ls.parallel.mesh(dp=2, fsdp=2, tp=2), P(("dp", "fsdp"), None, "tp")

@@ -14,6 +14,7 @@ import longspan as ls
 from longspan.engines import ENGINES
 from longspan.masks import rule
 from longspan.testing import Shape, make_qkv
+from tests.engines import available
 
 COLLECTIVE = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
 B, T, N, K, H = 4, 21, 4, 2, 5
@@ -162,7 +163,7 @@ RUNS = [(case, engine) for case in CASES for engine in ENGINES if engine != "ref
 RUNS.remove(("scores by number", "cpu"))
 
 
-@pytest.mark.parametrize("case, engine", RUNS)
+@pytest.mark.parametrize("case, engine", available(*RUNS))
 def test_every_device_computes_its_own_rows_and_heads(case, engine, on_one_device):
     of, operands, specs = CASES[case]
     mesh, here = mesh_of(), (HEADS, HEADS, HEADS)
@@ -237,7 +238,7 @@ EXPLICIT = [
 ]
 
 
-@pytest.mark.parametrize("case, engine", EXPLICIT, ids=[engine for _, engine in EXPLICIT])
+@pytest.mark.parametrize("case, engine", available(*EXPLICIT), ids=[engine for _, engine in EXPLICIT])
 def test_explicit_axes_are_kept_in_types(case, engine, on_one_device):
     of, operands, specs = CASES[case]
     mesh = mesh_of(AxisType.Explicit)

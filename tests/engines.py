@@ -1,0 +1,19 @@
+"""The engines that tests run over. Without the native library those of `cpu` are skipped, and test_cpu_engine.py fails
+where it could have been built."""
+
+import pytest
+
+from longspan.engines import ENGINES
+from longspan.engines.cpu import library
+
+NATIVE = pytest.mark.skipif(library.missing() is not None, reason=f"engine='cpu': {library.missing()}")
+
+
+def available(*choices):
+    """Parameters of a test: engines by name, or tuples that end with one."""
+    named = [choice if isinstance(choice, tuple) else (choice,) for choice in choices]
+    return [pytest.param(*choice, marks=[NATIVE] * (choice[-1] == "cpu")) for choice in named]
+
+
+every_engine = pytest.mark.parametrize("engine", available(*ENGINES))
+every_sparse_engine = pytest.mark.parametrize("engine", available(*(name for name in ENGINES if name != "reference")))
