@@ -5,11 +5,11 @@ import logging
 
 import jax.numpy as jnp
 import numpy as np
-import peers
 import pytest
 from test_golden import HERE, TOLERANCE, call, comparable_rows, names_in
 
 from longspan import hf
+from tests.golden import peers
 
 pytestmark = [
     pytest.mark.parity,
