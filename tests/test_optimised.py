@@ -72,9 +72,9 @@ def test_a_cache_gives_the_same_in_one_step_and_in_a_scan():
 @every_sparse_engine
 @pytest.mark.parametrize("kind", ["window", "documents", "flags"])
 def test_programs_do_not_grow_with_the_length(engine, kind):
-    """The lines of both passes' program as XLA optimises it, from a length on at which every loop is one."""
-    short, long = (compiled_gradient(engine, kind, length).splitlines() for length in (4096, 65536))
-    assert len(long) <= 1.02 * len(short)
+    """The instructions of both passes' program as XLA optimises it, from a length on at which every loop is one."""
+    short, long = (compiled_gradient(engine, kind, length).count(" = ") for length in (4096, 65536))
+    assert 0 < short == long
 
 
 def compiled_gradient(engine, kind, length) -> str:
