@@ -13,7 +13,7 @@ ACCELERATORS := .venv-accelerators
 DOCS := .venv-docs
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test native-arm64 demo quick test check optimised slow matrix lint format bench parity accelerators docs \
+.PHONY: help setup native native-test native-arm64 demo quick test check optimised part-core part-models part-mesh part-optimised slow matrix lint format bench parity accelerators docs \
   lock clean distclean
 .DEFAULT_GOAL := help
 
@@ -95,6 +95,19 @@ check: test
 	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and check and not mesh" $(ARGS)
 	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and check and mesh" $(ARGS)
 	$(MAKE) optimised
+
+# The same tests as parts that do not wait for each other, for CI on several machines.
+MODELS := tests/models tests/golden tests/nn tests/cli
+part-core: $(READY)
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and not mesh" $(addprefix --ignore=,$(MODELS)) $(ARGS)
+
+part-models: $(READY)
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and not mesh" $(MODELS) $(ARGS)
+
+part-mesh: $(READY)
+	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and mesh" $(ARGS)
+
+part-optimised: optimised
 
 optimised: $(READY)
 	$(PYTEST) -m "optimised and not slow" $(ARGS)
