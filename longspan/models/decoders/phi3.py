@@ -40,7 +40,7 @@ class Phi3Config(DecoderConfig):
     def __post_init__(self):
         check_counts(self, ORIGINAL)
         super().__post_init__()
-        check_choice("rope_type", self.rope_parameters["rope_type"], ("default", "longrope"))
+        check_choice("rope_type", self.rope_parameters.get("rope_type", "default"), ("default", "longrope"))
 
     @property
     def family(self) -> DecoderFamily:
