@@ -73,7 +73,7 @@ def load(
         >>> mixed(jnp.ones((1, 5), int)).pooler_output.dtype, mixed.pooler.kernel.dtype
         (dtype(bfloat16), dtype('float32'))
         >>> mixed.config.hidden_dropout_prob
-        0
+        0.0
     """
     check_choice("random_blocks", random_blocks, RANDOM_BLOCKS)
     dtype, param_dtype = _float("dtype", dtype), _float("param_dtype", param_dtype)

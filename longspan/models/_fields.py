@@ -25,7 +25,7 @@ def check_reals(config: Any, *names: str, below: float = math.inf) -> None:
         if not is_number(value) or not 0 <= value < below:
             upper = "finite in float32" if below == math.inf else f"below {below:g}"
             raise ValueError(f"`{name}` must be a number from 0 on and {upper}, got {value!r}.")
-        object.__setattr__(config, name, value if isinstance(value, int | float) else float(value))
+        object.__setattr__(config, name, float(value))
 
 
 def check_positives(config: Any, *names: str, optional: bool = False) -> None:

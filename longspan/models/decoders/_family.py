@@ -31,8 +31,8 @@ class DecoderConfig:
     head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
+    initializer_range: int | float = 0.02
+    rms_norm_eps: int | float = 1e-6
     tie_word_embeddings: bool = False
     rope_parameters: Any = field(default=None, metadata=OURS)
     extra: str = field(default="{}", metadata=OURS)

@@ -32,7 +32,7 @@ class Phi3Config(DecoderConfig):
     intermediate_size: int = 8192
     max_position_embeddings: int = 4096
     original_max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: int | float = 1e-5
     sliding_window: int | None = None
 
     model_type: ClassVar[str] = "phi3"

@@ -24,14 +24,14 @@ class EncoderConfig:
     num_attention_heads: int = 12
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
+    hidden_dropout_prob: int | float = 0.1
+    attention_probs_dropout_prob: int | float = 0.1
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
+    initializer_range: int | float = 0.02
+    layer_norm_eps: int | float = 1e-12
     pad_token_id: int = field(default=0, metadata=NULL)
-    classifier_dropout: float | None = None
+    classifier_dropout: int | float | None = None
     tie_word_embeddings: bool = True
     num_labels: int = field(default=2, metadata=OURS)
     extra: str = field(default="{}", metadata=OURS)
