@@ -71,12 +71,21 @@ def frequencies(
     fields = _flat(parameters)
     if max_position_embeddings is not None:
         fields["max_position_embeddings"] = max_position_embeddings
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    named = (fields.get(name) for name in ("rope_type", "type"))
+    kind = next((name for name in named if name is not None), "default")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"rope_type={kind!r} is not one of {', '.join(map(repr, _KINDS))}.")
     size = check_static_size("head_dim", head_dim, 2)
     length = None if seq_len is None else check_static_size("seq_len", seq_len, 1)
-    return _KINDS[kind](_Given(kind, fields, size, length))
+    given = _Given(kind, fields, size, length)
+    with np.errstate(over="ignore", divide="ignore"):
+        inv_freq, factor = _KINDS[kind](given)
+    if not np.isfinite(inv_freq).all() or not math.isfinite(factor):
+        numbers = ", ".join(f"{name}={value!r}" for name, value in fields.items() if isinstance(value, int | float))
+        raise ValueError(
+            f"RoPE of type {kind!r} with {numbers} has frequencies that are not finite in float32. Change the numbers."
+        )
+    return inv_freq, factor
 
 
 @no_type_check
@@ -148,6 +157,12 @@ class _Given(NamedTuple):
             raise ValueError(f"`{name}` must be a finite number > 0, got {value!r}.")
         return float(value)
 
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.fields[name] if self.has(name) else default
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+        return bool(value)
+
     def missing(self, name: str) -> ValueError:
         there = ", ".join(f"`{field}`" for field in self.fields if self.has(field)) or "nothing"
         return ValueError(
@@ -169,7 +184,11 @@ class _Given(NamedTuple):
     def original(self) -> float:
         """The length that the model was trained on."""
         old, new = "original_max_position_embeddings", "max_position_embeddings"
-        return self.number(new if self.has(new) and not self.has(old) else old)
+        name = new if self.has(new) and not self.has(old) else old
+        length = self.number(name)
+        if not length.is_integer():
+            raise ValueError(f"`{name}` must be a whole number of positions, got {length!r}.")
+        return length
 
     def stretch(self) -> float:
         """The factor by which a context was made longer: given, or the quotient of its two lengths."""
@@ -223,7 +242,7 @@ def _yarn(given: _Given):
 
     low = pair_that_turns(given.number("beta_fast", 32.0))
     high = pair_that_turns(given.number("beta_slow", 1.0))
-    if given.fields.get("truncate") is not False:
+    if given.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     high = low + 0.001 if low == high else high  # a step, without a division by 0
@@ -240,7 +259,8 @@ def _yarn_attention(given: _Given, factor: float) -> float:
 
     if given.has("attention_factor"):
         return given.number("attention_factor")
-    if given.fields.get("mscale") and given.fields.get("mscale_all_dim"):
+    # As in Hugging Face, a 0 of either means that it is not there.
+    if all(given.has(name) and given.fields[name] != 0 for name in ("mscale", "mscale_all_dim")):
         return level(given.number("mscale")) / level(given.number("mscale_all_dim"))
     return level(1.0)
 
@@ -263,7 +283,7 @@ def _divisors(given: _Given, name: str, half: int) -> np.ndarray:
         raise given.missing(name)
     values = given.fields[name]
     is_list = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str)
-    are_numbers = is_list and all(isinstance(v, int | float | np.number) for v in values)
+    are_numbers = is_list and all(isinstance(v, int | float | np.number) and not isinstance(v, bool) for v in values)
     array = np.asarray(values, np.float32) if are_numbers else None
     if array is None or array.shape != (half,) or not (np.isfinite(array).all() and (array > 0).all()):
         got = f"{len(values)} values" if is_list else repr(values)

@@ -52,6 +52,7 @@ assert_type(ls.bigbird_attention(q, k, v, block_size=2, rand_attn=blocks, engine
 assert_type(ls.longformer_attention(q, k, v, None, None, None, window=2), jax.Array)
 assert_type(ls.bigbird(16, block_size=2, rand_attn=blocks), ls.Mask)
 assert_type(ls.longformer(3, token_kinds=ids, dilation=(1, 2)), ls.Mask)
+ls.hf.load("d", dtype=jnp.bfloat16, param_dtype="float32", config=dict(hidden_dropout_prob=0)).config.vocab_size
 layer = ls.nn.nnx.SelfAttention(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
 layer(jnp.ones((1, 4, 8)), mask=ls.Causal()).shape
 class Mine(Engine):

@@ -5,6 +5,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from longspan.hf.limits import files_with_limits, old_limit, warn_of_limits, with_new_limit
+
 # A directory with one of these has a tokenizer; the others say how it is used.
 VOCABULARIES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model",
@@ -17,8 +19,29 @@ GENERATION = "generation_config.json"
 
 
 def files_beside(model: Any, where: Path, tokenizer: str | os.PathLike | None) -> dict[str, bytes | None]:
-    """The content of the files to write beside a model; None for those to remove, of another tokenizer than its own."""
+    """The content of the files to write beside a model; None for those to remove, of another tokenizer than its own.
+
+    Where `extend` made a model that reads longer inputs, the files say so; those that others put there are reported.
+    """
     source = _source(model)
+    files, longest = _files(model, source, where, tokenizer), getattr(model.config, "max_tokens", None)
+    if longest is None:
+        return files
+    if old_limit(model, source) is not None:
+        there = {name: content for name, content in files_with_limits(where).items() if name not in files}
+        if source is not None and where.resolve() == source.resolve():
+            files |= there
+        else:
+            warn_of_limits(where, there, longest)
+        return with_new_limit(files, longest)
+    if source is None:  # made by hand: what its tokenizer is meant for is not known
+        warn_of_limits(where, files, longest)
+    return files
+
+
+def _files(
+    model: Any, source: Path | None, where: Path, tokenizer: str | os.PathLike | None
+) -> dict[str, bytes | None]:
     files: dict[str, bytes | None] = {}
     if source is not None and (source / GENERATION).is_file() and not (where / GENERATION).exists():
         files[GENERATION] = (source / GENERATION).read_bytes()
@@ -63,5 +86,5 @@ def _warn(model: Any) -> None:
     warnings.warn(
         f"No tokenizer is saved: {origin}. `transformers` would make an empty one in silence, and the model's answers "
         "would be garbage. Pass `tokenizer=`, a directory with one, or save one there yourself.",
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -11,6 +11,9 @@ from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders.longformer import LONGFORMER
 from longspan.models.families import FAMILIES
 
+# Keys of a `config.json` that repeat the longest input, where one has them.
+LIMITS = ("max_length", "max_seq_length", "model_max_length")
+
 
 def extend(
     model: Encoder | Model | CausalLM,
@@ -24,7 +27,8 @@ def extend(
     The table of positions is repeated until it has `max_positions` rows, and the projections of global tokens start as
     copies of the local ones. Texts shorter than the old table and the window keep their encodings exactly, as long as
     padding is on the right: a Longformer counts positions as RoBERTa does, without padding. Longer texts run at once
-    and get better with some training.
+    and get better with some training. `save` writes the new limit into the tokenizer's files too, so that they do not
+    cut documents at the old one.
 
     Args:
         model: a BERT or RoBERTa, with any head; the model itself stays as it is.
@@ -79,6 +83,9 @@ def _config(old, max_positions: int, window: int, sep: int) -> LongformerConfig:
     shared = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
     extra = json.loads(old.extra)
     extra.pop("sep_token_id", None)
+    for key in LIMITS:
+        if extra.get(key) in (old.max_tokens, old.max_position_embeddings):
+            extra[key] = max_positions
     first = old.pad_token_id + 1
     changes = dict(max_position_embeddings=max_positions + first, extra=json.dumps(extra), sep_token_id=sep)
     return LongformerConfig(**{**shared, **changes, "window": window})

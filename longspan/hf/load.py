@@ -1,7 +1,9 @@
 """`load`: a checkpoint directory becomes a model, or one error that says everything that is wrong with it."""
 
 import logging
+import math
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +15,9 @@ import numpy as np
 from flax import nnx
 
 from longspan._checks import FLOATS, check_choice
-from longspan.hf.config import read_config
-from longspan.hf.names import HEADS, body_name, head_prefixes, parameters, task_of
+from longspan.hf.config import Content, config_of, read_content
+from longspan.hf.names import HEADS, Parameter, body_name, head_prefixes, parameters, task_of
+from longspan.hf.sizes import refuse_large_heads, refuse_too_large, wrong_sizes
 from longspan.hf.tensors import KINDS, Tensors
 from longspan.models import CausalLM, Encoder, Model
 from longspan.models._family import Family, Task
@@ -26,7 +29,9 @@ logger = logging.getLogger("longspan.hf")
 def load(
     directory: str | os.PathLike,
     *,
-    dtype=None,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    config: Mapping[str, Any] | None = None,
     random_blocks: str = "trained",
     task: str | None = None,
     num_labels: int | None = None,
@@ -35,13 +40,18 @@ def load(
     """The model in a directory that Hugging Face's `save_pretrained` or `save` wrote, of a family in `longspan.models`.
 
     What the file holds besides (tables of positions, another task's head, an unused pooler) is ignored, and the logger
-    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all. The
-    model remembers the directory (`model.source`), where `save` finds its tokenizer.
+    "longspan.hf" says so. Anything missing, unexpected or of the wrong shape is one ValueError that lists it all;
+    sizes in `config.json` are compared with the tensors' shapes before anything is made of them. The model remembers
+    the directory (`model.source`), where `save` finds its tokenizer.
 
     Args:
         directory: with a `config.json`, and a `model.safetensors` or its shards and their index.
-        dtype: of the parameters and of the computation; by default the one in the file, but
-            float32 for a decoder on a CPU, where matrices of 16 bits are read more slowly.
+        dtype: of the computation, as in Flax; by default the one in the file, but float32 for a decoder on a CPU, where
+            matrices of 16 bits are read more slowly.
+        param_dtype: of the parameters, as in Flax; by default `dtype`. `dtype="bfloat16", param_dtype="float32"`
+            computes in bfloat16 and keeps parameters that an optimizer can add small steps to.
+        config: keys of `config.json` to override, under Hugging Face's names, for example
+            `dict(hidden_dropout_prob=0)`; they are checked like the file's, and `save` writes them.
         random_blocks: for a BigBird: "trained" attends to the random blocks it was trained with, "hf_eval" to none, as
             Hugging Face does in eval mode (every random block is then the first block).
         task: "encoder", "masked_lm", "sequence_classification", "token_classification" or "question_answering"; for a
@@ -57,31 +67,61 @@ def load(
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     hf.save(models.Encoder(config, rngs=nnx.Rngs(0)), directory)
         ...     model = hf.load(directory)
+        ...     mixed = hf.load(directory, dtype="bfloat16", param_dtype="float32", config=dict(hidden_dropout_prob=0))
         >>> model(jnp.ones((1, 5), int)).pooler_output.shape
         (1, 6)
+        >>> mixed(jnp.ones((1, 5), int)).pooler_output.dtype, mixed.pooler.kernel.dtype
+        (dtype(bfloat16), dtype('float32'))
+        >>> mixed.config.hidden_dropout_prob
+        0.0
     """
     check_choice("random_blocks", random_blocks, RANDOM_BLOCKS)
-    if dtype is not None:
-        check_choice("dtype", jnp.dtype(dtype).name, FLOATS)
+    dtype, param_dtype = _float("dtype", dtype), _float("param_dtype", param_dtype)
     where = _directory(Path(directory))
-    labels = {} if num_labels is None else dict(num_labels=num_labels)
-    config, architectures = read_config(where, random_blocks=random_blocks, **labels)
-    family = config.family
-    chosen = _task(family, task, architectures)
+    content = read_content(where, _checked_overrides(config))
+    chosen = _task(content.family, task, content.architectures)
     with ExitStack() as stack:
         tensors = Tensors.open(where, stack)
-        _check_depth(config, tensors, where)
-        config = _untie_if_different(config, chosen, tensors)
-        dtype = _default_dtype(family, tensors) if dtype is None else jnp.dtype(dtype)
-        options = dict(_pooler(chosen, config, tensors), dtype=dtype, param_dtype=dtype)
+        wrong = wrong_sizes(content, chosen, tensors, num_labels)
+        refuse_too_large(content, wrong, where)
+        labels = {} if num_labels is None else dict(num_labels=num_labels)
+        made = config_of(content, random_blocks=random_blocks, **labels)
+        made = _untie_if_different(made, chosen, tensors)
+        dtype = _default_dtype(content.family, tensors) if dtype is None else dtype
+        param_dtype = dtype if param_dtype is None else param_dtype
+        options = dict(_pooler(chosen, made, tensors), dtype=dtype, param_dtype=param_dtype)
         # Without values until it is known to fit, and to the end if the file has all of them.
-        model = nnx.eval_shape(lambda: chosen.model(config, **options, rngs=nnx.Rngs(0)))
-        sources = _sources(model, tensors, where, new_head=rngs is not None)
+        model = nnx.eval_shape(lambda: chosen.model(made, **options, rngs=nnx.Rngs(0)))
+        report = _Report(where, content, sizes=[one.line for one in wrong])
+        sources = _sources(model, tensors, report, new_head=rngs is not None)
         if rngs is not None:
-            model = chosen.model(config, **options, rngs=rngs)
-        _fill(model, tensors, sources, dtype)
+            if num_labels is None:
+                refuse_large_heads(content, report.parameters_of_new, tensors)
+            model = chosen.model(made, **options, rngs=rngs)
+        _fill(model, tensors, sources, param_dtype)
     model.set_attributes(source=str(where.resolve()))
     return model
+
+
+def _float(name: str, dtype: Any) -> Any:
+    """The dtype that an argument names, one of floats; None stays None."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"{name}={dtype!r} is not one of {', '.join(map(repr, FLOATS))}.") from None
+    check_choice(name, found.name, FLOATS)
+    return found
+
+
+def _checked_overrides(config: Any) -> Mapping[str, Any]:
+    if config is not None and not (isinstance(config, Mapping) and all(isinstance(key, str) for key in config)):
+        raise TypeError(
+            "`config` must be a dict of keys of config.json to override, for example `dict(hidden_dropout_prob=0)`, "
+            f"got {config!r:.200}. The rest of the config comes from the directory."
+        )
+    return {} if config is None else config
 
 
 def _default_dtype(family: Family, tensors: Tensors) -> Any:
@@ -90,21 +130,12 @@ def _default_dtype(family: Family, tensors: Tensors) -> Any:
     return tensors.dtype_of(family.word_embeddings)
 
 
-def _check_depth(config: Any, tensors: Tensors, where: Path) -> None:
-    """Refuses more layers than there are tensors before anything is made for each of them."""
-    if config.num_hidden_layers > len(tensors.where):
-        raise ValueError(
-            f"{where / 'config.json'} has num_hidden_layers={config.num_hidden_layers}, but there are only "
-            f"{len(tensors.where)} tensors in {where}. Load the directory that belongs to this config.json."
-        )
-
-
 _Sources: TypeAlias = dict[tuple, list[tuple[str, bool]]]  # path -> the names of all layers, and whether transposed
 
 
-def _sources(model: Any, tensors: Tensors, where: Path, *, new_head: bool) -> _Sources:
+def _sources(model: Any, tensors: Tensors, report: "_Report", *, new_head: bool) -> _Sources:
     """Where each parameter comes from, after a report of all that does not fit."""
-    report, wanted, task = _Report(where), list(parameters(model)), task_of(model)
+    wanted, task = list(parameters(model)), task_of(model)
     headless = all(tensors.find(p, task) is None for p in wanted if p.in_head)
     sources: _Sources = {}
     for p in wanted:
@@ -116,7 +147,7 @@ def _sources(model: Any, tensors: Tensors, where: Path, *, new_head: bool) -> _S
             if tensors.kind(name) not in KINDS:
                 report.no_floats.append(f"{name} is {tensors.kind(name)}, not one of {', '.join(KINDS)}")
         elif (p.in_head or p.name.startswith("pooler.")) and headless and new_head:
-            report.ignored["no such head in the file, so it is new"].append(p.name)
+            report.new.append(p)
         else:
             report.missing.append(f"{p.name} {list(p.shape)}")
     read = {name for source in sources.values() for name, _ in source}
@@ -146,11 +177,18 @@ class _Report:
     """Everything that does not fit between a file and a model."""
 
     where: Path
+    content: Content
+    sizes: list[str]
+    new: list[Parameter] = field(default_factory=list)  # which the file has not, and which are made
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     no_floats: list[str] = field(default_factory=list)
     ignored: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in _IGNORED})
+
+    @property
+    def parameters_of_new(self) -> int:
+        return sum(math.prod(p.shape) for p in self.new)
 
     def sort_out_unread(self, names: set[str], model: Any, own: tuple[str, ...]) -> None:
         family, task = model.config.family, task_of(model)
@@ -174,6 +212,7 @@ class _Report:
         problems = [
             f"{what} ({len(lines)}):\n  " + "\n  ".join(lines)
             for what, lines in (
+                ("Wrong size in config.json", self.sizes),
                 ("Missing", self.missing),
                 ("Unexpected", self.unexpected),
                 ("Wrong shape", self.misshapen),
@@ -183,9 +222,13 @@ class _Report:
         ]
         if problems:
             cure = "Load the directory that belongs to this config.json; for a new head pass `task` and `rngs`."
+            changed = self.content.where.removeprefix(str(self.where / "config.json"))  # by `config=`
             raise ValueError(
-                f"The tensors in {self.where} do not fit its config.json.\n" + "\n".join([*problems, cure])
+                f"The tensors in {self.where} do not fit its config.json{changed}.\n" + "\n".join([*problems, cure])
             )
+        if self.new:
+            names = ", ".join(p.name for p in self.new)
+            logger.warning("%s: new, randomly initialised: %s", self.where, names)
         for why, names in self.ignored.items():
             if names:
                 logger.log(_IGNORED[why], "%s: ignored %s (%s)", self.where, ", ".join(names), why)
@@ -199,7 +242,6 @@ _IGNORED = {
     "of the larger model that this one is a part of": logging.INFO,
     "another task's head": logging.WARNING,
     "in a shard, but not listed there by the index": logging.WARNING,
-    "no such head in the file, so it is new": logging.WARNING,
 }
 
 

@@ -42,7 +42,7 @@ def parameters(model: Any) -> Iterator[Parameter]:
         in_head = any(ours.startswith(start) for start, _ in task.names)
         shape = tuple(variable.shape) if layers is None else tuple(variable.shape)[1:]
         shape = shape[::-1] if transposed else shape
-        name = _file_name(ours, task.names) if in_head else body_name(ours.removeprefix("encoder."), family)
+        name = file_name(ours, task.names) if in_head else body_name(ours.removeprefix("encoder."), family)
         for index, number in enumerate([None] if layers is None else layers):
             layer = None if layers is None else index
             yield Parameter(name.format(number), path, layer, shape, in_head, transposed)
@@ -50,7 +50,7 @@ def parameters(model: Any) -> Iterator[Parameter]:
 
 def body_name(ours: str, family: Family) -> str:
     """The name of one of the body's parameters, without prefix; {} is the number of its layer."""
-    return _file_name(ours, family.names)
+    return file_name(ours, family.names)
 
 
 def prefix(model: Any) -> str:
@@ -63,5 +63,6 @@ def head_prefixes(model: Any) -> tuple[str, ...]:
     return tuple({p.name.partition(".")[0] + "." for p in parameters(model) if p.in_head})
 
 
-def _file_name(ours: str, names: Names) -> str:
+def file_name(ours: str, names: Names) -> str:
+    """Hugging Face's name of one of our parameters."""
     return re.sub(r"(^|\.)(kernel|scale|embedding)$", r"\1weight", theirs(ours, names))

@@ -16,6 +16,7 @@ from longspan.models._family import Task
 from longspan.models.families import FAMILIES
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIXES = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})  # of bodies
 KINDS = ("F64", "F32", "BF16", "F16")  # what safetensors calls the dtypes that parameters may have
 
 
@@ -25,6 +26,7 @@ class Tensors:
 
     where: dict[str, Any]  # name -> the open file that holds it
     old_names: dict[str, str]  # name -> the name in the file
+    file_of: dict[str, str]  # name -> the name of that file
     unlisted: list[str]  # what the files hold besides, by the index
 
     @classmethod
@@ -32,7 +34,8 @@ class Tensors:
         """The tensors of the one file, or those that the index lists, each from the file it is listed in."""
         if (directory / WEIGHTS).is_file():
             file = _open(directory / WEIGHTS, stack)
-            return cls(*_renamed(directory / WEIGHTS, dict.fromkeys(file.keys(), file)), [])
+            where, old = _renamed(directory / WEIGHTS, dict.fromkeys(file.keys(), file))
+            return cls(where, old, dict.fromkeys(where, WEIGHTS), [])
         if not (directory / INDEX).is_file():
             _refuse(directory)
         listed = _weight_map(directory)
@@ -46,7 +49,8 @@ class Tensors:
             )
         unlisted = sorted(f"{tensor} ({n})" for n in held for tensor in held[n] if listed.get(tensor) != n)
         tensors = {tensor: files[name] for tensor, name in listed.items()}
-        return cls(*_renamed(directory / INDEX, tensors), unlisted)
+        where, old = _renamed(directory / INDEX, tensors)
+        return cls(where, old, {name: listed[before] for name, before in old.items()}, unlisted)
 
     def find(self, p: Parameter, task: Task) -> str | None:
         """A parameter's name in the file."""
@@ -59,8 +63,17 @@ class Tensors:
 
     def find_in_body(self, name: str) -> str | None:
         """The name in the file of one of the body's tensors, which may have a prefix, or none."""
-        prefixes = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})
-        return next((n for n in [*(p + name for p in prefixes), name] if n in self.where), None)
+        return next((n for n in [*(p + name for p in PREFIXES), name] if n in self.where), None)
+
+    def without_prefix(self, name: str) -> str:
+        """A name in the file without the prefix of a body."""
+        longest_first = sorted(PREFIXES, key=len, reverse=True)
+        return next((name.removeprefix(p) for p in longest_first if name.startswith(p)), name)
+
+    @property
+    def files(self) -> str:
+        """The file that names all tensors, for messages."""
+        return WEIGHTS if set(self.file_of.values()) <= {WEIGHTS} else INDEX
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

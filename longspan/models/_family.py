@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # What our name of a parameter begins with, and what Hugging Face's does, {} being the number of a layer. The first that
 # fits counts.
@@ -28,8 +28,20 @@ class Task:
     twin_biases: tuple[str, str] | None = None  # two names of one tensor; where files have both, the second counts
 
 
+class Size(NamedTuple):
+    """An axis of one of the body's tensors, whose length is the product of some numbers in `config.json`."""
+
+    keys: tuple[str, ...]
+    tensor: str
+    axis: int
+
+
 def _nothing(*_: Any) -> dict[str, Any]:
     return {}
+
+
+def _replaced(raw: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {**raw, **overrides}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +67,10 @@ class Family:
     spelled_otherwise: tuple[str, ...] = ()
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = _nothing
     write: Callable[[Any], dict[str, Any]] = _nothing
+    # A file's content with keys that a caller of `hf.load` overrides, the last argument being the name for messages.
+    override: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]] = _replaced
+    layers: str  # what the names of a layer's tensors begin with, {} being its number
+    sizes: tuple[Size, ...]  # what is compared with a file's tensors before anything is made of a config
     extendable: bool = False  # whether `hf.extend` makes a Longformer of it
     float32_on_cpu: bool = False  # whether that is its dtype there unless a caller names another; else the file's
 

@@ -115,24 +115,30 @@ def test_two_names_of_one_parameter_are_an_error(copy):
 def test_more_layers_than_tensors_are_refused_at_once(name, rngs, copy):
     where = copy(name, num_hidden_layers=10**9, **(dict(attention_window=4) if name == "longformerModel" else {}))
     with pytest.raises(
-        ValueError, match=r"config\.json has num_hidden_layers=1000000000, but there are only \d+ tensors"
+        ValueError, match=r"num_hidden_layers=1000000000, but model\.safetensors has the tensors of 2 layers"
     ):
         hf.load(where, rngs=None if rngs is None else nnx.Rngs(rngs))
 
 
 def test_nothing_is_made_of_a_size_that_the_file_does_not_have(copy):
     where = copy(vocab_size=2**31 - 1, intermediate_size=2**31 - 1)
-    with pytest.raises(ValueError, match=r"Wrong shape \(7\):\n  embeddings\.word_embeddings\.weight is \[23, 12\]"):
+    with pytest.raises(ValueError, match=r"vocab_size=2147483647, but embeddings\.word_embeddings\.weight in model\."):
         hf.load(where, task="token_classification", rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(layer_norm_eps=-1), "`layer_norm_eps` must be a number from 0 on and finite, got -1"),
-        (dict(layer_norm_eps=float("nan")), "`layer_norm_eps` must be a number from 0 on and finite, got nan"),
-        (dict(layer_norm_eps="1e-5"), "`layer_norm_eps` must be a number from 0 on and finite, got '1e-5'"),
-        (dict(initializer_range=float("inf")), "`initializer_range` must be a number from 0 on and finite, got inf"),
+        (dict(layer_norm_eps=-1), "`layer_norm_eps` must be a number from 0 on and finite in float32, got -1"),
+        (
+            dict(layer_norm_eps=float("nan")),
+            "`layer_norm_eps` must be a number from 0 on and finite in float32, got nan",
+        ),
+        (dict(layer_norm_eps="1e-5"), "`layer_norm_eps` must be a number from 0 on and finite in float32, got '1e-5'"),
+        (
+            dict(initializer_range=float("inf")),
+            "`initializer_range` must be a number from 0 on and finite in float32, got inf",
+        ),
         (dict(hidden_dropout_prob=2.0), "`hidden_dropout_prob` must be a number from 0 on and below 1, got 2.0"),
         (dict(classifier_dropout=True), "`classifier_dropout` must be a number from 0 on and below 1, got True"),
         (dict(num_attention_heads=1.5), "`num_attention_heads` must be an int from 1 to 2147483647, got 1.5"),
@@ -160,8 +166,8 @@ def test_a_config_names_the_key_and_what_came(changes, message, copy):
     [
         ("longformerModel", dict(attention_window="8"), "has attention_window='8', which must be even"),
         ("longformerModel", dict(attention_window=[8, 2.0]), "has attention_window=[8, 2.0], which must be even"),
-        ("longformerModel", dict(attention_window=[4]), "`window` must be an int >= 0 or one for each of the 2 layers"),
-        ("longformerModel", dict(attention_window=[]), "`window` must be an int >= 0 or one for each of the 2 layers"),
+        ("longformerModel", dict(attention_window=[4]), "has attention_window=[4], which must be even"),
+        ("longformerModel", dict(attention_window=[]), "one for each of num_hidden_layers=2"),
         ("big_birdModel", dict(block_size=0), "`block_size` must be an int from 1"),
         ("big_birdModel", dict(num_random_blocks=-1), "`num_random_blocks` must be an int from 0"),
         ("big_birdModel", dict(use_bias=1), "`use_bias` must be True or False, got 1"),

@@ -214,8 +214,8 @@ def test_a_config_that_would_compute_something_else_is_refused(changes, words):
         ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention=true"),
         ("gemma2", dict(layer_types=["full_attention"]), "`layer_types` must name the kinds of num_hidden_layers=5"),
         ("qwen2", dict(layer_types=["chunked_attention"] * 3), "`layer_types` has 'chunked_attention'"),
-        ("qwen2", dict(sliding_window=None), "need a `sliding_window`, an int from 1 on, got None"),
-        ("mistral", dict(sliding_window=0), "need a `sliding_window`, an int from 1 on, got 0"),
+        ("qwen2", dict(sliding_window=None), "need a `sliding_window`, an int from 1 to 2147483647, got None"),
+        ("mistral", dict(sliding_window=0), "need a `sliding_window`, an int from 1 to 2147483647, got 0"),
         ("phi3", dict(rope_parameters=dict(rope_type="linear", factor=2.0)), "rope_type='linear'"),
     ],
 )

@@ -88,6 +88,8 @@ def test_one_error_lists_everything_that_does_not_fit(copy):
         hf.load(copy(tensors=damage))
     text = str(error.value)
     assert "Missing (2):" in text
+    assert "Wrong size in config.json (2):\n  num_hidden_layers=2, but model.safetensors has the tensors of 3" in text
+    assert "vocab_size=23, but embeddings.word_embeddings.weight in model.safetensors is [24, 12]" in text
     assert "encoder.layer.0.attention.self.query.bias [12]" in text
     assert "encoder.layer.1.output.dense.weight [12, 20]" in text
     assert "Unexpected (1):\n  encoder.layer.7.output.dense.weight" in text
@@ -137,7 +139,8 @@ def test_a_new_head_needs_rngs_and_gets_them(caplog):
     with pytest.raises(ValueError, match=r"Missing \(2\):\n  classifier\.bias \[7\]"):
         hf.load(GOLDEN / "bertModel", task="token_classification", num_labels=7)
     model = hf.load(GOLDEN / "bertModel", task="token_classification", num_labels=7, rngs=nnx.Rngs(0))
-    assert "it is new" in caplog.text
+    assert "bertModel: new, randomly initialised: classifier.bias, classifier.weight" in caplog.text
+    assert "ignored" not in caplog.text.replace("ignored pooler", "")
     assert model(IDS).logits.shape == (1, 6, 7)
     same(model.encoder, hf.load(GOLDEN / "bertModel", task="encoder"), ignore="pooler")
 
@@ -215,6 +218,16 @@ def test_a_cut_off_file_is_named(copy):
 def test_configs_that_cannot_work_are_refused(changes, message, copy):
     with pytest.raises(ValueError, match=re.escape(message)):
         hf.load(copy(config=lambda raw: raw.update(changes)))
+
+
+def test_a_family_that_is_not_known_is_told_what_to_do_and_that_works(copy):
+    where = copy(config=lambda raw: raw.update(model_type="my_bert"))
+    with pytest.raises(ValueError, match=r"set `model_type` to it in config\.json; CONTRIBUTING\.md, \"Adding a model"):
+        hf.load(where)
+    assert "## Adding a model family" in (GOLDEN.parent.parent / "CONTRIBUTING.md").read_text()
+    raw = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps(raw | dict(model_type="bert")))
+    same(hf.load(where), hf.load(GOLDEN / "bertModel"))
 
 
 def test_wrong_choices_list_the_right_ones():

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from longspan._checks import check_choice
 from longspan.masks import Causal, Mask, Segments, Window
-from longspan.models._family import Family
-from longspan.models._fields import check_counts, check_flags, check_reals
+from longspan.models._family import Family, Size
+from longspan.models._fields import MOST, check_counts, check_flags, check_reals, is_count
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.decoders.rope import BESIDE, both_spellings, frozen, one_rope
+from longspan.models.decoders.rope import BESIDE, both_spellings, frozen, object_of, one_rope, override_rope
 from longspan.models.decoders.runs import Run, runs
 from longspan.rope import frequencies
 
@@ -31,8 +31,8 @@ class DecoderConfig:
     head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
+    initializer_range: int | float = 0.02
+    rms_norm_eps: int | float = 1e-6
     tie_word_embeddings: bool = False
     rope_parameters: Any = field(default=None, metadata=OURS)
     extra: str = field(default="{}", metadata=OURS)
@@ -42,7 +42,10 @@ class DecoderConfig:
     def __post_init__(self):
         check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         check_counts(self, "max_position_embeddings")
-        check_counts(self, *(name for name in ("num_key_value_heads", "head_dim") if getattr(self, name) is not None))
+        optional = ("num_key_value_heads", "head_dim")
+        check_counts(self, *(name for name in optional if getattr(self, name) is not None))
+        if getattr(self, "sliding_window", None) is not None:
+            check_counts(self, "sliding_window", least=0)  # a 0 where layers slide is refused by `mask`
         check_reals(self, "rms_norm_eps", "initializer_range")
         check_flags(self, "tie_word_embeddings")
         check_choice("hidden_act", self.hidden_act, tuple(sorted(ACTIVATIONS)))
@@ -55,7 +58,9 @@ class DecoderConfig:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={heads}. Or give `head_dim`."
             )
-        rope = self.rope_parameters or dict(rope_type="default", rope_theta=10000.0)
+        rope = dict(rope_type="default", rope_theta=10000.0) if self.rope_parameters is None else self.rope_parameters
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"`rope_parameters` must be a mapping as in `ls.rope.frequencies`, got {rope!r:.200}.")
         object.__setattr__(self, "rope_parameters", frozen(rope))
         for kind in dict.fromkeys(self.kinds):
             self.mask(kind)
@@ -124,9 +129,13 @@ class DecoderConfig:
             return Causal()
         if kind != SLIDING:
             raise ValueError(f"`layer_types` has {kind!r}, which is not one of '{FULL}', '{SLIDING}'.")
-        window = getattr(self, "sliding_window", None)
-        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            raise ValueError(f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 on, got {window!r}.")
+        window: Any = getattr(self, "sliding_window", None)
+        if not is_count(window):
+            raise ValueError(
+                f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 to {MOST}, got {window!r}. Set it "
+                f"(it counts the query's own key), or make the layers '{FULL}': by `layer_types`, or, where a family "
+                "has none, by a `sliding_window` of None (null in config.json)."
+            )
         return Causal() & Window(window - 1, 0)
 
     def packed_mask(self, kind: str, ids: Any) -> Mask:
@@ -150,7 +159,11 @@ class LayerTypes(DecoderConfig):
     layer_types: Sequence[str] | None = None
 
     def __post_init__(self):
+        check_counts(self, "num_hidden_layers")
         if self.layer_types is not None:
+            kinds: Any = self.layer_types
+            if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not all(isinstance(k, str) for k in kinds):
+                raise ValueError(f"`layer_types` must be a list of '{FULL}' and '{SLIDING}', got {kinds!r:.200}.")
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
             if len(self.layer_types) != self.num_hidden_layers:
                 raise ValueError(
@@ -173,7 +186,7 @@ class LayerTypes(DecoderConfig):
 def read_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The rotary parameters, and errors for what would compute something else."""
     refuse(content, where)
-    return dict(rope_parameters=one_rope(content))
+    return dict(rope_parameters=one_rope(content, where))
 
 
 def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -183,8 +196,9 @@ def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def refuse(content: Mapping[str, Any], where: str) -> None:
     """Raises for what Longspan's decoders do not have."""
-    if content.get("quantization_config"):
-        method = dict(content["quantization_config"]).get("quant_method")
+    quantization = object_of(content, "quantization_config", where)
+    if quantization:
+        method = quantization.get("quant_method")
         raise ValueError(
             f"{where} has a quantization_config ({method}). Longspan reads floats only: load the checkpoint that it "
             "was quantized from, or write a dequantized one."
@@ -235,11 +249,20 @@ class DecoderFamily(Family):
     prefix: str = "model."
     names: tuple[tuple[str, str], ...] = names_of(*LAYER, *PRE_NORMS)
     word_embeddings: str = "embed_tokens.weight"
+    layers: str = "layers.{}."
+    sizes: tuple[Size, ...] = (
+        Size(("vocab_size",), "embed_tokens.weight", 0),
+        Size(("hidden_size",), "embed_tokens.weight", 1),
+        Size(("intermediate_size",), "layers.0.mlp.down_proj.weight", 1),
+        Size(("num_attention_heads", "head_dim"), "layers.0.self_attn.o_proj.weight", 1),
+        Size(("num_key_value_heads", "head_dim"), "layers.0.self_attn.k_proj.weight", 0),
+    )
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     float32_on_cpu: bool = True
     spelled_otherwise: tuple[str, ...] = BESIDE
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = read_rope
     write: Callable[[Any], dict[str, Any]] = write_rope
+    override: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]] = override_rope
 
     norm_adds_one: bool = False  # norms multiply by 1 + weight, in float32; else by the weight, after rounding
     branch_norms: bool = False  # both branches of a layer are normalised again before they are added

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from longspan.models._fields import check_flags, check_reals
+from longspan.models._fields import check_flags, check_positives
+from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders._family import (
     FULL,
     LAYER,
@@ -63,9 +64,8 @@ class Gemma2Config(LayerTypes):
     def __post_init__(self):
         super().__post_init__()
         check_flags(self, "attention_bias")
-        check_reals(self, "query_pre_attn_scalar")
-        caps = ("attn_logit_softcapping", "final_logit_softcapping")
-        check_reals(self, *(name for name in caps if getattr(self, name) is not None))
+        check_positives(self, "query_pre_attn_scalar")
+        check_positives(self, "attn_logit_softcapping", "final_logit_softcapping", optional=True)
 
     @property
     def family(self) -> DecoderFamily:
@@ -99,7 +99,10 @@ def read_gemma(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     read = read_window(content, where)
     read |= {name: content.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-    return read | dict(hidden_act=content.get("hidden_activation") or "gelu_pytorch_tanh")
+    given = content.get("hidden_activation")
+    if given is not None and given not in tuple(ACTIVATIONS):
+        raise ValueError(f"{where} has hidden_activation={given!r:.200}, not one of {', '.join(sorted(ACTIVATIONS))}.")
+    return read | dict(hidden_act="gelu_pytorch_tanh" if given is None else given)
 
 
 def write_gemma(config: DecoderConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from longspan.models._fields import check_counts
 from longspan.models.decoders._family import FULL, SLIDING, DecoderConfig, DecoderFamily, write_sizes
 from longspan.models.decoders.gemma2 import NAMES, Gemma2Config, read_gemma
 from longspan.models.decoders.llama import CAUSAL_LM
-from longspan.models.decoders.rope import BESIDE, both_spellings, one_rope
+from longspan.models.decoders.rope import BESIDE, both_spellings, object_of, standard_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class Gemma3Config(Gemma2Config):
                 f"attn_logit_softcapping={self.attn_logit_softcapping}: Gemma 3 has no soft cap of scores, and Hugging "
                 "Face's ignores it. Set it to None, or to null in config.json."
             )
-        if not self.rope_parameters:
-            object.__setattr__(self, "rope_parameters", ropes({}))
-        elif not isinstance(self.rope_parameters, Mapping) or not {FULL, SLIDING} <= set(self.rope_parameters):
+        rope: Any = ropes({}, "config.json") if self.rope_parameters is None else self.rope_parameters
+        if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in (FULL, SLIDING)):
             raise ValueError(
                 f"`rope_parameters` of a Gemma 3 must have '{FULL}' and '{SLIDING}', a set of numbers for each, got "
-                f"{self.rope_parameters!r}."
+                f"{rope!r:.200}."
             )
+        object.__setattr__(self, "rope_parameters", rope)
         super().__post_init__()
 
     @property
@@ -64,21 +64,24 @@ class Gemma3Config(Gemma2Config):
         return self.rope_parameters[kind]
 
 
-def ropes(content: Mapping[str, Any]) -> dict[str, Any]:
+def ropes(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`rope_parameters` by kind of layer; in the old spelling, `rope_scaling` is for global layers alone."""
-    given = content.get("rope_parameters") or {}
+    given, scaling = (object_of(content, key, where) for key in ("rope_parameters", "rope_scaling"))
     if given and not {FULL, SLIDING} & set(given):
-        return dict(given)  # which the config refuses
-    full = {**(given.get(FULL) or {}), **(content.get("rope_scaling") or {})}
-    local = dict(given.get(SLIDING) or {})
+        return given  # which the config refuses
+    full, local = (object_of(given, kind, where, "rope_parameters.") for kind in (FULL, SLIDING))
+    beside = {key: content.get(key) for key in ("rope_theta", "rope_local_base_freq")}
+    name = "rope_scaling" if scaling else f"rope_parameters.{FULL}"
     return {
-        FULL: one_rope(dict(rope_scaling=full, rope_theta=content.get("rope_theta")), theta=1e6),
-        SLIDING: one_rope(dict(rope_scaling=local, rope_theta=content.get("rope_local_base_freq")), theta=1e4),
+        FULL: standard_rope({**full, **scaling}, name, beside, where, theta=1e6),
+        SLIDING: standard_rope(
+            local, f"rope_parameters.{SLIDING}", beside, where, theta_key="rope_local_base_freq", theta=1e4
+        ),
     }
 
 
 def _read(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return read_gemma(content, where) | dict(rope_parameters=ropes(content))
+    return read_gemma(content, where) | dict(rope_parameters=ropes(content, where))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

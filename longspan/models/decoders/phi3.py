@@ -32,7 +32,7 @@ class Phi3Config(DecoderConfig):
     intermediate_size: int = 8192
     max_position_embeddings: int = 4096
     original_max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: int | float = 1e-5
     sliding_window: int | None = None
 
     model_type: ClassVar[str] = "phi3"
@@ -40,7 +40,7 @@ class Phi3Config(DecoderConfig):
     def __post_init__(self):
         check_counts(self, ORIGINAL)
         super().__post_init__()
-        check_choice("rope_type", self.rope_parameters["rope_type"], ("default", "longrope"))
+        check_choice("rope_type", self.rope_parameters.get("rope_type", "default"), ("default", "longrope"))
 
     @property
     def family(self) -> DecoderFamily:

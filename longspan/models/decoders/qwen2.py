@@ -38,9 +38,9 @@ class Qwen2Config(LayerTypes):
     model_type: ClassVar[str] = "qwen2"
 
     def __post_init__(self):
-        super().__post_init__()
         check_flags(self, "use_sliding_window")
         check_counts(self, "max_window_layers", least=0)
+        super().__post_init__()
 
     @property
     def family(self) -> DecoderFamily:

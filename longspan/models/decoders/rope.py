@@ -5,25 +5,92 @@ from typing import Any
 
 from flax.core import FrozenDict, unfreeze
 
+from longspan.models._fields import is_number, is_positive
+
 BESIDE = ("rope_theta", "rope_scaling", "rope_parameters")  # the keys that are read here
+OLD_SPELLING = ("rope_scaling", "rope_theta", "rope_local_base_freq")  # of what `rope_parameters` hold
 ORIGINAL = "original_max_position_embeddings"
+POSITIVE = (
+    "rope_theta", "factor", "attention_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "low_freq_factor",
+    "high_freq_factor", ORIGINAL,
+)  # fmt: skip
+# Hugging Face takes a 0 for these as if they were not there.
+FROM_ZERO = ("mscale", "mscale_all_dim")
 
 
-def one_rope(content: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+def one_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`rope_parameters` as Hugging Face's version 5 has them, from either spelling.
 
-    As there, what `rope_scaling` says comes first, and what stands beside it stands in for what it leaves out.
+    As in Hugging Face, `rope_scaling` takes precedence; top-level keys fill in what it omits.
     """
-    given = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
-    given["rope_type"] = given.get("rope_type") or given.pop("type", None) or "default"
-    given.pop("type", None)
-    given["rope_theta"] = given.get("rope_theta") or content.get("rope_theta") or theta
-    share = given.get("partial_rotary_factor") or content.get("partial_rotary_factor")
+    scaling, parameters = (object_of(content, key, where) for key in ("rope_scaling", "rope_parameters"))
+    name = "rope_scaling" if scaling else "rope_parameters"
+    return standard_rope(scaling or parameters, name, content, where)
+
+
+def standard_rope(
+    given: Mapping[str, Any],
+    name: str,
+    content: Mapping[str, Any],
+    where: str,
+    *,
+    theta_key: str = "rope_theta",
+    theta: float = 10000.0,
+) -> dict[str, Any]:
+    """One set of rotary parameters, complete and checked.
+
+    Args:
+        given: the set, as the file has it.
+        name: its key in the file, for messages.
+        content: the file's content, whose top-level keys fill in what the set omits.
+        where: the file.
+        theta_key: the top-level key of the base.
+        theta: the base if the file has none.
+    """
+    rope = dict(given)
+    old_type = rope.pop("type", None)
+    rope["rope_type"] = _first(rope.get("rope_type"), old_type, "default")
+    for key in (*POSITIVE, *FROM_ZERO):
+        _check_number(given.get(key), f"{name}.{key}", where, zero=key in FROM_ZERO)
+    for key in (theta_key, "partial_rotary_factor", ORIGINAL):
+        _check_number(content.get(key), key, where)
+    rope["rope_theta"] = _first(rope.get("rope_theta"), content.get(theta_key), theta)
+    share = _first(rope.get("partial_rotary_factor"), content.get("partial_rotary_factor"))
     if share is not None:
-        given["partial_rotary_factor"] = share
-    if given["rope_type"] != "default" and content.get(ORIGINAL) is not None:
-        given[ORIGINAL] = content[ORIGINAL]
-    return given
+        rope["partial_rotary_factor"] = share
+    if rope["rope_type"] != "default" and content.get(ORIGINAL) is not None:
+        rope[ORIGINAL] = content[ORIGINAL]
+    return rope
+
+
+def override_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A file's content with some keys replaced; no older spelling is left that would take precedence over them."""
+    new, parameters = {**raw, **overrides}, "rope_parameters"
+    old_spelling = [key for key in OLD_SPELLING if key in overrides]
+    if old_spelling and new.get(parameters):
+        raise ValueError(
+            f"{where}: `{old_spelling[0]}` is overridden, but `{parameters}` hold this number too. Override "
+            f"`{parameters}` alone, with `rope_type` and `rope_theta`."
+        )
+    if overrides.get(parameters) is None:
+        return new
+    _check_complete(object_of(overrides, parameters, where), where)
+    return {key: value for key, value in new.items() if key not in OLD_SPELLING}
+
+
+def _check_complete(rope: Mapping[str, Any], where: str) -> None:
+    """Raises if a set of parameters, or one of several, lacks the base, which the file's other keys would have had."""
+    sets = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
+    if any(one.get("rope_theta") is None for one in sets):
+        raise ValueError(f"{where} has rope_parameters without `rope_theta`. Add it: they replace all of the file's.")
+
+
+def object_of(content: Mapping[str, Any], key: str, where: str, path: str = "") -> dict[str, Any]:
+    """The object under a key; an empty one for null, and for a key that is missing."""
+    value = content.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{where} has {path}{key}={value!r:.200}, which must be an object, {{...}}, or null.")
+    return dict(value or {})
 
 
 def both_spellings(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,4 +104,17 @@ def frozen(value: Any) -> Any:
     """The same parameters as a config keeps them, which hashes."""
     if isinstance(value, Mapping):
         return FrozenDict({name: frozen(inner) for name, inner in value.items()})
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _check_number(value: Any, key: str, where: str, *, zero: bool = False) -> None:
+    """Raises for a number that no rope has; null means the same as a missing key."""
+    if value is None or is_positive(value) or (zero and is_number(value) and value == 0):
+        return
+    least = "from 0 on" if zero else "above 0"
+    raise ValueError(f"{where} has {key}={value!r:.200}, which must be a number {least}, finite in float32.")
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from longspan._checks import check_choice
-from longspan.models._family import Family
+from longspan.models._family import Family, Size
 from longspan.models._fields import MOST, check_counts, check_flags, check_reals
 from longspan.models.activations import ACTIVATIONS
 
 # Metadata of a config's field that no `config.json` has, at least not under this name.
 OURS = {"in_json": False}
+NULL = {"null": True}  # of one for which a `config.json` may have null, which means the default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,14 @@ class EncoderConfig:
     num_attention_heads: int = 12
     intermediate_size: int = 3072
     hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
+    hidden_dropout_prob: int | float = 0.1
+    attention_probs_dropout_prob: int | float = 0.1
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
-    classifier_dropout: float | None = None
+    initializer_range: int | float = 0.02
+    layer_norm_eps: int | float = 1e-12
+    pad_token_id: int = field(default=0, metadata=NULL)
+    classifier_dropout: int | float | None = None
     tie_word_embeddings: bool = True
     num_labels: int = field(default=2, metadata=OURS)
     extra: str = field(default="{}", metadata=OURS)
@@ -87,8 +88,8 @@ def refuse_decoders(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(
                 f"{where} has {name}=true. Longspan has only encoders of this family: set it to false if it is one."
             )
-    kind = raw.get("position_embedding_type") or "absolute"
-    if kind != "absolute":
+    kind = raw.get("position_embedding_type")
+    if kind not in (None, "absolute"):
         raise ValueError(f"{where} has position_embedding_type={kind!r}. Longspan knows 'absolute' only.")
     return {}
 
@@ -98,6 +99,14 @@ class EncoderFamily(Family):
     """A family of encoders: its own parts, and how its tasks differ from the others'."""
 
     word_embeddings: str = "embeddings.word_embeddings.weight"
+    layers: str = "encoder.layer.{}."
+    sizes: tuple[Size, ...] = (
+        Size(("vocab_size",), "embeddings.word_embeddings.weight", 0),
+        Size(("hidden_size",), "embeddings.word_embeddings.weight", 1),
+        Size(("max_position_embeddings",), "embeddings.position_embeddings.weight", 0),
+        Size(("type_vocab_size",), "embeddings.token_type_embeddings.weight", 0),
+        Size(("intermediate_size",), "encoder.layer.0.intermediate.dense.weight", 0),
+    )
     buffers: tuple[str, ...] = ("embeddings.position_ids", "embeddings.token_type_ids")
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = refuse_decoders
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from longspan._checks import check_choice
 from longspan.models._family import Task
 from longspan.models._fields import check_counts, check_flags
-from longspan.models.encoders._family import OURS, EncoderFamily
+from longspan.models.encoders._family import NULL, OURS, EncoderFamily
 from longspan.models.encoders.attention import FullAttention, Site, Tokens
 from longspan.models.encoders.bert import BODY, ENCODER, MASKED_LM, TOKEN_CLASSIFIER, BertConfig
 from longspan.models.encoders.encoder import Embeddings
@@ -47,7 +47,7 @@ class BigBirdConfig(BertConfig):
     vocab_size: int = 50358
     hidden_act: str = "gelu_new"
     max_position_embeddings: int = 4096
-    sep_token_id: int = 66
+    sep_token_id: int = field(default=66, metadata=NULL)
     attention_type: str = "block_sparse"
     block_size: int = 64
     num_random_blocks: int = 3

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan.masks import Full, Segments, Window
-from longspan.models._fields import check_counts
-from longspan.models.encoders._family import OURS, EncoderFamily, refuse_decoders
+from longspan.models._fields import MOST, check_counts, is_count
+from longspan.models.encoders._family import NULL, OURS, EncoderFamily, refuse_decoders
 from longspan.models.encoders.attention import FullAttention, Site, Tokens
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER
 from longspan.models.encoders.roberta import MASKED_LM, SEQUENCE_CLASSIFIER, RobertaConfig, RobertaEmbeddings
@@ -39,7 +39,7 @@ class LongformerConfig(RobertaConfig):
     """
 
     max_position_embeddings: int = 4098
-    sep_token_id: int = 2
+    sep_token_id: int = field(default=2, metadata=NULL)
     window: SupportsIndex | Iterable[SupportsIndex] = field(default=256, metadata=OURS)
 
     model_type: ClassVar[str] = "longformer"
@@ -51,10 +51,10 @@ class LongformerConfig(RobertaConfig):
         window = tuple(map(index, self.window)) if isinstance(self.window, Iterable) else index(self.window)
         object.__setattr__(self, "window", window)
         counts = isinstance(window, int) or len(window) == self.num_hidden_layers
-        if not counts or min(window if isinstance(window, tuple) else (window,)) < 0:
+        if not counts or not all(0 <= w <= MOST for w in (window if isinstance(window, tuple) else (window,))):
             raise ValueError(
-                f"`window` must be an int >= 0 or one for each of the {self.num_hidden_layers} layers, "
-                f"got {self.window!r}."
+                f"`window` must be an int from 0 to {MOST}, or one for each of the {self.num_hidden_layers} layers, "
+                f"got {self.window!r:.200}."
             )
 
     @property
@@ -154,10 +154,12 @@ def _read(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     refuse_decoders(raw, where)
     given = raw["attention_window"]
     windows = given if isinstance(given, list) else [given]
-    if not all(type(w) is int and w > 0 and w % 2 == 0 for w in windows):
+    layers = raw.get("num_hidden_layers", LongformerConfig.num_hidden_layers)
+    per_layer = not isinstance(given, list) or not is_count(layers) or len(given) == layers
+    if not per_layer or not all(is_count(w, 2) and w % 2 == 0 for w in windows):
         raise ValueError(
-            f"{where} has attention_window={given!r}, which must be even, half on each side: one int from 2 on, or a "
-            "list of them, one per layer."
+            f"{where} has attention_window={given!r:.200}, which must be even, half on each side: one int from 2 to "
+            f"{MOST - 1}, or a list of them, one for each of num_hidden_layers={layers!r:.200}."
         )
     return dict(window=tuple(w // 2 for w in windows) if isinstance(given, list) else given // 2)
 

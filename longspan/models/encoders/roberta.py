@@ -27,7 +27,7 @@ class RobertaConfig(BertConfig):
     vocab_size: int = 50265
     max_position_embeddings: int = 514
     type_vocab_size: int = 1
-    layer_norm_eps: float = 1e-5
+    layer_norm_eps: int | float = 1e-5
     pad_token_id: int = 1
 
     model_type: ClassVar[str] = "roberta"
