@@ -378,6 +378,38 @@ def test_tokens_that_see_each_other_must_come_together():
         ids.append(token)
 
 
+class Kinds(models.LlamaConfig):
+    """Layers whose caches are a ring, pinned slots and a ring, whole chunks, and a table."""
+
+    masks = (
+        ls.Causal() & ls.Window(2, 0),
+        ls.Causal() & (ls.Window(3, 0) | ls.Prefix(2)),
+        ls.Causal() & ls.Chunk(5),
+        ls.Causal() & (ls.Window(1, 0) | ls.Global((1, 4))),
+    )
+
+    @property
+    def kinds(self):
+        return "0", "1", "2", "3"
+
+    def mask(self, kind):
+        return self.masks[int(kind)]
+
+
+def test_every_form_of_cache_gives_the_tokens_of_full_passes():
+    sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=12, num_attention_heads=2, num_hidden_layers=4)
+    model = models.CausalLM(Kinds(**sizes, initializer_range=0.5), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 31, length) for length in (1, 23, 8)]
+    ids = np.zeros((3, 40), np.int32)
+    answers = greedy(model, prompts, 14, prefill_chunk=6)
+    for row, prompt, answer in zip(ids, prompts, answers, strict=True):
+        row[: len(prompt) + 14] = [*prompt, *answer]
+    best = np.argmax(np.asarray(model(ids).logits), axis=-1)
+    for row, prompt, answer in zip(best, prompts, answers, strict=True):
+        assert answer == row[len(prompt) - 1 :][:14].tolist()
+
+
 def test_a_temperature_next_to_nothing_is_greedy():
     model, want = load("llama"), greedy(load("llama"), peers.prompts())
     assert greedy(model, peers.prompts(), temperature=1e-40, key=jax.random.key(0)) == want
