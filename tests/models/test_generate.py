@@ -379,7 +379,7 @@ def test_tokens_that_see_each_other_must_come_together():
 
 
 class Kinds(models.LlamaConfig):
-    """Layers whose caches are a ring, pinned slots and a ring, whole chunks, and a table."""
+    """Layers whose caches are a ring of a window, pinned slots and a ring, a ring of a chunk, and a table."""
 
     masks = (
         ls.Causal() & ls.Window(2, 0),
