@@ -16,6 +16,8 @@ from longspan._types import Array, no_type_check
 from longspan.models._graph import Graph
 from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.requests import (
+    ROWS,
+    bucket,
     check_kept,
     check_lengths,
     check_model,
@@ -24,7 +26,7 @@ from longspan.models.decoders.requests import (
     stop_tokens_of,
 )
 from longspan.models.decoders.sampling import Sampling
-from longspan.models.decoders.steps import NOTHING, Compiled, Rules, burst, first, prefill, start
+from longspan.models.decoders.steps import NOTHING, Compiled, Rules, State, burst, prefill, start
 
 SHORTEST = 32  # tokens of a prompt's chunk, from which on smaller ones would save little
 STOPS = 8  # the number of stop tokens is rounded up to a multiple, so that another one compiles nothing
@@ -50,15 +52,16 @@ def generate(
     """The new tokens after each prompt, int32, the stop token included.
 
     A row's answer does not depend on the rows beside it. Layers keep what their masks will look at again: one with a
-    window its window, whatever the length. Programs are compiled for a few lengths of prompts, and kept: the same
-    number of prompts with the same `max_length` compiles nothing new.
+    window its window, whatever the length. Programs are compiled for few sizes, and kept: batches are padded to 1, 2,
+    4 or 8 rows, then to multiples of 8, with rows that take no step; caches to 128, 256, 512, 1,024 or 2,048 tokens,
+    then to multiples of 2,048. Calls of the same sizes compile nothing new.
 
     Args:
         model: a decoder, as `hf.load` gives.
         prompts: token ids, of any lengths.
         max_new_tokens: the most tokens of an answer.
-        max_length: the most tokens of a row, prompt and answer, that caches are made for. By default what is needed,
-            rounded up; fix it where lengths differ from call to call.
+        max_length: the most tokens of a row, prompt and answer, that caches are made for, as given. By default the
+            longest prompt and `max_new_tokens`, rounded up as above, but not beyond what the model was made for.
         temperature: 0 takes the likeliest token; else tokens are drawn, and a `key` is needed.
         top_k: draws from the k likeliest tokens.
         top_p: draws from the fewest tokens that together have this probability.
@@ -96,10 +99,11 @@ def generate(
         min_p=_number(min_p) if temperature else None,
         repetition_penalty=_number(repetition_penalty) if repetition_penalty != 1 else None,
     )
-    keys = _keys(key, len(rows)) if temperature else None
-    rules = Rules(sampling, _padded(stop), keys, _ropes(model, rows, max_new_tokens))
+    batch = rows + [np.zeros(0, np.int32)] * (bucket(len(rows), *ROWS) - len(rows))
+    keys = _keys(key, len(batch)) if temperature else None
+    rules = Rules(sampling, _padded(stop), keys, _ropes(model, batch, max_new_tokens))
     answers: list[list[int]] = [[] for _ in rows]
-    for tokens in _bursts(model, rows, length, max_new_tokens, rules, prefill_chunk):
+    for tokens in _bursts(model, batch, length, max_new_tokens, rules, prefill_chunk):
         for row, token in tokens:
             answers[row].append(token)
             if stream is not None:
@@ -110,7 +114,7 @@ def generate(
 def _bursts(
     model: CausalLM, rows: list[np.ndarray], length: int, most: int, rules: Rules, chunk: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """(row, token) of all answers, a few at a time."""
+    """(row, token) of all answers, a few at a time. Rows without a prompt fill the batch up, and have no answer."""
     graph, params = nnx.split(_without_source(model))
     params, rules = on_auto_mesh((params, rules))
     of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
@@ -119,8 +123,8 @@ def _bursts(
         kept, last = _run(prefill, of, params, kept, last, ids, lengths, rules.ropes)
     check_kept(model.config, kept)
     seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
-    state = _run(first, of, params, last, seen, np.full(len(rows), most, np.int32), rules)
-    yield list(enumerate(np.asarray(state.tokens).tolist()))
+    left = np.array([most if len(row) else 0 for row in rows], np.int32)
+    state = State(last, np.zeros_like(left), left, np.int32(0), seen)
     while np.asarray(state.left).any():
         kept, state, tokens = _run(burst, of, params, kept, state, rules)
         check_kept(model.config, kept)
@@ -174,14 +178,15 @@ def _padded(stop: tuple[int, ...]) -> np.ndarray:
     return np.array([*stop, *[NOTHING] * (-len(stop) % STOPS)] or [NOTHING] * STOPS, np.int32)
 
 
-def _keys(key: Any, rows: int) -> Any:
-    """A key for each row."""
+def _keys(key: Any, count: int) -> Any:
+    """A key for each row of a batch: row i has the same one in batches of every size."""
     typed = jax.random.wrap_key_data(key) if jnp.issubdtype(key.dtype, jnp.integer) else key
-    return _fold_rows(typed, rows) if typed.ndim == 0 else typed
-
-
-def _fold_rows(key: Any, rows: int) -> Any:
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(rows))
+    if typed.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(typed, np.arange(count))
+    # Padded in NumPy, with the last key: JAX would compile a program for each number of keys.
+    data = np.asarray(jax.random.key_data(typed))
+    padded = jnp.asarray(data[np.minimum(np.arange(count), len(data) - 1)])
+    return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(typed))
 
 
 def _ropes(model: CausalLM, rows: Sequence[np.ndarray], most: int) -> dict[str, tuple[Any, Any]]:

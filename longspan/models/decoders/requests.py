@@ -15,7 +15,9 @@ from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.kept import Kept
 
-SHORTEST = 64  # tokens that caches are made for, at least
+# Programs are compiled for few sizes: powers of two up to the second number, then multiples of it.
+ROWS = 1, 8
+LENGTHS = 128, 2048
 
 
 def check_model(model: Any) -> None:
@@ -73,7 +75,7 @@ def _row(number: int, prompt: Any) -> np.ndarray:
 def check_lengths(config: DecoderConfig, rows: Sequence[np.ndarray], most: int, max_length: Any) -> int:
     """How many tokens caches are made for."""
     if not rows:
-        return SHORTEST
+        return LENGTHS[0]
     row = int(np.argmax([len(row) for row in rows]))
     needed = len(rows[row]) + most
     what = f"Prompt {row} has {len(rows[row])} tokens, which with max_new_tokens={most} are {needed}"
@@ -83,7 +85,7 @@ def check_lengths(config: DecoderConfig, rows: Sequence[np.ndarray], most: int, 
             "new tokens."
         )
     if max_length is None:
-        rounded = rounded_up(needed)
+        rounded = bucket(needed, *LENGTHS)
         return rounded if config.longest is None else min(rounded, config.longest)
     max_length = check_static_size("max_length", max_length, 1)
     if needed > max_length:
@@ -91,15 +93,18 @@ def check_lengths(config: DecoderConfig, rows: Sequence[np.ndarray], most: int, 
     return max_length
 
 
-def rounded_up(length: int) -> int:
-    """A length that many share: an eighth more at most, so that calls with similar ones share their programs.
+def bucket(size: int, least: int, unit: int) -> int:
+    """The size that programs are compiled for: a power of two from `least` to `unit`, then a multiple of `unit`.
 
     Example:
-        >>> [rounded_up(n) for n in (3, 65, 1000, 4352)]
-        [64, 72, 1024, 4608]
+        >>> [bucket(rows, *ROWS) for rows in (1, 3, 8, 9, 30)]
+        [1, 4, 8, 16, 32]
+        >>> [bucket(length, *LENGTHS) for length in (3, 129, 1000, 4352)]
+        [128, 256, 1024, 6144]
     """
-    unit = max(SHORTEST, 1 << (length - 1).bit_length()) // 16
-    return max(SHORTEST, -(-length // unit) * unit)
+    if size > unit:
+        return -(-size // unit) * unit
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def check_options(

@@ -3,7 +3,7 @@
 Parameters are arguments, caches are donated: neither is copied.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class Rules(NamedTuple):
 class State:
     """Where the rows of a batch are."""
 
+    last: Any  # [B, D]: the hidden state of each prompt's last token
     tokens: Any  # int32 [B]: the newest, not in the caches yet
     left: Any  # int32 [B]: how many may still come; 0: finished
     number: Any  # int32: how many came
@@ -78,21 +79,21 @@ def prefill(of: Compiled, params, kept: Kept, last, ids, lengths, ropes) -> tupl
     return kept, jnp.where(lengths[:, None] > 0, newest, last)
 
 
-@partial(jax.jit, static_argnums=(0,))
-def first(of: Compiled, params, last, seen, left, rules: Rules) -> State:
-    """The first token of each row's answer, from the last of its prompt."""
-    state = State(jnp.zeros_like(left), left, np.int32(0), seen)
-    return _chosen(nnx.merge(of.graph.graph, params), last[:, None], state, rules, of.step)
-
-
 @partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
 def burst(of: Compiled, params, kept: Kept, state: State, rules: Rules) -> tuple[Kept, State, jax.Array]:
-    """A few tokens more, int32 [BURST, B], until all rows have finished; `NOTHING` where they had before."""
+    """The first token of each answer, or up to `BURST` more, int32 [BURST, B]; `NOTHING` where a row has finished.
+
+    One program for both: its first call returns one token, so that it can be streamed at once.
+    """
     model = nnx.merge(of.graph.graph, params)
+    batch, is_first = state.tokens.shape[0], state.number == 0
+
+    def with_first(state):
+        return _chosen(model, state.last[:, None], state, rules, of.step)
 
     def more(carry):
         number, _, state, _ = carry
-        return (number < BURST) & jnp.any(state.left > 0)
+        return (number < BURST) & ~is_first & jnp.any(state.left > 0)
 
     def one(carry):
         number, kept, state, tokens = carry
@@ -101,7 +102,9 @@ def burst(of: Compiled, params, kept: Kept, state: State, rules: Rules) -> tuple
         state = _chosen(model, x, state, rules, of.step)
         return number + 1, kept, state, tokens.at[number].set(jnp.where(alive, state.tokens, np.int32(NOTHING)))
 
-    tokens = jnp.full((BURST, state.tokens.shape[0]), NOTHING, np.int32)
+    begins = is_first & (state.left > 0)
+    state = jax.lax.cond(is_first, with_first, lambda state: state, state)
+    tokens = jnp.full((BURST, batch), NOTHING, np.int32).at[0].set(jnp.where(begins, state.tokens, np.int32(NOTHING)))
     _, kept, state, tokens = jax.lax.while_loop(more, one, (np.int32(0), kept, state, tokens))
     return kept, state, tokens
 
@@ -121,4 +124,4 @@ def _chosen(model: CausalLM, x: jax.Array, state: State, rules: Rules, step: boo
     seen = state.seen
     if seen is not None:
         seen = seen | (jnp.arange(logits.shape[1])[None] == tokens[:, None])
-    return State(tokens, left, state.number + 1, seen)
+    return replace(state, tokens=tokens, left=left, number=state.number + 1, seen=seen)
