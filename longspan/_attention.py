@@ -23,6 +23,7 @@ from longspan._checks import (
     is_abstract,
     with_batch,
 )
+from longspan._constants import unfolded
 from longspan._types import (
     Array,
     EngineName,
@@ -255,6 +256,8 @@ def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
 
 @partial(jax.jit, static_argnums=0)
 def _run(engine: Engine, request: Request, dropout_key):
+    data = {name: getattr(request, name) for name in ("mask", "q_positions", "kv_positions", "rows", "heads", "layout")}
+    request = replace(request, **unfolded(data))
     dims, layout = request.dims, request.layout
     if 0 in dims.values():
         return without_pairs(request)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import to_int32
+from longspan._constants import constant
 from longspan._types import FAR, Namespace, Number
 
 QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
@@ -99,7 +100,7 @@ class Side:
 
     def table(self, array):
         """A whole array of a rule, be it a constant or a leaf."""
-        return self.xp.asarray(array)
+        return constant(self.xp, array)
 
     def listed(self, table, blocks):
         """What a table [N or 1, blocks, r] or [B or 1, N or 1, blocks, r] lists for some blocks, on one more axis."""

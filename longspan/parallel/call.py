@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 
 from longspan._attention import _is_array, _scaled, bind
 from longspan._checks import check_keywords
+from longspan._constants import unfolded
 from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Value, no_type_check
 from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
 from longspan.dropout import Dropout
@@ -297,6 +298,7 @@ def _run(request: Request, words, *, setting: Setting, axes: Axes):
     operands, specs = _operands(request, plan, axes)
     mask = as_data(request.mask) if axes.numbered else request.mask
     known = mask, *(None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions))
+    known = unfolded(known)
     letters = [each for each, _ in lettered(known, T)]
     known, known_specs = _split(axes, known, letters, padded(T, plan.shards, plan.order) - T)
     in_specs = specs, known_specs, None if words is None else P()
