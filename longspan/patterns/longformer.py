@@ -16,7 +16,7 @@ from jaxtyping import Num
 from longspan._attention import attention
 from longspan._checks import FLOATS, check_qkv, is_array, is_int
 from longspan._constants import unfolded
-from longspan._types import Array, EngineName, Key, Number, Output, Query, no_type_check
+from longspan._types import Array, EngineName, Key, Number, Output, Query, Real, no_type_check
 from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
@@ -80,7 +80,7 @@ def longformer_attention(
     token_kinds: Num[Array, "B_or_1 T"] | None = None,
     dilation: int | Sequence[int] = 1,
     causal: bool = False,
-    dropout_rate: float = 0.0,
+    dropout_rate: Real = 0.0,
     dropout_key: jax.Array | None = None,
     engine: EngineName | Engine = "auto",
     mesh: Mesh | AbstractMesh | None = None,
