@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
@@ -21,8 +22,10 @@ from longspan._checks import (
     check_positions,
     check_qkv,
     is_abstract,
+    number_of,
     with_batch,
 )
+from longspan._constants import unfolded
 from longspan._types import (
     Array,
     EngineName,
@@ -31,6 +34,7 @@ from longspan._types import (
     Output,
     Positions,
     Query,
+    Real,
     Value,
     no_type_check,
     statistics_dtype,
@@ -38,11 +42,12 @@ from longspan._types import (
 from longspan.biases import AnyBias, bound
 from longspan.dropout import Dropout, make_dropout, numbers_of
 from longspan.engines import Engine, Request, choose
-from longspan.engines._contract import is_differentiable, without_pairs
+from longspan.engines._contract import has_no_pairs, is_differentiable, with_features, without_pairs
 from longspan.engines._gradient import attend, forward_mode_refused
 from longspan.layout import BlockLayout, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Dense, Full, Mask
+from longspan.masks.pytree import short
 
 
 @overload
@@ -53,10 +58,10 @@ def attention(
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
     bias: AnyBias | None = ...,
-    scale: float | np.floating | Float[Array, ""] | None = ...,
-    soft_cap: float | None = ...,
+    scale: Real | None = ...,
+    soft_cap: Real | None = ...,
     sinks: Float[Array, "N"] | None = ...,
-    dropout_rate: float = ...,
+    dropout_rate: Real = ...,
     dropout_key: jax.Array | None = ...,
     q_positions: Positions | None = ...,
     kv_positions: Positions | None = ...,
@@ -73,10 +78,10 @@ def attention(
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
     bias: AnyBias | None = ...,
-    scale: float | np.floating | Float[Array, ""] | None = ...,
-    soft_cap: float | None = ...,
+    scale: Real | None = ...,
+    soft_cap: Real | None = ...,
     sinks: Float[Array, "N"] | None = ...,
-    dropout_rate: float = ...,
+    dropout_rate: Real = ...,
     dropout_key: jax.Array | None = ...,
     q_positions: Positions | None = ...,
     kv_positions: Positions | None = ...,
@@ -93,10 +98,10 @@ def attention(
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = ...,
     bias: AnyBias | None = ...,
-    scale: float | np.floating | Float[Array, ""] | None = ...,
-    soft_cap: float | None = ...,
+    scale: Real | None = ...,
+    soft_cap: Real | None = ...,
     sinks: Float[Array, "N"] | None = ...,
-    dropout_rate: float = ...,
+    dropout_rate: Real = ...,
     dropout_key: jax.Array | None = ...,
     q_positions: Positions | None = ...,
     kv_positions: Positions | None = ...,
@@ -113,10 +118,10 @@ def attention(
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | None = None,
     bias: AnyBias | None = None,
-    scale: float | np.floating | Float[Array, ""] | None = None,
-    soft_cap: float | None = None,
+    scale: Real | None = None,
+    soft_cap: Real | None = None,
     sinks: Float[Array, "N"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: Real = 0.0,
     dropout_key: jax.Array | None = None,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
@@ -140,10 +145,12 @@ def attention(
             [B, N, T, S]; `True` = may attend. By default everything.
         bias: floats [T, S] or broadcastable to [B, N, T, S], a `Bias` that is computed from positions (`alibi`,
             `relative_bias`, `ScoreBias`), or a tuple of them, summed; added after the soft cap; -inf is a masked key.
-        scale: what scores are multiplied by; 1/sqrt(H) by default.
-        soft_cap: if given, scores become soft_cap·tanh(scores / soft_cap).
+        scale: what scores are multiplied by; 1/sqrt(H) by default. A number of Python or NumPy is part of the compiled
+            program; a JAX array of shape () is data, which may be traced and has a gradient.
+        soft_cap: if given, scores become soft_cap·tanh(scores / soft_cap). Any number that is known when the call is
+            traced: of Python, of NumPy, or an array of shape ().
         sinks: one logit per head, [N], that takes part in the softmax and has no value.
-        dropout_rate: the share of weights to drop; the rest is scaled by 1 / (1 - rate).
+        dropout_rate: the share of weights to drop; the rest is scaled by 1 / (1 - rate). A number like `soft_cap`.
         dropout_key: a JAX random key. The weight of a pair is dropped by its batch row, head and positions alone, so
             the result does not depend on the engine.
         q_positions: int [T] or [B, T]; by default each slot's index.
@@ -196,9 +203,9 @@ def bind(
     (B, T, N, H), S = q.shape, k.shape[1]
     if sinks is not None:
         _check_sinks(sinks, N)
-    _check_dropout(dropout_rate, dropout_key)
-    _check_soft_cap(soft_cap, q.dtype)
-    _check_scale(scale, q.dtype)
+    rate = _check_dropout(dropout_rate, dropout_key)
+    soft_cap = _check_soft_cap(soft_cap, q.dtype)
+    static_scale = _check_scale(scale, q.dtype)
     rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
     if rows is not None or heads is not None:
         rows, heads = (jnp.arange(n, dtype=np.int32) if x is None else x for x, n in ((rows, B), (heads, N)))
@@ -210,14 +217,14 @@ def bind(
         rule,
         bias=bound(bias, (B, N, T, S)),
         sinks=_as_jax(sinks),
-        dropout=Dropout(rate=float(dropout_rate)) if dropout_rate > 0 else None,
+        dropout=Dropout(rate=rate) if rate > 0 else None,
         q_positions=_as_int32(positions[0]),
         kv_positions=_as_int32(positions[1]),
         rows=rows,
         heads=heads,
         layout=layout,
-        scale=1 / math.sqrt(max(H, 1)) if scale is None else 1.0 if _is_array(scale) else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        scale=1 / math.sqrt(max(H, 1)) if scale is None else static_scale,
+        soft_cap=soft_cap,
         platform=jax.default_backend(),
     )
 
@@ -255,9 +262,12 @@ def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
 
 @partial(jax.jit, static_argnums=0)
 def _run(engine: Engine, request: Request, dropout_key):
-    dims, layout = request.dims, request.layout
-    if 0 in dims.values():
+    data = {name: getattr(request, name) for name in ("mask", "q_positions", "kv_positions", "rows", "heads", "layout")}
+    request = replace(request, **unfolded(data))
+    if has_no_pairs(request):
         return without_pairs(request)
+    features, layout = request.dims["Hv"], request.layout
+    request = with_features(request)
     if layout is None:
         layout = _layout_of(request, engine)
     elif request.rows is not None:
@@ -265,7 +275,8 @@ def _run(engine: Engine, request: Request, dropout_key):
     if request.dropout is not None:
         numbers = numbers_of(request.q) if request.rows is None else (request.rows, request.heads)
         request = replace(request, dropout=make_dropout(dropout_key, request.dropout.rate, *numbers))
-    return attend(engine, replace(request, layout=None), layout)
+    out, lse = attend(engine, replace(request, layout=None), layout)
+    return out if features else out[..., :0], lse
 
 
 def _scale_dense(q, scale):
@@ -321,13 +332,15 @@ def _rule_of(mask, shape) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
     if hasattr(mask, "shape") and hasattr(mask, "dtype"):
         full = check_broadcast("mask", mask, shape, kind="bool")
         return Dense(mask if is_abstract(mask) else mask.reshape(full)), None, (None, None)
+    cure = " A function of positions becomes a mask by `ls.Custom(fn)`." if callable(mask) else ""
     raise TypeError(
-        f"`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got {type(mask).__name__}."
+        f"`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got {type(mask).__name__}.{cure}"
     )
 
 
 def _is_array(scale) -> bool:
-    return scale is not None and not isinstance(scale, int | float)
+    """Whether a scale is data, which may be traced and has a gradient: an array of JAX. NumPy's are static."""
+    return isinstance(scale, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _as_jax(x):
@@ -344,35 +357,52 @@ def _check_sinks(sinks: Any, heads: int) -> None:
         raise ValueError(f"`sinks` must be one float logit per query head, shape [{heads}], got {got}.")
 
 
-def _check_dropout(rate: Any, key: Any) -> None:
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < 1:
-        raise ValueError(f"`dropout_rate` must be a Python float in [0, 1), got {rate!r}.")
-    if rate > 0 and key is None:
-        raise ValueError(f"dropout_rate={rate} needs a `dropout_key`. Pass `dropout_key=jax.random.key(seed)`.")
+def _check_dropout(rate: Any, key: Any) -> float:
+    number = number_of(rate)
+    if number is None or not 0 <= number < 1:
+        raise ValueError(f"`dropout_rate` must be a number in [0, 1), {_got(rate)}.")
+    if number > 0 and key is None:
+        raise ValueError(f"dropout_rate={number} needs a `dropout_key`. Pass `dropout_key=jax.random.key(seed)`.")
+    return float(number)
 
 
-def _check_soft_cap(soft_cap: Any, dtype: Any) -> None:
+def _check_soft_cap(soft_cap: Any, dtype: Any) -> float | None:
     if soft_cap is None:
-        return
-    if not isinstance(soft_cap, int | float) or isinstance(soft_cap, bool) or not soft_cap > 0:
-        raise ValueError(f"`soft_cap` must be a Python float > 0 or None, got {soft_cap!r}.")
+        return None
+    number = number_of(soft_cap)
+    if number is None or not number > 0:
+        raise ValueError(f"`soft_cap` must be a number > 0 or None, {_got(soft_cap)}.")
     kept = np.finfo(statistics_dtype(dtype))
-    if not float(kept.tiny) <= soft_cap <= float(kept.max):  # scores are divided by it, and multiplied with it
+    if not float(kept.tiny) <= number <= float(kept.max):  # scores are divided by it, and multiplied with it
         raise ValueError(
             f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, the numbers of {kept.dtype}, in which "
-            f"scores are computed, got {soft_cap!r}. Give None for no cap."
+            f"scores are computed, got {number!r}. Give None for no cap."
         )
+    return float(number)
 
 
-def _check_scale(scale: Any, dtype: Any) -> None:
-    if not isinstance(scale, int | float) or isinstance(scale, bool):
-        shape, kind = getattr(scale, "shape", None), getattr(scale, "dtype", None)
-        if scale is not None and (shape != () or getattr(kind, "name", None) not in FLOATS):
-            raise ValueError(f"`scale` must be a float or a float array of shape (), got {scale!r}.")
-        return
+def _check_scale(scale: Any, dtype: Any) -> float:
+    """The static part of a scale: 1 if it is None, or an array of JAX, which is data."""
+    if scale is None:
+        return 1.0
+    if _is_array(scale):
+        if scale.shape != () or scale.dtype.name not in FLOATS:
+            raise ValueError(f"`scale` must be a number or a float array of shape (), got {scale!r}.")
+        return 1.0
+    number = number_of(scale)
+    if number is None:
+        raise ValueError(f"`scale` must be a number or a float array of shape (), got {scale!r}.")
     kept = np.finfo(statistics_dtype(dtype))
-    if not abs(scale) <= float(kept.max):
+    if not abs(number) <= float(kept.max):
         raise ValueError(
-            f"`scale` must be a finite number of {kept.dtype}, in which scores are computed, got {scale!r}. "
+            f"`scale` must be a finite number of {kept.dtype}, in which scores are computed, got {number!r}. "
             "Give None for 1/sqrt(H)."
         )
+    return float(number)
+
+
+def _got(value: Any) -> str:
+    """What came in the place of a number that is part of the compiled program."""
+    if isinstance(value, Tracer):
+        return f"got a traced {short(value)}: it is part of the compiled program. Name it in `static_argnames`"
+    return f"got {value!r}"

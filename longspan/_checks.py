@@ -18,18 +18,25 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_lengths(q_len: Any, kv_len: Any) -> None:
-    """Static, non-negative lengths."""
+    """Static, non-negative lengths, whose slots have numbers that engines can add."""
     for name, value in (("q_len", q_len), ("kv_len", kv_len)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
             raise TypeError(f"{name} must be a Python int (it fixes shapes), got {value!r} ({type(value).__name__}).")
         if value < 0:
             raise ValueError(f"{name} must be >= 0, got {value}.")
+        if value > FAR:
+            raise ValueError(f"{name} must be at most {FAR} (2**30 - 1), got {value}. Split the sequence.")
 
 
 def check_tiles(q_tile: Any, kv_tile: Any) -> None:
     for name, value in (("q_tile", q_tile), ("kv_tile", kv_tile)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
+        if value > FAR:
+            raise ValueError(
+                f"{name} must be at most {FAR} (2**30 - 1), got {value}. A tile of as many tokens as there are covers "
+                "them all."
+            )
 
 
 def check_extents(
@@ -126,7 +133,8 @@ def ids_as_int32(label: str, ids: Any) -> Any:
             "beyond 32 bits would become one. Number them anew before jit, or cast with `.astype('int32')` if they fit."
         )
     if ids.dtype.itemsize >= 4 and ids.size:
-        least, most = int(ids.min()), int(ids.max())
+        known = np.asarray(ids)  # not in JAX: a trace may be under way
+        least, most = int(known.min()), int(known.max())
         if not (least >= INT32.min and most <= INT32.max):
             raise ValueError(
                 f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
@@ -143,6 +151,20 @@ def is_abstract(value: Any) -> bool:
 def is_known(array: Any) -> bool:
     """Whether an array's numbers can be looked at here and now: not traced, and not on other hosts."""
     return not is_abstract(array) and (isinstance(array, np.ndarray) or array.is_fully_addressable)
+
+
+def number_of(value: Any) -> int | float | None:
+    """A real number that is known now, as Python's: from Python, from NumPy, or an array of shape (); else None.
+
+    Bools are no numbers. An array that is traced has no value yet.
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return value
+    if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.shape != () or is_abstract(value):
+        return None
+    return value.item() if value.dtype.name in FLOATS or is_int(value) else None
 
 
 def is_array(value: Any) -> bool:
@@ -223,7 +245,7 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"`q` has batch {batch} and `k` has batch {kv_batch}: they must agree.")
     if size != kv_size:
         raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}: they must agree.")
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise ValueError(
             f"`q` has {heads} heads and `k` has {kv_heads}: query heads must be a multiple of key/value heads. "
             "Repeat `k` and `v`, or change the number of key/value heads."

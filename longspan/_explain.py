@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from longspan import cache
 from longspan._attention import bind
 from longspan._checks import is_abstract
-from longspan._types import Array, EngineName, Key, Positions, Query, Value, no_type_check
+from longspan._types import Array, EngineName, Key, Positions, Query, Real, Value, no_type_check
 from longspan.biases import AnyBias
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.engines._contract import temporary_bytes
@@ -37,10 +37,10 @@ def explain(
     *,
     mask: Mask | MaskInfo | BlockLayout | Bool[Array, "..."] | jax.ShapeDtypeStruct | None = None,
     bias: AnyBias | jax.ShapeDtypeStruct | None = None,
-    scale: float | Float[Array, ""] | None = None,
-    soft_cap: float | None = None,
+    scale: Real | None = None,
+    soft_cap: Real | None = None,
     sinks: Float[Array, "N"] | jax.ShapeDtypeStruct | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: Real = 0.0,
     dropout_key: jax.Array | None = None,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,

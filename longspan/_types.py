@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Number: TypeAlias = int | np.integer | Array
 else:
     Number = Any  # a Python int (static), or an int array of shape () or [B] (data); rules check it themselves
+Real: TypeAlias = float | np.floating | np.integer | Float[Array, ""]  # one number: of Python, of NumPy, or shape ()
 Namespace: TypeAlias = ModuleType  # numpy or jax.numpy
 
 Query: TypeAlias = Float[Array, "B T N H"]

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspan._axes import entries, explicit_mesh, on_auto_axes
 from longspan._checks import check_tiles
+from longspan._constants import unfolded
 from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
 from longspan._kinds import Counts as Counts
 from longspan._pairs import count_by_query
@@ -95,8 +96,9 @@ class BlockLayout:
         if self.forward is not None:
             return self.forward
         xp = _namespace(self)
-        q, kv = self.sides(xp=xp)
-        low, high, common = self.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
+        here = self if xp is np else unfolded(self)
+        q, kv = here.sides(xp=xp)
+        low, high, common = here.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
         common = None if common is None else common.swapaxes(2, 3)
         spans = Spans(low.swapaxes(2, 3), high.swapaxes(2, 3), common)
         rows = _rows(xp, spans, self.kv_tiles, self.q_tile, self.q_tiles)
@@ -211,7 +213,8 @@ def plan(
     numbers = None if rows is None else (rows, heads)
     q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
 
-    def tables_of(mask, *given):
+    def tables_of(*given):
+        mask, *given = given if xp is np else unfolded(given)
         sides = mask._sides(q_len, kv_len, *given[:2], xp, None if rows is None else given[2:])
         spans = mask.kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
         return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))

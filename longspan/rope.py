@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from longspan._checks import FLOATS, check_heads, check_positions, check_static_size, is_array, to_int32
-from longspan._types import Array, no_type_check, statistics_dtype
+from longspan._checks import FLOATS, check_heads, check_positions, check_static_size, is_array, number_of, to_int32
+from longspan._types import Array, Real, no_type_check, statistics_dtype
 
 __all__ = ["frequencies", "rotate"]
 
@@ -94,7 +94,7 @@ def rotate(
     positions: Int[Array, "*B T"],
     inv_freq: Float[Array, "*B half"],
     *,
-    attention_factor: float | Float[Array, ""] = 1.0,
+    attention_factor: Real = 1.0,
     interleaved: bool = False,
 ) -> Float[jax.Array, "B T N H"]:
     """Queries or keys, each pair of features turned by position · frequency and multiplied by a factor.
@@ -381,9 +381,7 @@ def _check_inv_freq(inv_freq: Any, x: Any) -> None:
 
 
 def _check_attention_factor(factor: Any) -> None:
-    if is_array(factor):
-        is_number, got = factor.shape == () and factor.dtype.name in FLOATS, f"shape {factor.shape}, {factor.dtype}"
-    else:
-        is_number, got = isinstance(factor, int | float) and not isinstance(factor, bool), repr(factor)
-    if not is_number:
+    traced = is_array(factor) and factor.shape == () and factor.dtype.name in FLOATS
+    if not traced and number_of(factor) is None:
+        got = f"shape {factor.shape}, {factor.dtype}" if is_array(factor) else repr(factor)
         raise TypeError(f"`attention_factor` must be one number, got {got}.")

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import longspan as ls
 from longspan.engines import ENGINES
 from longspan.layout import count, plan
+from longspan.masks import Mask, rule
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 
 SHAPE = Shape(B=3, T=37, S=29, N=4, K=2, H=5)
@@ -192,6 +193,50 @@ def test_functions_that_could_be_either_or_neither_are_refused():
         ls.Custom(lambda q, k: q >= k, heads=4)
     with pytest.raises(ValueError, match=r"Custom.batch must be a Python int >= 1, got 0"):
         ls.Custom(causal, batch=0)
+
+
+NUMBERS = {
+    "floats": (lambda q, k: -0.5 * abs(q - k).astype(np.float32), "the function must return bools, got float32"),
+    "ints": (lambda q, k: -abs(q - k), "the function must return bools, got int32"),
+    "an array of ints": (lambda q, k: jnp.arange(40)[q] * (q == k), "the function must return bools, got int32"),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_function_that_returns_numbers_is_a_bias(kind):
+    """A bias that was given as a mask would allow every pair whose number is not 0."""
+    fn, words = NUMBERS[kind]
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    mask = ls.Custom(fn)
+    calls = [lambda: mask.dense(9, 9), lambda: (~mask).show(9, 9), lambda: (mask & ls.Causal()).dense(9, 9)]
+    for engine in ("cpu", "xla", "reference"):
+        calls.append(lambda engine=engine: ls.attention(q, k, v, mask=mask, engine=engine))
+        calls.append(lambda engine=engine: jax.jit(lambda q: ls.attention(q, k, v, mask=mask, engine=engine))(q))
+    for call in calls:
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert words in str(caught.value) and "`bias=ls.ScoreBias(fn)`" in str(caught.value)
+
+
+def test_bounds_are_bools_too():
+    mask = ls.Custom(lambda q, k: q >= k, bounds=lambda q, kv: (q.last - kv.first + 1, q.first >= kv.last))
+    with pytest.raises(TypeError, match="`bounds` must return bools, got int32"):
+        mask.layout(9, 9)
+    certain = ls.Custom(lambda q, k: (q >= 0) | (k >= 0), bounds=lambda q, kv: (True, np.True_))
+    assert certain.layout(9, 9).visits() == 1
+
+
+def test_a_users_mask_that_gives_numbers_is_refused():
+    """`&` of ints goes bit by bit: 2 & True is 0."""
+
+    @rule
+    class Twice(Mask):
+        def allowed(self, q, kv):
+            return 2 * (q.position >= kv.position)
+
+    for mask in (Twice(), Twice() & ls.Causal(), ~Twice()):
+        with pytest.raises(TypeError, match=r"Twice\(\): `allowed` must return bools, got int"):
+            mask.dense(5, 5)
 
 
 def test_rows_and_heads_are_one_or_the_calls():

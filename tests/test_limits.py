@@ -136,3 +136,132 @@ def test_the_shape_of_ids_stands_for_the_int32_that_they_become():
     assert ls.KvLengths(jax.ShapeDtypeStruct((2,), np.int64)).lengths.dtype == np.int32
     compiled = jax.jit(lambda m: m.dense(7, 7)).lower(mask).compile()
     np.testing.assert_array_equal(compiled(ls.Segments(np.ones((2, 7), np.int64))), True)
+
+
+FAR_AWAY = {
+    "causal": (ls.Causal, ls.Full()),
+    "causal, back": (lambda n: ls.Causal(-n), ls.Empty()),
+    "band": (lambda n: ls.Band(-n, n), ls.Full()),
+    "window": (lambda n: ls.Window(n, 0), ls.Causal()),
+    "dilated": (lambda n: ls.Window(1, 0, dilation=n), ls.Window(0, 0)),
+    "chunk": (ls.Chunk, ls.Full()),
+    "block causal": (ls.BlockCausal, ls.Full()),
+    "prefix": (ls.Prefix, ls.Full()),
+    "kv lengths": (ls.KvLengths, ls.Full()),
+    "query lengths": (ls.QLengths, ls.Full()),
+    "dense": (lambda n: ls.Dense(np.ones((2, 2), bool), kv_offset=n, q_offset=-n), ls.Empty()),
+    "first of segment": (lambda n: ls.FirstOfSegment(np.zeros((1, 7), int), n), ls.Full()),
+}
+
+
+@pytest.mark.parametrize("number", [2**31, 2**40, 2**70], ids=["2**31", "2**40", "2**70"])
+@pytest.mark.parametrize("name", FAR_AWAY)
+def test_a_static_number_that_is_further_than_any_position_is_legal_everywhere(name, number):
+    of, meaning = FAR_AWAY[name]
+    mask, same = of(number), meaning.dense(7, 7)
+    np.testing.assert_array_equal(mask.dense(7, 7), same)
+    if not mask.loose():  # a rule that holds arrays keeps every key
+        kept = [ls.cache.plan(each & ls.Causal(), 7).capacity for each in (mask, meaning)]
+        assert kept[0] == kept[1]
+    assert ls.explain(Q, K, V, mask=mask).useful_flops == ls.explain(Q, K, V, mask=meaning).useful_flops
+    assert mask.show(7, 7) == meaning.show(7, 7)
+
+
+HUGE_TILES = {
+    "causal": ls.Causal(),
+    "segments": ls.Segments(np.zeros((1, 7), int)),
+    "flags": ls.Global(q_flags=np.ones((1, 7), bool)),
+    "dense": ls.Dense(np.ones((7, 7), bool)),
+    "blocks": ls.Blocks(np.array([[[0], [1], [2], [3]]]), 2),
+    "one block": ls.Blocks(np.zeros((1, 1, 1), int), FAR),
+    "between": ls.Between(np.zeros(7, int), np.full(7, 7)),
+}
+
+
+@pytest.mark.parametrize("name", HUGE_TILES)
+def test_a_tile_may_be_longer_than_the_sequence_without_memory_for_it(name):
+    layout = HUGE_TILES[name].layout(7, 7, q_tile=FAR, kv_tile=FAR)
+    assert layout.visits() == layout.transpose().visits() == 1
+
+
+NUMBERS = [2, 2.0, np.float16(2), np.float32(2), np.float64(2), np.int64(2), np.array(2.0), np.array(2), jnp.float32(2)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: f"{type(n).__name__} {getattr(n, 'dtype', '')}")
+def test_numbers_of_python_of_numpy_and_of_shape_zero_are_alike(number):
+    key = jax.random.key(0)
+    for name, given, plain, more in (
+        ("soft_cap", number, 2.0, {}),
+        ("scale", number, 2.0, {}),
+        ("dropout_rate", number / 4, 0.5, dict(dropout_key=key)),
+    ):
+        got, want = (ls.attention(Q, K, V, **{name: value}, **more) for value in (given, plain))
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    x = jnp.ones((1, 3, 1, 4))
+    got, want = (ls.rope.rotate(x, jnp.arange(3), jnp.ones(2), attention_factor=n) for n in (number, 2.0))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_scale_of_numpy_is_static_and_one_of_jax_is_data():
+    traces = []
+
+    @jax.jit
+    def run(scale):
+        traces.append(scale)
+        return ls.attention(Q, K, V, scale=scale)
+
+    for scale in (0.5, 0.25):
+        np.testing.assert_allclose(run(scale), ls.attention(Q, K, V, scale=np.float32(scale)), rtol=1e-6, atol=1e-6)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["soft_cap", "dropout_rate"])
+def test_a_traced_number_that_is_part_of_the_program_is_refused_with_what_to_do(name):
+    def run(number):
+        return ls.attention(Q, K, V, **{name: number}, dropout_key=jax.random.key(0))
+
+    with pytest.raises(ValueError, match=rf"`{name}` must be a number.*got a traced f32\[\].*`static_argnames`"):
+        jax.jit(run)(0.5)
+    jax.jit(run, static_argnames="number")(number=0.5)
+
+
+NOTHING = [Shape(B, T, S, N, K, 3) for B, T, S, N, K in ((0, 4, 5, 2, 1), (2, 0, 5, 2, 1), (2, 4, 0, 2, 1))]
+NOTHING += [Shape(2, 4, 5, 0, 1, 3), Shape(2, 4, 5, 0, 0, 3), Shape(0, 0, 0, 0, 0, 3)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", NOTHING, ids=str)
+def test_calls_of_no_rows_no_tokens_or_no_heads_give_zeros_and_zero_gradients(engine, shape):
+    q, k, v = make_qkv(shape, jnp.float32)
+    sinks = jnp.ones(shape.N)
+
+    def run(q, k, v, sinks):
+        return ls.attention(q, k, v, mask=ls.Causal(), sinks=sinks, engine=engine, return_lse=True)
+
+    out, lse = run(q, k, v, sinks)
+    assert out.shape == (shape.B, shape.T, shape.N, 3) and not out.any()
+    np.testing.assert_array_equal(lse, jnp.ones((shape.B, shape.T, shape.N)))
+    gradients = jax.jit(jax.grad(lambda *x: run(*x)[0].sum(), (0, 1, 2, 3)))(q, k, v, sinks)
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v, sinks)]
+    assert not any(np.asarray(x).any() for x in gradients)
+    assert ls.explain(q, k, v, mask=ls.Causal(), engine=engine).tiles_total == 0
+
+
+def test_queries_without_keys_heads_are_refused():
+    q, k, v = make_qkv(Shape(2, 4, 5, 2, 1, 3), jnp.float32)
+    with pytest.raises(ValueError, match="`q` has 2 heads and `k` has 0: query heads must be a multiple"):
+        ls.attention(q, k[:, :, :0], v[:, :, :0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_heads_without_features_score_zero_and_values_without_features_keep_lse(engine):
+    q, k, v = make_qkv(Shape(2, 4, 5, 2, 1, 3), jnp.float32)
+    zeros = ls.attention(q * 0, k, v, mask=ls.Causal(), engine="reference", return_lse=True)
+    run = lambda *x: ls.attention(*x, mask=ls.Causal(), engine=engine, return_lse=True)  # noqa: E731
+    for got, want in zip(run(q[..., :0], k[..., :0], v), zeros, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    out, lse = run(q, k, v[..., :0])
+    assert out.shape == (2, 4, 2, 0)
+    np.testing.assert_allclose(lse, run(q, k, v)[1], rtol=1e-6, atol=1e-6)
+    dq, dk, dv = jax.grad(lambda *x: run(*x)[0].sum(), (0, 1, 2))(q[..., :0], k[..., :0], v)
+    assert dq.shape == (2, 4, 2, 0) and dk.shape == (2, 5, 1, 0) and np.abs(dv).sum() > 0

@@ -1,6 +1,6 @@
 """The one contract between `attention` and its engines: `Request`, what is asked, and `Engine`, who answers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -137,6 +137,18 @@ def temporary_bytes(engine: Engine, request: Request) -> int | None:
 def is_differentiable(engine: Engine) -> bool:
     """Whether JAX differentiates an engine by itself."""
     return getattr(engine, "differentiable", False)
+
+
+def has_no_pairs(request: Request) -> bool:
+    """Whether a call has no queries, no keys or no heads, or is of no batch rows."""
+    return 0 in (request.dims[axis] for axis in "BTSNK")
+
+
+def with_features(request: Request) -> Request:
+    """The request with a feature of zeros in heads that have none: all their scores are 0, as those of none are."""
+    wide = {name: getattr(request, name) for name in "qkv"}
+    wide = {name: jnp.zeros((*x.shape[:3], 1), x.dtype) for name, x in wide.items() if x.shape[3] == 0}
+    return replace(request, **wide) if wide else request
 
 
 def without_pairs(request: Request) -> tuple[jax.Array, jax.Array]:

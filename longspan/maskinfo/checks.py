@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from longspan._checks import ids_as_int32, to_int32
+from longspan._constants import unfolded
 
 
 def is_traced(value: Any) -> bool:
@@ -28,12 +29,12 @@ def check_rank(name: str, array: Any, ranks: tuple[int, ...], axes: str) -> None
 def check_ints(name: str, array: Any, rank: int, axes: str) -> jax.Array:
     """An int array of a rank, as int32."""
     array = _ints(name, array, rank, axes)
-    return jnp.asarray(to_int32(array, jnp if isinstance(array, jax.Array) else np))
+    return unfolded(jnp.asarray(to_int32(array, jnp if isinstance(array, jax.Array) else np)))
 
 
 def check_names(name: str, array: Any) -> jax.Array:
     """Ids or types [B, L], as int32 that tells them apart as they were."""
-    return jnp.asarray(ids_as_int32(name, _ints(name, array, 2, "(B, L)")))
+    return unfolded(jnp.asarray(ids_as_int32(name, _ints(name, array, 2, "(B, L)"))))
 
 
 def _ints(name: str, array: Any, rank: int, axes: str) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from longspan._checks import check_choice
+from longspan._constants import unfolded
 from longspan._types import Array as AnyArray
 from longspan._types import no_type_check
 from longspan.maskinfo.checks import check_ids, check_ints, check_rank, check_size
@@ -222,7 +223,7 @@ def attention_mask_to_qkv_cu_seqlens(
 
 def as_bool(mask: Any) -> Bool[Array, "..."]:
     """A mask of any dtype, as bools: nonzero = may attend."""
-    mask = jnp.asarray(mask)
+    mask = unfolded(jnp.asarray(mask))
     return mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype)
 
 

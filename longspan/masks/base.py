@@ -7,7 +7,8 @@ It also says what it is: which masks it is made of (`parts`), what it `reads`, h
 nothing is taken for the worst: a rule that reads everything and bounds nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Int
 
 from longspan._checks import check_extents, check_lengths, check_positions, is_known
 from longspan._types import Array, Namespace, Positions, no_type_check
-from longspan.masks.checks import check_slots
+from longspan.masks.checks import check_bools, check_slots
 from longspan.masks.pieces import Piece
 from longspan.masks.pytree import Value
 from longspan.masks.pytree import rule as rule
@@ -107,6 +108,7 @@ class Mask(Value):
         """A class with an `allowed` of its own is another rule: what its parent said of the old one is forgotten."""
         super().__init_subclass__(**options)
         if "allowed" in vars(cls):
+            cls.allowed = _of_bools(cls.allowed)
             for name in SAID_OF_A_RULE:
                 says = next(c for c in cls.__mro__ if name in vars(c))
                 # A parent that has no rule of its own speaks of all rules of a kind.
@@ -489,6 +491,18 @@ class Mask(Value):
             batch = max(batch, check_positions(name, positions, length, None if batch == 1 else batch))
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
         return two_sides(q_len, kv_len, batch=batch, heads=heads, **positions, numbers=numbers, xp=xp)
+
+
+def _of_bools(allowed: Callable) -> Callable:
+    """The same rule. Numbers are an error: compositions would combine them bit by bit."""
+
+    @wraps(allowed)
+    def checked(self, q, kv):
+        truth = allowed(self, q, kv)
+        check_bools(self, "`allowed`", getattr(truth, "dtype", bool))
+        return truth
+
+    return checked
 
 
 def _rows(positions) -> int:

@@ -120,6 +120,7 @@ class _Banded(Mask):
         low, high = self._limits()
         if not all(end is None or isinstance(end, int) for end in (low, high)):
             return None
+        low, high = (None if end is None else within_reach(end) for end in (low, high))
         first = key * 0 - NOBODY if high is None else key - high
         return first, key * 0 + NOBODY if low is None else key - low
 
@@ -276,7 +277,8 @@ class Window(_Banded):
             return super().nearest_query(key, at, step)
         low, high = self._limits()
         found = Band(low, high).nearest_query(key, at, step)
-        found = found + step * (step * (key - found) % self.dilation)  # on to the next that is a multiple away
+        # On to the next query that is a multiple of the dilation away.
+        found = found + step * (step * (key - found) % within_reach(self.dilation))
         return np.where((found >= key - high) & (found <= key - low), found, NOBODY * step)
 
     def loose(self):
@@ -353,8 +355,9 @@ class Chunk(Mask):
     def query_range(self, key):
         if not isinstance(self.size, int):
             return None
-        first = key // self.size * self.size
-        return first, first + (self.size - 1)
+        size = within_reach(self.size)
+        first = key // size * size
+        return first, first + (size - 1)
 
     def _spans(self, rows, others):
         size = no_less(rows.number(self.size), 1)
@@ -405,7 +408,10 @@ class BlockCausal(Mask):
         return Spans(*q.side.between(kv.first // size * size, kv.last * 0 + FAR))
 
     def query_range(self, key):
-        return (key // self.size * self.size, key * 0 + NOBODY) if isinstance(self.size, int) else None
+        if not isinstance(self.size, int):
+            return None
+        size = within_reach(self.size)
+        return key // size * size, key * 0 + NOBODY
 
     def _arguments(self):
         return [short(self.size)]
@@ -464,6 +470,11 @@ class Prefix(Mask):
 
     def _arguments(self):
         return [short(self.length)]
+
+
+def within_reach(number: Any) -> int:
+    """A static number as far as it matters: further than FAR is further than any two positions lie apart."""
+    return max(-FAR, min(FAR, number))
 
 
 def no_less(number: Any, least: int) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import ids_as_int32, is_array, is_int, is_known
+from longspan._checks import check_static_size, ids_as_int32, is_array, is_int, is_known
 from longspan._types import FAR
 
 
@@ -39,7 +39,10 @@ def check_number(mask: Any, name: str) -> None:
 
 
 def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
-    """A number with a lower bound; a traced one is not known yet, and is no less wherever it is read."""
+    """A number with a lower bound; a traced one is not known yet, and is no less wherever it is read.
+
+    A static one fixes shapes, and has an upper bound too.
+    """
     if static and is_array(getattr(mask, name)):
         raise TypeError(
             f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
@@ -54,6 +57,11 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
             "For a band that leaves the query's own position out, use `Band(low, high)`."
             if name in ("left", "right")
             else f"{type(mask).__name__}.{name} must be >= {least}, got {found}."
+        )
+    if static and value > FAR:
+        raise ValueError(
+            f"{type(mask).__name__}.{name} must be at most {FAR} (2**30 - 1), got {value}. A block of as many slots as "
+            "there are covers them all."
         )
 
 
@@ -91,6 +99,44 @@ def check_array(
         )
     if kind == "int":
         object.__setattr__(mask, name, clipped_to_int32(array) if saturates else ids_as_int32(label, array))
+
+
+def check_listing(mask: Any, name: str) -> None:
+    """A table that lists numbers, and not one of bools: cast to ints, those would list blocks 0 and 1."""
+    value = getattr(mask, name)
+    dtype = np.asarray(value).dtype if isinstance(value, Sequence) else getattr(value, "dtype", None)
+    if dtype is not None and np.issubdtype(dtype, np.bool_):
+        raise TypeError(
+            f"{type(mask).__name__}.{name} must list the numbers of kv blocks, got bools. Give bools "
+            "[N or 1, q blocks, kv blocks] to `Blocks.from_bool(table, block_size)`."
+        )
+
+
+def check_block_bools(table: Any, max_blocks: Any) -> tuple[Any, int]:
+    """A table of one bool per pair of blocks, and the most blocks that its rows list."""
+    table = np.asarray(table) if isinstance(table, list | tuple) else table
+    if not is_array(table):
+        raise TypeError(f"Blocks.from_bool: `table` must be an array of bools, got {type(table).__name__}.")
+    if table.dtype != bool:
+        raise TypeError(
+            f"Blocks.from_bool: `table` must hold bools, got dtype {table.dtype}. A table that lists the numbers of kv "
+            "blocks goes to `Blocks(table, block_size)`; scores are compared first, e.g. `scores > 0`."
+        )
+    if table.ndim not in (3, 4):
+        raise ValueError(
+            f"Blocks.from_bool: `table` must have shape [{_axes('NQK or BNQK')}], got {tuple(table.shape)}. Add axes, "
+            "e.g. `table[None]` for one table for all heads."
+        )
+    count = table.shape[-1]
+    most = count if max_blocks is None else check_static_size("max_blocks", max_blocks, 1)
+    if is_known(table):
+        longest = int(np.asarray(table).sum(-1).max(initial=0))  # not in JAX: a trace may be under way
+        if longest > most:
+            raise ValueError(
+                f"Blocks.from_bool: a row of `table` has {longest} blocks, more than max_blocks={most}. Raise "
+                "`max_blocks`, or leave it out."
+            )
+    return table, min(most, count)
 
 
 def check_intervals(mask: Any, starts: str, stops: str) -> None:
@@ -146,6 +192,8 @@ def check_custom(fn: Any, bounds: Any, arrays: int, batch: Any, heads: Any) -> N
     for name, value in (("batch", batch), ("heads", heads)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Custom.{name} must be a Python int >= 1, got {value!r}.")
+        if value > FAR:
+            raise ValueError(f"Custom.{name} must be at most {FAR} (2**30 - 1), got {value}: no call has as many.")
         if value > 1 and not takes_rows_and_heads(fn, arrays):
             raise ValueError(
                 f"Custom.{name} is {value}, but the function is one of positions alone. Let it take the batch row and "
@@ -173,6 +221,16 @@ def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
         f"{4 + arrays} parameters in all, but {getattr(fn, '__name__', repr(fn))} {fits}. Wrap it, for example "
         f"`lambda b, h, q, k: ...`, so that it names just these."
     )
+
+
+def check_bools(mask: Any, what: str, *dtypes: Any) -> None:
+    """What a user's rule returned: bools, and no numbers that were meant for the scores."""
+    for dtype in dtypes:
+        if not np.issubdtype(dtype, np.bool_):
+            raise TypeError(
+                f"{mask!r}: {what} must return bools, got {dtype}. Compare, e.g. `values != 0`. A number that is added "
+                "to the scores is a bias: `bias=ls.ScoreBias(fn)`."
+            )
 
 
 def check_truth(got: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -246,5 +304,5 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _axes(axes: str) -> str:
-    readable = {"B": "B or 1", "T": "T", "S": "S", "N": "N or 1", "Q": "q blocks", "r": "r"}
+    readable = {"B": "B or 1", "T": "T", "S": "S", "N": "N or 1", "Q": "q blocks", "K": "kv blocks", "r": "r"}
     return "] or [".join(", ".join(readable[a] for a in option) for option in axes.split(" or "))

@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan._types import no_type_check
 from longspan.masks.base import BY_POSITION, Extent, Mask, rule
-from longspan.masks.checks import check_custom, check_truth, takes_rows_and_heads
+from longspan.masks.checks import check_bools, check_custom, check_truth, takes_rows_and_heads
 from longspan.masks.pytree import short
 from longspan.masks.search import search_spans
 
@@ -30,7 +30,8 @@ class Custom(Mask):
     Without `bounds` no tile can be skipped (`explain` says so).
 
     Args:
-        fn: any traceable function of these arrays; it returns bool.
+        fn: any traceable function of these arrays; it returns bools, by a comparison for example. Numbers are an error:
+            what is added to scores is a `ScoreBias`.
         arrays: data of the rule; new values do not retrace. Traced values belong here: a function that closes over one
             cannot be differentiated or mapped by `engine="xla"`.
         bounds: `bounds(q, kv, *arrays) -> (may_any, must_all)` for tiles whose positions lie in
@@ -71,8 +72,9 @@ class Custom(Mask):
         given = [jnp.asarray(a) for a in (*self._row_and_head(self.fn, q), q.position, kv.position)]
         truth = jnp.asarray(self.fn(*given, *arrays))
         shape = np.broadcast_shapes(*(a.shape for a in given))
+        check_bools(self, "the function", truth.dtype)
         check_truth(truth.shape, shape)
-        truth = truth.astype(bool) & jnp.full(shape, True)
+        truth = truth & jnp.full(shape, True)
         return np.asarray(truth) if q.side.xp is np else truth
 
     def classify(self, q, kv):
@@ -84,8 +86,9 @@ class Custom(Mask):
         else:  # static parts are planned while a program is traced: the user's function may use jax.numpy there too
             with jax.ensure_compile_time_eval():
                 some, every = self.bounds(*given)
-        no = xp.zeros((1, 1, 1, 1), bool)
-        return xp.asarray(some, dtype=bool) | no, xp.asarray(every, dtype=bool) | no
+        some, every, no = xp.asarray(some), xp.asarray(every), xp.zeros((1, 1, 1, 1), bool)
+        check_bools(self, "`bounds`", some.dtype, every.dtype)
+        return some | no, every | no
 
     def kv_spans(self, q, kv):
         if self.bounds is None:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from longspan._checks import ids_as_int32, is_array, is_int
+from longspan._constants import unfolded
 from longspan._types import Array, Namespace, Number, no_type_check
 from longspan.masks.base import Extent, rule
 from longspan.masks.by_slot import EqualIds
@@ -36,7 +37,7 @@ def positions_from_segments(segment_ids: Int[Array, "*B L"]) -> Int[jax.Array, "
     if not is_array(segment_ids) or not is_int(segment_ids) or segment_ids.ndim not in (1, 2):
         got = f"{segment_ids.dtype}, shape {tuple(segment_ids.shape)}" if is_array(segment_ids) else repr(segment_ids)
         raise TypeError(f"`segment_ids` must be an int array [L] or [B, L], got {got}.")
-    ids = jnp.asarray(ids_as_int32("segment_ids", segment_ids))
+    ids = unfolded(jnp.asarray(ids_as_int32("segment_ids", segment_ids)))
     places = _places(jnp, ids[None] if ids.ndim == 1 else ids).reshape(ids.shape)
     return jnp.where(ids >= 0, places, np.int32(0))
 
@@ -108,7 +109,7 @@ def _first(ids: Any, n: Any) -> Any:
         rows = max(ids.shape[0], *getattr(n, "shape", ()), 1)
         return jax.ShapeDtypeStruct((rows, ids.shape[1]), np.int32)
     xp = jnp if any(isinstance(value, jax.Array) for value in (ids, n)) else np
-    ids = xp.asarray(ids)
+    ids = ids if xp is np else unfolded(jnp.asarray(ids))
     most = min(n, ids.shape[1]) if isinstance(n, int) else xp.asarray(n).reshape(-1, 1)
     return xp.where((ids >= 0) & (_places(xp, ids) < most), ids, np.int32(PADDING))
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import to_int32
+from longspan._constants import constant
 from longspan._types import FAR, Namespace, Number
 
 QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
@@ -99,7 +100,7 @@ class Side:
 
     def table(self, array):
         """A whole array of a rule, be it a constant or a leaf."""
-        return self.xp.asarray(array)
+        return constant(self.xp, array)
 
     def listed(self, table, blocks):
         """What a table [N or 1, blocks, r] or [B or 1, N or 1, blocks, r] lists for some blocks, on one more axis."""
@@ -273,7 +274,7 @@ class Tiles:
 
         None if there may be too many to list.
         """
-        most = (self.size - 1 + unit - 1) // unit + 1
+        most = min((self.size - 1 + unit - 1) // unit + 1, max(-(-self.side.length // unit), 1))
         first, last = self.start // unit, (self.stop - 1) // unit
         blocks = first[..., None] + self.side.xp.arange(most, dtype=np.int32).reshape(1, 1, 1, 1, -1)
         return blocks, blocks <= last[..., None]
@@ -309,12 +310,13 @@ class Tiles:
             size = min(self.size, length)
             return run(xp, array, xp.minimum(self.start.reshape(()), length - size), size)[..., None, :]
         assert not self.unit, "many runs at once stand side by side"
-        count = -(-length // self.size)
-        more = count * self.size - length
+        size = min(self.size, max(length, 1))
+        count = -(-length // size)
+        more = count * size - length
         if more:
             last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], more))
             array = xp.concatenate([array, last], axis=-1)
-        return array.reshape(*array.shape[:-1], count, self.size)
+        return array.reshape(*array.shape[:-1], count, size)
 
     def _placed(self, summary):
         """One number per tile [B or 1, N or 1, tiles] of all tiles, for the tiles, rows and heads looked at."""

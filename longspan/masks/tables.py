@@ -2,17 +2,20 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
-from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import NOBODY, Extent, Listing, rule
+from longspan._checks import is_known
+from longspan._constants import unfolded
+from longspan._types import FAR, Array, Namespace, Number, no_type_check
+from longspan.masks.base import NOBODY, Extent, Listing, Mask, rule
 from longspan.masks.by_position import Empty, Full
 from longspan.masks.by_slot import FOREVER, BySlot
-from longspan.masks.checks import check_array, check_at_least, check_number
+from longspan.masks.checks import check_array, check_at_least, check_block_bools, check_listing, check_number
 from longspan.masks.cut import gather
 from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
@@ -24,10 +27,12 @@ from longspan.masks.spans import MOST_INTERVALS, Spans, nothing
 class Blocks(BySlot):
     """Allows the block pairs listed in a table; a block listed twice counts once, a negative entry is none.
 
+    A table of bools, one for each pair of blocks, goes to `Blocks.from_bool`.
+
     Args:
         table: int [N or 1, nq, r] or [B or 1, N or 1, nq, r]: the kv blocks that each q block sees, for each head, or
             for each batch row and head. A NumPy table is static; a JAX array is data: blocks that scores choose, say.
-        block_size: slots in a block, on both sides.
+        block_size: slots in a block, on both sides; at most 2**30 - 1.
 
     Example:
         >>> print(Blocks(np.array([[[1], [0]]]), 2).show(4, 4))
@@ -45,8 +50,48 @@ class Blocks(BySlot):
     block_size: int
 
     def __post_init__(self):
+        check_listing(self, "table")
         check_array(self, "table", "int", "NQr or BNQr")
         check_at_least(self, "block_size", 1, static=True)
+
+    @classmethod
+    @no_type_check
+    def from_bool(
+        cls,
+        table: Bool[Array, "N_or_1 q_blocks kv_blocks"] | Bool[Array, "B_or_1 N_or_1 q_blocks kv_blocks"],
+        block_size: int,
+        max_blocks: int | None = None,
+    ) -> Mask:
+        """The block pairs where a table of bools is True, as `Blocks` that list them.
+
+        `max_blocks` keeps the list short, and with it the work of planning. The pairs are always those of the table: a
+        known row with more True entries is a ValueError, and what a traced row has beyond `max_blocks` is in a second
+        list, `Blocks | Blocks`, of which all tiles from the first to the last are visited.
+
+        Args:
+            table: bool [N or 1, q blocks, kv blocks] or [B or 1, N or 1, q blocks, kv blocks]. A NumPy table is static,
+                and its list is as wide as its longest row; a JAX array is data, which may be traced. Keys after the
+                last kv block are not seen.
+            block_size: slots in a block, on both sides.
+            max_blocks: the most kv blocks that a q block sees; by default all of them.
+
+        Example:
+            >>> near = np.array([[[True, False, False], [True, True, False], [False, True, True]]])
+            >>> print(Blocks.from_bool(near, 1).show(3, 3))
+            #..
+            ##.
+            .##
+        """
+        table, most = check_block_bools(table, max_blocks)
+        if isinstance(table, np.ndarray):
+            return cls(_list_blocks(np, table)[..., : max(int(table.sum(-1).max(initial=0)), 1)], block_size)
+        if isinstance(table, jax.ShapeDtypeStruct):
+            listed: Any = jax.ShapeDtypeStruct((*table.shape[:-1], most), np.int32)
+            return cls(listed, block_size)
+        listed = _list_blocks(jnp, unfolded(table))
+        if most == table.shape[-1] or is_known(table):
+            return cls(listed[..., :most], block_size)
+        return cls(listed[..., :most], block_size) | cls(listed[..., most:], block_size)
 
     def allowed(self, q, kv):
         truth, block = Full().allowed(q, kv) & False, kv.index // self.block_size
@@ -86,7 +131,7 @@ class Blocks(BySlot):
         first, last = _listed_by(xp, _rank4(kv.table(self.table)).astype(np.int32), -(-length // size))
         low = xp.where(first <= last, first * size, FOREVER)
         high = xp.where(first <= last, xp.minimum((last + 1) * size, q.side.length), np.int32(0))
-        low, high = (xp.repeat(a, size, axis=2)[..., :length] for a in (low, high))
+        low, high = (xp.repeat(a, min(size, max(length, 1)), axis=2)[..., :length] for a in (low, high))
         return Spans(kv.least(low), kv.greatest(high))
 
     def nearest_query(self, key, at, step):
@@ -134,7 +179,8 @@ class Blocks(BySlot):
         pieces = []
         for i, listed in enumerate(columns):
             counts = (listed >= 0) & ~np.any([listed == other for other in columns[:i]], axis=0)
-            low, high = (np.where(counts, listed + i, 0).repeat(size)[: q.length] * size for i in (0, 1))
+            ends = (np.where(counts, listed + i, 0) for i in (0, 1))
+            low, high = (end.repeat(min(size, max(q.length, 1)))[: q.length] * size for end in ends)
             pieces.append(Piece(low, high))
         return pieces
 
@@ -330,6 +376,12 @@ class Dense(BySlot):
         return [short(self.array), *(f"{name}={short(getattr(self, name))}" for name in names)]
 
 
+def _list_blocks(xp: Namespace, table):
+    """The numbers of the True entries of each row, in order, and -1 for the others: int32, of the same shape."""
+    order = xp.argsort(~table, axis=-1, stable=True).astype(np.int32)
+    return xp.where(xp.take_along_axis(table, order, axis=-1), order, np.int32(-1))
+
+
 def _listed_by(xp: Namespace, table, count: int):
     """For each kv block below `count`, the first and the last q block whose row lists it: [B or 1, N or 1, count]."""
     *apart, q_blocks, _ = table.shape
@@ -385,9 +437,10 @@ def _tile_kinds(tiles, some, every, axis: int):
     xp, length = tiles.side.xp, some.shape[axis]
     if length == 1:
         return some, every
-    count = -(-length // tiles.size)
-    pads = [(0, count * tiles.size - length) if i == axis else (0, 0) for i in range(4)]
-    shape = (*some.shape[:axis], count, tiles.size, *some.shape[axis + 1 :])
+    size = min(tiles.size, length)
+    count = -(-length // size)
+    pads = [(0, count * size - length) if i == axis else (0, 0) for i in range(4)]
+    shape = (*some.shape[:axis], count, size, *some.shape[axis + 1 :])
     some = xp.any(xp.pad(some, pads, constant_values=False).reshape(shape), axis=axis + 1)
     every = xp.all(xp.pad(every, pads, constant_values=True).reshape(shape), axis=axis + 1)
     return some, every

@@ -15,11 +15,12 @@ from jaxtyping import Bool, Float
 
 from longspan._attention import _is_array, _scaled, bind
 from longspan._checks import check_keywords
-from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Value, no_type_check
+from longspan._constants import unfolded
+from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
 from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
 from longspan.dropout import Dropout
 from longspan.engines import Engine, Request
-from longspan.engines._contract import without_pairs
+from longspan.engines._contract import has_no_pairs, with_features, without_pairs
 from longspan.engines._gradient import Floats
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
@@ -47,10 +48,10 @@ def attention(
     global_capacity: int | None = ...,
     plan: Plan | None = ...,
     bias: AnyBias | None = ...,
-    scale: float | np.floating | Float[Array, ""] | None = ...,
-    soft_cap: float | None = ...,
+    scale: Real | None = ...,
+    soft_cap: Real | None = ...,
     sinks: Float[Array, "N"] | None = ...,
-    dropout_rate: float = ...,
+    dropout_rate: Real = ...,
     dropout_key: jax.Array | None = ...,
     q_positions: Positions | None = ...,
     kv_positions: Positions | None = ...,
@@ -74,10 +75,10 @@ def attention(
     global_capacity: int | None = ...,
     plan: Plan | None = ...,
     bias: AnyBias | None = ...,
-    scale: float | np.floating | Float[Array, ""] | None = ...,
-    soft_cap: float | None = ...,
+    scale: Real | None = ...,
+    soft_cap: Real | None = ...,
     sinks: Float[Array, "N"] | None = ...,
-    dropout_rate: float = ...,
+    dropout_rate: Real = ...,
     dropout_key: jax.Array | None = ...,
     q_positions: Positions | None = ...,
     kv_positions: Positions | None = ...,
@@ -101,10 +102,10 @@ def attention(
     global_capacity: int | None = ...,
     plan: Plan | None = ...,
     bias: AnyBias | None = ...,
-    scale: float | np.floating | Float[Array, ""] | None = ...,
-    soft_cap: float | None = ...,
+    scale: Real | None = ...,
+    soft_cap: Real | None = ...,
     sinks: Float[Array, "N"] | None = ...,
-    dropout_rate: float = ...,
+    dropout_rate: Real = ...,
     dropout_key: jax.Array | None = ...,
     q_positions: Positions | None = ...,
     kv_positions: Positions | None = ...,
@@ -128,10 +129,10 @@ def attention(
     global_capacity: int | None = None,
     plan: Plan | None = None,
     bias: AnyBias | None = None,
-    scale: float | np.floating | Float[Array, ""] | None = None,
-    soft_cap: float | None = None,
+    scale: Real | None = None,
+    soft_cap: Real | None = None,
     sinks: Float[Array, "N"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: Real = 0.0,
     dropout_key: jax.Array | None = None,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
@@ -196,14 +197,17 @@ def attention(
     plan = chosen_plan(plan, request, axes, order, global_capacity)
     if _is_array(scale):
         request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
-    words = jax.random.bits(dropout_key, (2,), "uint32") if dropout_rate > 0 and dropout_key is not None else None
-    if 0 in request.dims.values():
+    words = None if request.dropout is None or dropout_key is None else jax.random.bits(dropout_key, (2,), "uint32")
+    if has_no_pairs(request):
         out, lse = without_pairs(request)
+        out, lse = (out[0], lse[0]) if len(q.shape) == 3 else (out, lse)
         return (out, lse) if return_lse else out
+    features, request = request.dims["Hv"], with_features(request)
     setting = Setting(
         plan, engine, axis, tuple(mesh.axis_names), request.scale, request.soft_cap, request.platform
     )  # fmt: skip
     out, lse = _run(request, words, setting=setting, axes=axes)
+    out = out if features else out[..., :0]
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -297,6 +301,7 @@ def _run(request: Request, words, *, setting: Setting, axes: Axes):
     operands, specs = _operands(request, plan, axes)
     mask = as_data(request.mask) if axes.numbered else request.mask
     known = mask, *(None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions))
+    known = unfolded(known)
     letters = [each for each, _ in lettered(known, T)]
     known, known_specs = _split(axes, known, letters, padded(T, plan.shards, plan.order) - T)
     in_specs = specs, known_specs, None if words is None else P()

@@ -13,7 +13,7 @@ from jaxtyping import Int, Num
 
 from longspan._attention import attention
 from longspan._checks import FLOATS, check_qkv, check_static_size, is_array, is_int
-from longspan._types import Array, EngineName, Key, Output, Query, no_type_check
+from longspan._types import Array, EngineName, Key, Output, Query, Real, no_type_check
 from longspan.biases import Bias
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
@@ -71,7 +71,7 @@ def bigbird_attention(
     rand_attn: Int[Array, "N_or_1 rows r"],
     q_mask: Num[Array, "B_or_1 T"] | None = None,
     kv_mask: Num[Array, "B_or_1 S"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: Real = 0.0,
     dropout_key: jax.Array | None = None,
     engine: EngineName | Engine = "auto",
     mesh: Mesh | AbstractMesh | None = None,

@@ -15,7 +15,8 @@ from jaxtyping import Num
 
 from longspan._attention import attention
 from longspan._checks import FLOATS, check_qkv, is_array, is_int
-from longspan._types import Array, EngineName, Key, Number, Output, Query, no_type_check
+from longspan._constants import unfolded
+from longspan._types import Array, EngineName, Key, Number, Output, Query, Real, no_type_check
 from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
@@ -79,7 +80,7 @@ def longformer_attention(
     token_kinds: Num[Array, "B_or_1 T"] | None = None,
     dilation: int | Sequence[int] = 1,
     causal: bool = False,
-    dropout_rate: float = 0.0,
+    dropout_rate: Real = 0.0,
     dropout_key: jax.Array | None = None,
     engine: EngineName | Engine = "auto",
     mesh: Mesh | AbstractMesh | None = None,
@@ -136,11 +137,11 @@ def longformer_attention(
     far_q, far_k, far_v = _check_global_projections((q, k, v), (q_global, k_global, v_global))
     if mesh is not None:
         # Not sorted by kind: tokens stay where they are, and devices bring global ones together by themselves.
-        is_global, is_token = _kinds_of(jnp.asarray(token_kinds))
+        is_global, is_token = _kinds_of(unfolded(jnp.asarray(token_kinds)))
         local, rows = _local_and_global(near, is_global, is_token, causal)
         out, out_global = attend(q, k, v, mask=local, **options), attend(far_q, far_k, far_v, mask=rows, **options)
         return jnp.where(is_global[:, :, None, None], out_global, out)
-    tokens = _sort_tokens(jnp.broadcast_to(jnp.asarray(token_kinds), (B, T)))
+    tokens = _sort_tokens(jnp.broadcast_to(unfolded(jnp.asarray(token_kinds)), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
     request = Request(q, k, v, near, platform=jax.default_backend())
