@@ -23,6 +23,7 @@ from longspan._checks import (
     is_abstract,
     with_batch,
 )
+from longspan._programs import jit_by_function
 from longspan._types import (
     Array,
     EngineName,
@@ -253,7 +254,7 @@ def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
     return P(*of_q), P(*of_q[:3])
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit_by_function, static_argnums=0)
 def _run(engine: Engine, request: Request, dropout_key):
     dims, layout = request.dims, request.layout
     if 0 in dims.values():
