@@ -79,6 +79,7 @@ class Engine(Protocol):
     - `temporary_bytes(request) -> int | None`: how much memory a forward pass takes for itself, at least, as `explain`
       tells; None if that is little or not cheaply known.
     - `differentiable = True`: JAX can differentiate `run` by itself, also twice, and `backward` is not used for it.
+    - `dense = True`: every pair is computed, whatever the mask allows. `explain` then gives no advice about tiles.
 
     Example:
         >>> from longspan.engines import ENGINES
@@ -137,6 +138,11 @@ def temporary_bytes(engine: Engine, request: Request) -> int | None:
 def is_differentiable(engine: Engine) -> bool:
     """Whether JAX differentiates an engine by itself."""
     return getattr(engine, "differentiable", False)
+
+
+def is_dense(engine: Engine) -> bool:
+    """Whether an engine computes every pair, whatever the mask allows."""
+    return getattr(engine, "dense", False)
 
 
 def without_pairs(request: Request) -> tuple[jax.Array, jax.Array]:
