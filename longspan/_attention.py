@@ -26,6 +26,7 @@ from longspan._checks import (
     with_batch,
 )
 from longspan._constants import unfolded
+from longspan._programs import jit_by_function
 from longspan._types import (
     Array,
     EngineName,
@@ -260,7 +261,7 @@ def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
     return P(*of_q), P(*of_q[:3])
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit_by_function, static_argnums=0)
 def _run(engine: Engine, request: Request, dropout_key):
     data = {name: getattr(request, name) for name in ("mask", "q_positions", "kv_positions", "rows", "heads", "layout")}
     request = replace(request, **unfolded(data))

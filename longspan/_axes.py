@@ -8,6 +8,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from longspan._programs import jit_by_function
+
 
 def explicit_mesh(*trees: Any) -> AbstractMesh | None:
     """The mesh of an array whose type says how it lies; None if no array's does."""
@@ -28,7 +30,7 @@ def on_auto_axes(run: Callable, specs: Callable, static: tuple, operands: tuple)
 
 
 # Jitted, or outside of `jit` what is made on the way would lie on one device.
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jit_by_function, static_argnums=(0, 1, 2))
 def _on_auto_axes(run: Callable, specs: Callable, static: tuple, operands: tuple) -> Any:
     mesh: Any = explicit_mesh(operands)
     with jax.sharding.use_abstract_mesh(auto_mesh(mesh)):

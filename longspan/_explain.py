@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,22 +10,21 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Bool, Float
 
 from longspan import cache
+from longspan._advice import Planned, advice, estimate, facts, in_numpy
 from longspan._attention import bind
 from longspan._checks import is_abstract
 from longspan._types import Array, EngineName, Key, Positions, Query, Real, Value, no_type_check
+from longspan._work import short, work
 from longspan.biases import AnyBias
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.engines._contract import temporary_bytes
-from longspan.layout import BlockLayout, Counts, count, plan
+from longspan.layout import BlockLayout, count, plan
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.masks.by_slot import EqualIds
 from longspan.parallel.order import Order, check_mesh
 from longspan.parallel.report import sending
 from longspan.parallel.specs import Axes
 from longspan.render.html import page, table_html, tile_bar
-
-WASTEFUL = 4  # executed over useful FLOPs from which on `explain` advises
 
 
 @no_type_check
@@ -71,12 +69,16 @@ def explain(
     chosen, refused = choose(engine, request)
     layout, dims = request.layout, request.dims
     q_tile, kv_tile = chosen.tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)
-    counts = None
-    if _is_known(request) and 0 not in dims.values():
+    counts, advised = None, ()
+    is_known = _is_known(request)
+    if is_known and 0 not in dims.values():
         with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
-            layout = _planned(request, q_tile, kv_tile) if layout is None else layout
+            known = in_numpy(request)
+            layout = _planned(known, q_tile, kv_tile) if layout is None else jax.tree.map(np.asarray, layout)
             counts = count(layout)
-    work = _work(dims, q_tile, kv_tile, counts, layout)
+            done = work(dims, layout, counts)
+            flops = done["useful_flops"], done["executed_flops"]
+            advised = advice(Planned(known, chosen, mask, layout, *flops, mesh is not None))
     return Explanation(
         engine=chosen.name,
         reason=_reason(engine),
@@ -84,14 +86,14 @@ def explain(
         mask=repr(request.mask),
         q_tile=q_tile,
         kv_tile=kv_tile,
-        notes=(*_notes(request), *chosen.notes(request), *_estimate(counts), *_advice(request, work)),
+        notes=(*facts(request, is_known, mesh is not None), *chosen.notes(request), *estimate(counts), *advised),
         temporary_bytes=temporary_bytes(chosen, request),
         **_cache(request),
         **(
             {} if mesh is None else sending(request, Axes.of(mesh, axis, batch_axes, head_axis), order, global_capacity)
         ),
         **_sizes(request),
-        **work,
+        **work(dims, layout, counts),
     )
 
 
@@ -102,12 +104,9 @@ def _reason(asked: str | Engine) -> str:
 
 
 def _planned(request: Request, q_tile: int, kv_tile: int) -> BlockLayout:
-    """The layout of a request whose arrays are known: in NumPy, so that nothing has to be compiled."""
-    mask, q_positions, kv_positions = jax.tree.map(
-        np.asarray, (request.mask, request.q_positions, request.kv_positions)
-    )
-    sizes = request.dims["T"], request.dims["S"], q_tile, kv_tile
-    return plan(mask, *sizes, q_positions=q_positions, kv_positions=kv_positions, xp=np)
+    """The layout of a request whose arrays are NumPy's."""
+    positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
+    return plan(request.mask, request.dims["T"], request.dims["S"], q_tile, kv_tile, **positions, xp=np)
 
 
 def _is_known(request: Request) -> bool:
@@ -175,24 +174,24 @@ class Explanation:
             ("  empty", _share(self.tiles_empty, self.tiles_total)),
             ("  partial", _share(self.tiles_partial, self.tiles_total)),
             ("  full", _share(self.tiles_full, self.tiles_total)),
-            ("useful FLOPs", "about " * self.useful_is_estimate + _short(self.useful_flops, "FLOP", 1000)),
-            ("executed FLOPs", _short(self.executed_flops, "FLOP", 1000)),
-            ("reads and writes", _short(self.array_bytes, "B", 1024)),
+            ("useful FLOPs", "about " * self.useful_is_estimate + short(self.useful_flops, "FLOP", 1000)),
+            ("executed FLOPs", short(self.executed_flops, "FLOP", 1000)),
+            ("reads and writes", short(self.array_bytes, "B", 1024)),
             *self._temporary(),
             *self._kept(),
             *self._sent(),
-            ("a dense mask would take", _short(self.dense_mask_bytes, "B", 1024)),
+            ("a dense mask would take", short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
 
     def _temporary(self) -> list[tuple[str, str]]:
         known = self.temporary_bytes is not None
-        return [("temporary memory", f"at least {_short(self.temporary_bytes, 'B', 1024)}")] if known else []
+        return [("temporary memory", f"at least {short(self.temporary_bytes, 'B', 1024)}")] if known else []
 
     def _kept(self) -> list[tuple[str, str]]:
         if self.cache_bytes is None:
             return []
-        kept, full = (_short(n, "B", 1024) for n in (self.cache_bytes, self.full_cache_bytes))
+        kept, full = (short(n, "B", 1024) for n in (self.cache_bytes, self.full_cache_bytes))
         return [("a cache would take", f"{kept}; one of all keys {full}")]
 
     def _sent(self) -> list[tuple[str, str]]:
@@ -200,7 +199,7 @@ class Explanation:
             return []
         head, *steps = self.sending
         sent, back, bound, gather = (
-            _short(n, "B", 1024)
+            short(n, "B", 1024)
             for n in (self.sent_bytes, self.sent_bytes_backward, self.bound_bytes, self.gather_bytes)
         )
         return [
@@ -208,60 +207,6 @@ class Explanation:
             *(("  sends", step) for step in steps),
             ("  in all", f"{sent} per device forward, {back} backward; bound {bound}, a gather {gather}"),
         ]
-
-
-def _notes(request: Request) -> tuple[str, ...]:
-    notes = [_cost(request.mask, part) for part in request.mask.unbounded()]
-    if not _is_known(request):
-        notes.append("the mask's arrays are not known here: what is skipped depends on them")
-    if request.has_positions:
-        notes.append("with given positions, tiles are found by bisection only where positions grow with the slots")
-    return tuple(notes)
-
-
-def _estimate(counts: Counts | None) -> tuple[str, ...]:
-    if counts is None or counts.read is None:
-        return ()
-    return (
-        f"useful FLOPs are an estimate: pairs were read in {counts.read:,} of {counts.partial:,} partial tiles. They "
-        "are counted where rules are intervals of keys, ids or flags, and where fewer tiles are partial",
-    )
-
-
-def _advice(request: Request, work: dict[str, Any]) -> tuple[str, ...]:
-    """What to do where far more is computed than is seen."""
-    useful, executed = work["useful_flops"], work["executed_flops"]
-    if not useful or executed <= WASTEFUL * useful or work["tiles_total"] == 1:
-        return ()
-    ratio = f"{executed / useful:.0f} times as many FLOPs are executed as are useful"
-    if any(_come_back(ids) for rule in request.mask.walk() if isinstance(rule, EqualIds) for ids in rule._ids()):
-        return (
-            f"{ratio}: ids come back after others, so tiles hold tokens of many documents. Sort the tokens by id, and "
-            "give their positions if other rules compare those",
-        )
-    return (
-        f"{ratio}: most of each visited tile is not allowed, as where documents or windows are shorter than a tile. "
-        "Try smaller tiles, `mask=mask.layout(T, S, q_tile=32, kv_tile=32)`, and compare times",
-    )
-
-
-def _come_back(ids) -> bool:
-    """Whether some id of a row [B or 1, L] occurs again after another one."""
-    rows = np.asarray(ids)
-    runs = np.count_nonzero(np.diff(rows, axis=1), axis=1) + 1
-    return any(int(count) > len(np.unique(row)) for count, row in zip(runs, rows, strict=True) if len(row))
-
-
-def _cost(mask: Mask, part: Mask) -> str:
-    """What a part that bounds nothing costs the mask it is in."""
-    empty, full = mask.tells()
-    effect = (
-        "no tile can be skipped" if not empty
-        else "no tile is known to be full, so every visited one is masked pair by pair" if not full
-        else "tiles that it decides are masked pair by pair"
-    )  # fmt: skip
-    name = type(part).__name__
-    return f"{name} without bounds ({part!r} has no `classify` of its own): {effect}"
 
 
 def _sizes(request: Request) -> dict[str, int]:
@@ -286,38 +231,7 @@ def _cache(request: Request) -> dict[str, int]:
     return dict(cache_bytes=plan.nbytes(*call, v_head_dim=Hv), full_cache_bytes=plan.full_nbytes(*call, v_head_dim=Hv))
 
 
-def _work(dims, q_tile: int, kv_tile: int, counts: Counts | None, layout: BlockLayout | None) -> dict[str, Any]:
-    B, N, flops = dims["B"], dims["N"], 2 * (dims["H"] + dims["Hv"])
-    if counts is None or layout is None:
-        names = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")
-        return dict.fromkeys(names, 0 if 0 in dims.values() else None)
-    q, _ = layout.sides(xp=np)
-    planes = np.array(list(layout.planes()))[-1] + 1
-    apart = max(q.batch.size, planes[0]) * max(q.head.size, planes[1])
-    copies = B * N // max(int(apart), 1)
-    computed = counts.partial + counts.full
-    total = layout.q_tiles * layout.kv_tiles * int(apart)
-    return dict(
-        tiles_total=total,
-        tiles_empty=total - computed,
-        tiles_partial=counts.partial,
-        tiles_full=counts.full,
-        useful_flops=flops * counts.pairs * copies,
-        executed_flops=flops * q_tile * kv_tile * computed * copies,
-        useful_is_estimate=counts.read is not None,
-    )
-
-
 def _share(part: int | None, total: int | None) -> str:
     if part is None or total is None:
         return "depends on data"
     return f"{part:,} ({part / max(total, 1):.1%})"
-
-
-def _short(amount: int | None, unit: str, step: int) -> str:
-    if amount is None:
-        return "depends on data"
-    value, letters = float(amount), ["", "k", "M", "G", "T", "P"]
-    while value >= step and len(letters) > 1:
-        value, letters = value / step, letters[1:]
-    return f"{value:.4g} {letters[0]}{unit}"

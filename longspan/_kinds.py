@@ -90,6 +90,33 @@ def count_and_read(
     return total._replace(pairs=total.pairs + round(float(weights @ allowed)), read=len(allowed))
 
 
+def sample_partial(
+    mask: Mask, q: Tiles, kv: Tiles, looks: Iterable[Visits], *, visits: int, most: int
+) -> np.ndarray:  # fmt: skip
+    """The numbers [2, n] of PARTIAL tiles, about `most` of them, spread over all visits."""
+    sampled = [np.zeros((2, 0), np.int32)]
+    for look in looks:
+        some, every = _classified(mask, q, kv, look)
+        partial = np.flatnonzero(np.broadcast_to(some & ~every, look.shape))
+        if len(partial):
+            sampled.append(look.at(_spread(partial, every=max(1, visits // most))))
+    return np.concatenate(sampled, axis=1)
+
+
+def read_tiles(mask: Mask, q: Tiles, kv: Tiles, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(some, every), bool [n]: whether a mask allows any, and all, of the pairs in some tiles [2, n]. It reads them."""
+    allowed, visits = _allowed(mask, q, kv, tiles), Visits.listed(*tiles)
+    rows, columns = _inside(q, visits.q), _inside(kv, visits.kv)
+    return allowed > 0, allowed == (rows * columns)[:, 0]
+
+
+def classify_tiles(mask: Mask, q: Tiles, kv: Tiles, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(some, every), bool [n]: what a mask says of some tiles [2, n] without reading their pairs."""
+    visits = Visits.listed(*tiles)
+    some, every = (np.broadcast_to(kind, visits.shape)[:, 0] for kind in _classified(mask, q, kv, visits))
+    return some, every
+
+
 def _read(mask: Mask, q: Tiles, kv: Tiles, tiles: np.ndarray, most: int) -> int | None:
     """The allowed pairs of some PARTIAL tiles [2, n]; None if more than `most` would have to be read.
 
@@ -136,11 +163,13 @@ def _area(q: Tiles, kv: Tiles, visits: Visits, every: np.ndarray) -> int:
     """The pairs of the tiles that are FULL."""
     if not every.any():
         return 0
-    rows, columns = (
-        np.minimum(tiles.size, tiles.side.length - n.astype(np.int64) * tiles.size)
-        for tiles, n in zip((q, kv), visits[:2], strict=True)
-    )
+    rows, columns = _inside(q, visits.q), _inside(kv, visits.kv)
     return int(np.sum(rows * columns, where=np.broadcast_to(every, visits.shape)))
+
+
+def _inside(tiles: Tiles, numbers: np.ndarray) -> np.ndarray:
+    """How many slots each tile has: the last one may be cut off."""
+    return np.minimum(tiles.size, tiles.side.length - numbers.astype(np.int64) * tiles.size)
 
 
 def _spread(numbers: np.ndarray, *, every: int) -> np.ndarray:

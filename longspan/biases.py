@@ -206,6 +206,10 @@ class ScoreBias(Bias):
     `vmap` those of each mapped call. −inf is a masked key. Gradients reach the arrays that hold floats. It runs on
     `engine="xla"` and `"reference"`: `"cpu"` has no way to call a function of Python.
 
+    `fn` is part of the compiled program, and a function equals only itself. Define it once, outside of loops, and pass
+    what changes as `arrays`: then nothing is compiled again. A new lambda per call compiles at every call; the programs
+    of the 32 functions used last are kept.
+
     Args:
         fn: any traceable function; which of the two it is, its number of required positional parameters tells.
         arrays: data of the function, which gets floats as float32 (float64 for float64 queries); new values do not
@@ -217,6 +221,10 @@ class ScoreBias(Bias):
         >>> nearer = ls.ScoreBias(lambda b, h, q, k, slopes: -slopes[h] * jnp.log1p(abs(q - k)), jnp.ones(2))
         >>> ls.attention(q, k, v, bias=(nearer, jnp.zeros((8, 8)))).shape
         (1, 8, 2, 4)
+        >>> def slope(q, k, by):  # defined once
+        ...     return -by * jnp.log1p(abs(q - k))
+        >>> for by in (0.1, 0.2, 0.3):  # one program for all three
+        ...     out = ls.attention(q, k, v, bias=ls.ScoreBias(slope, jnp.asarray(by)))
     """
 
     fn: Callable

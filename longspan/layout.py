@@ -25,7 +25,7 @@ from longspan._pairs import count_by_query
 from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
 from longspan.masks.pytree import axes_of, short
-from longspan.masks.sides import Side, two_sides
+from longspan.masks.sides import Side, Tiles, two_sides
 from longspan.masks.spans import Spans, running_max
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -257,22 +257,51 @@ def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
 
 def count(layout: BlockLayout) -> Counts:
     """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
+    total = NONE
+    for plane in planes_of(layout):
+        pairs = None if layout.repeats else count_by_query(layout.mask, plane.q.side, plane.kv.side)
+        looks = layout.looks(plane.batch, plane.head)
+        if pairs is not None:
+            kinds = count_kinds(layout.mask, plane.q, plane.kv, looks)._replace(pairs=pairs)
+        else:
+            shares = dict(visits=plane.visits * plane.planes, most=MOST_READ // plane.planes)
+            kinds = count_and_read(layout.mask, plane.q, plane.kv, looks, **shares)
+        total = total.plus(kinds)
+    return total
+
+
+def count_tiles(layout: BlockLayout, most: int) -> Counts | None:
+    """Counts a concrete layout's visits by kind, and no pairs; None if it has more than `most` visits."""
+    planes = list(planes_of(layout))
+    if sum(plane.visits for plane in planes) > most:
+        return None
+    total = NONE
+    for plane in planes:
+        total = total.plus(count_kinds(layout.mask, plane.q, plane.kv, layout.looks(plane.batch, plane.head)))
+    return total
+
+
+class PlaneOfTiles(NamedTuple):
+    """The tiles of one batch row and head, as rules see them in NumPy."""
+
+    batch: int
+    head: int
+    q: Tiles
+    kv: Tiles
+    visits: int  # at most
+    planes: int  # how many there are
+
+
+def planes_of(layout: BlockLayout) -> Iterator[PlaneOfTiles]:
+    """The tiles of a concrete layout, for each batch row and head that the layout or its mask tells apart."""
     q, kv = (side.remembering() for side in layout.sides(xp=np))
     planes = [max(*ns) for ns in zip((q.batch.size, q.head.size), np.add(list(layout.planes())[-1], 1), strict=True)]
-    total = NONE
     for batch, head in np.ndindex(*planes):
         one = [np.full((1, 1, 1, 1), i, np.int32) for i in (batch, head)]
         q_here, kv_here = (s.at(batch=one[0], head=one[1]) for s in (q, kv))
-        pairs = None if layout.repeats else count_by_query(layout.mask, q_here, kv_here)
         tiles = q_here.tiles(layout.q_tile), kv_here.tiles(layout.kv_tile)
-        if pairs is not None:
-            kinds = count_kinds(layout.mask, *tiles, layout.looks(batch, head))._replace(pairs=pairs)
-        else:
-            visits = int(_Plane.of(layout, batch, head).widths().sum())
-            shares = dict(visits=visits * math.prod(planes), most=MOST_READ // math.prod(planes))
-            kinds = count_and_read(layout.mask, *tiles, layout.looks(batch, head), **shares)
-        total = total.plus(kinds)
-    return total
+        visits = int(_Plane.of(layout, batch, head).widths().sum())
+        yield PlaneOfTiles(batch, head, *tiles, visits, math.prod(planes))
 
 
 class _Plane(NamedTuple):

@@ -259,7 +259,7 @@ def test_a_million_tokens_take_little_work_and_memory(mask, monkeypatch):
     tracemalloc.stop()
     assert not read and not report.useful_is_estimate
     assert sum(looked) <= 8 * 2**26 and max(looked) <= 2**20 and len(looked) <= 2**10
-    assert len(summaries) <= 40, "what a tile holds is found once for all looks"
+    assert len(summaries) <= 60, "what a tile holds is found once for all looks, in the layout and in one that is tried"
     assert peak < 250 * 2**20
 
 

@@ -79,6 +79,7 @@ class Engine(Protocol):
     - `temporary_bytes(request) -> int | None`: how much memory a forward pass takes for itself, at least, as `explain`
       tells; None if that is little or not cheaply known.
     - `differentiable = True`: JAX can differentiate `run` by itself, also twice, and `backward` is not used for it.
+    - `dense = True`: every pair is computed, whatever the mask allows. `explain` then gives no advice about tiles.
 
     Example:
         >>> from longspan.engines import ENGINES
@@ -149,6 +150,11 @@ def with_features(request: Request) -> Request:
     wide = {name: getattr(request, name) for name in "qkv"}
     wide = {name: jnp.zeros((*x.shape[:3], 1), x.dtype) for name, x in wide.items() if x.shape[3] == 0}
     return replace(request, **wide) if wide else request
+
+
+def is_dense(engine: Engine) -> bool:
+    """Whether an engine computes every pair, whatever the mask allows."""
+    return getattr(engine, "dense", False)
 
 
 def without_pairs(request: Request) -> tuple[jax.Array, jax.Array]:

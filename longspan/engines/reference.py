@@ -20,6 +20,7 @@ class Reference(Engine):
 
     name = "reference"
     differentiable = True
+    dense = True
 
     def tiles(self, request: Request) -> tuple[int, int]:
         """It has no tiles; these are what `explain` counts in."""

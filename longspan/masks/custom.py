@@ -29,6 +29,10 @@ class Custom(Mask):
 
     Without `bounds` no tile can be skipped (`explain` says so).
 
+    `fn` and `bounds` are part of the compiled program, and a function equals only itself. Define them once, outside of
+    loops, and pass what changes as `arrays`: then nothing is compiled again. A new lambda per call compiles at every
+    call; the programs of the 32 functions used last are kept.
+
     Args:
         fn: any traceable function of these arrays; it returns bools, by a comparison for example. Numbers are an error:
             what is added to scores is a `ScoreBias`.
@@ -49,6 +53,11 @@ class Custom(Mask):
         #..
         .#.
         ..#
+        >>> def near(q, k, width):  # defined once
+        ...     return abs(q - k) <= width
+        >>> x = jnp.ones((1, 8, 2, 4))
+        >>> for width in (1, 2, 3):  # one program for all three
+        ...     out = ls.attention(x, x, x, mask=Custom(near, jnp.asarray(width)))
     """
 
     reads = BY_POSITION

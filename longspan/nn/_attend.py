@@ -10,24 +10,27 @@ from longspan._attention import attention
 from longspan.cache import Cache
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
-from longspan.nn._rope import turned
+from longspan.nn._rope import check_rope, turned
 from longspan.parallel.shared import Shared
 
 NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys
 
 
 def attend(
-    q, k, v, *, mask, positions, rope, interleaved: bool, cache, lengths, shared: Shared, **options
+    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths, shared: Shared, **options
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """The output [B, T, N, H], and the cache with the new tokens; None without one."""
+    check_rope(rope, rope_positions)
     if cache is None:
         _check_uncached(lengths)
-        q_at, kv_at = (shared.tokens(q.shape[1]) if at is None else at for at in _places_of(mask, positions))
+        places = _places_of(mask, positions) if rope_positions is None else (rope_positions, rope_positions)
+        q_at, kv_at = (shared.tokens(q.shape[1]) if at is None else at for at in places)
         (q,), (k,) = turned(rope, interleaved, q_at, q), turned(rope, interleaved, kv_at, k)
         return shared.attention(q, k, v, mask=mask, q_positions=positions, kv_positions=positions, **options), None
     _check_cached(cache, positions, shared)
-    # Keys are stored as they are seen: turned by the positions that the cache is about to give them.
+    # Keys are stored as they are seen: turned by the positions that the cache is about to give them, or by the call's.
     at = cache.length[:, None] + jnp.arange(q.shape[1], dtype=np.int32)[None]
+    at = at if rope_positions is None else rope_positions
     q, k = turned(rope, interleaved, at, q, k)
     mask = cache.plan.mask if mask is None else mask
     cache, view = cache.append(k, v, lengths)
@@ -58,5 +61,5 @@ def _check_cached(cache: Any, positions: Any, shared: Shared) -> None:
     if positions is not None:
         raise ValueError(
             "`positions` and `cache` were both given, but a cache counts the tokens of each row itself. Leave "
-            "`positions` out, and give `lengths` for rows that have fewer tokens."
+            "`positions` out, give `lengths` for rows that have fewer tokens, and `rope_positions` for other rotations."
         )

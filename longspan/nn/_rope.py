@@ -43,13 +43,29 @@ def turned(rope: tuple[Any, Any] | None, interleaved: bool, positions: Any, *arr
     return tuple(rotate(x, at, inv_freq, attention_factor=factor, interleaved=interleaved) for x in arrays)
 
 
-def check_rope_positions(rope: Any, positions: Any) -> None:
-    """For modules whose masks go by slots."""
+def check_rope(rope: Any, rope_positions: Any) -> None:
+    """That there is something to rotate by positions that are for that alone."""
+    if rope is None and rope_positions is not None:
+        raise ValueError(
+            "`rope_positions` are for `rope`, which this module does not have. Give `rope`, or leave `rope_positions` "
+            "out."
+        )
+
+
+def rope_places(rope: Any, positions: Any, rope_positions: Any) -> Any:
+    """The positions to rotate by, in modules whose masks go by slots: there both names mean the same."""
+    check_rope(rope, rope_positions)
     if rope is None and positions is not None:
         raise ValueError(
             "`positions` are for `rope`, which this module does not have: its windows and blocks go by slots. Give "
             "`rope`, or leave `positions` out."
         )
+    if positions is not None and rope_positions is not None:
+        raise ValueError(
+            "`positions` and `rope_positions` were both given, and both are for `rope` here: windows and blocks go by "
+            "slots. Give one of them."
+        )
+    return positions if rope_positions is None else rope_positions
 
 
 def _frozen(value: Any) -> Any:

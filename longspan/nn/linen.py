@@ -45,7 +45,7 @@ from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.nn._attend import attend
-from longspan.nn._rope import check_rope_positions, resolved, settled, turned
+from longspan.nn._rope import resolved, rope_places, settled, turned
 from longspan.nn._shared import Heads, Split, attention_fn, dot_general, resolve_heads, rms_norm, split_of
 from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
@@ -151,6 +151,7 @@ class SelfAttention(_Attention, kw_only=True):
         *,
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
         positions: Int[Array, "*B T"] | None = ...,
+        rope_positions: Int[Array, "*B T"] | None = ...,
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
         cache: None = ...,
         lengths: Int[Array, "B"] | None = ...,
@@ -164,6 +165,7 @@ class SelfAttention(_Attention, kw_only=True):
         *,
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = ...,
         positions: Int[Array, "*B T"] | None = ...,
+        rope_positions: Int[Array, "*B T"] | None = ...,
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = ...,
         cache: Cache,
         lengths: Int[Array, "B"] | None = ...,
@@ -178,6 +180,7 @@ class SelfAttention(_Attention, kw_only=True):
         *,
         mask: Mask | MaskInfo | BlockLayout | Num[Array, "..."] | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        rope_positions: Int[Array, "*B T"] | None = None,
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         cache: Cache | None = None,
         lengths: Int[Array, "B"] | None = None,
@@ -186,18 +189,20 @@ class SelfAttention(_Attention, kw_only=True):
         """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
 
         `positions`, int [T] or [B, T], are those of the tokens as queries and as keys, for the mask and for `rope`; by
-        default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. In packed rows,
-        `positions_from_segments` lets them start anew in every document. `rope` replaces the module's.
+        default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. `rope_positions`, likewise,
+        are for `rope` alone. In packed rows give `rope_positions=positions_from_segments(ids)`, which start from 0 in
+        every document: the mask still goes by slots, where it skips most. `rope` replaces the module's.
 
         With a `cache` (`ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that come
         after those in it, `lengths` [B] of them where rows have fewer, and the result is (output, new cache). The mask
-        is by default the one that the cache was planned for.
+        is by default the one that the cache was planned for. `rope_positions` are then those of the new tokens; by
+        default each row's tokens are counted.
         """
         q, k, v = self._project(x, "query", "key", "value")
         if self.qk_norm:
             q, k = self._norm("query_norm")(q), self._norm("key_norm")(k)
         given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, shared=self._shared())
-        turn = dict(rope=self._rope(x, rope), interleaved=self.rope_interleaved)
+        turn = dict(rope=self._rope(x, rope), interleaved=self.rope_interleaved, rope_positions=rope_positions)
         out, cache = attend(q, k, v, **given, **turn, sinks=self._sink(), **self._options(deterministic))
         return self._join(x, out) if cache is None else (self._join(x, out), cache)
 
@@ -242,15 +247,17 @@ class LongformerSelfAttention(_Attention, kw_only=True):
         *,
         token_kinds: Num[Array, "B_or_1 T"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        rope_positions: Int[Array, "*B T"] | None = None,
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
         """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local.
 
-        `positions`, int [T] or [B, T], are for `rope` alone: windows go by slots. `rope` replaces the module's.
+        `positions`, int [T] or [B, T], or `rope_positions` are for `rope` alone: windows go by slots. `rope`
+        replaces the module's.
         """
         chosen = self._rope(x, rope)
-        check_rope_positions(chosen, positions)
+        positions = rope_places(chosen, positions, rope_positions)
         shared = self._shared()
         positions = shared.tokens(x.shape[1]) if positions is None else positions
         # Without kinds nobody is global; the parameters exist nevertheless.
@@ -304,16 +311,18 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
         token_mask: Num[Array, "B_or_1 T"] | None = None,
         rand_attn: Int[Array, "N_or_1 rows r"] | None = None,
         positions: Int[Array, "*B T"] | None = None,
+        rope_positions: Int[Array, "*B T"] | None = None,
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
         """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`.
 
-        `positions`, int [T] or [B, T], are for `rope` alone: blocks go by slots. `rope` replaces the module's.
+        `positions`, int [T] or [B, T], or `rope_positions` are for `rope` alone: blocks go by slots. `rope`
+        replaces the module's.
         """
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(x, rope)
-        check_rope_positions(chosen, positions)
+        positions = rope_places(chosen, positions, rope_positions)
         shared = self._shared()
         positions = shared.tokens(x.shape[1]) if positions is None else positions
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from longspan._attention import _is_array, _scaled, bind
 from longspan._checks import check_keywords
 from longspan._constants import unfolded
+from longspan._programs import jit_by_function
 from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
 from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
 from longspan.dropout import Dropout
@@ -294,7 +295,7 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
     return given
 
 
-@partial(jax.jit, static_argnames=("setting", "axes"))
+@partial(jit_by_function, static_argnames=("setting", "axes"))
 def _run(request: Request, words, *, setting: Setting, axes: Axes):
     """The program on all devices, of arrays that are padded and split, and what it gives without padding."""
     T, plan = request.dims["T"], setting.plan

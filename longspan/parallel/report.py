@@ -62,7 +62,7 @@ def _not_counted(request: Request, axes: Axes, plan: Plan) -> list[str]:
     if plan.rows * plan.shards != T:
         lines.append(
             f"not counted: arrays of {T} tokens cannot be split over {plan.shards} devices, so the output is whole on "
-            "each of them; `ls.parallel.shard_batch` pads"
+            "each of them. `ls.parallel.shard_batch` pads the arrays, and the output then stays split"
         )
     if repeats > 1:
         lines.append(f"not counted: the sum of gradients of key/value heads, which are repeated {repeats} times")

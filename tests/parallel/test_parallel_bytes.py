@@ -114,10 +114,25 @@ def test_a_ring_and_a_way_out_are_both_agreed_on():
 def test_what_xla_sends_besides_is_named():
     odd = report(ls.Window(9, 5), length=509, mesh=ls.parallel.mesh(sp=4), sinks=jnp.zeros(N))
     assert "not counted: arrays of 509 tokens cannot be split over 4 devices, so the output is whole" in str(odd)
+    assert "`ls.parallel.shard_batch` pads the arrays, and the output then stays split" in str(odd)
     assert "not counted: the sum of gradients of sinks" in str(odd)
     repeated = report(ls.Window(9, 5), mesh=ls.parallel.mesh(tp=4, sp=2))
     assert "gradients of key/value heads, which are repeated 2 times" in str(repeated)
     assert "not counted" not in str(report(ls.Window(9, 5)))
+
+
+def test_arrays_that_are_padded_as_advised_send_fewer_bytes():
+    mesh, mask = ls.parallel.mesh(sp=4), ls.Window(9, 5)
+    x = jnp.ones((1, 509, 2, 8))
+
+    def bytes_of(x):
+        run = jax.jit(lambda x: ls.parallel.attention(x, x, x, mask=mask, mesh=mesh))
+        said = str(ls.explain(x, x, x, mask=mask, mesh=mesh))
+        return hlo.total(run.lower(x).compile()), "cannot be split over 4 devices" in said
+
+    padded = ls.parallel.shard_batch(dict(x=x), mesh)["x"]
+    (odd, said_of_odd), (even, said_of_even) = bytes_of(x), bytes_of(padded)
+    assert even < odd and (said_of_odd, said_of_even) == (True, False)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
