@@ -135,9 +135,8 @@ def test_the_example_equals_dense_attention_over_the_same_choice(example, engine
     assert lines == ["33 tiles per head and row, where causal attention has 78"]
     said = capsys.readouterr().err.splitlines()
     assert said[::2] == ["compiling sparse attention ...", "compiling dense attention ..."]
-    assert all(
-        re.fullmatch(r"compiled (sparse|dense) attention and ran it once in \d+\.\d s", line) for line in said[1::2]
-    )
+    pattern = r"compiled (sparse|dense) attention and ran it once in \d+\.\d s"
+    assert all(re.fullmatch(pattern, line) for line in said[1::2])
 
 
 def test_the_example_is_read_in_one_sitting():

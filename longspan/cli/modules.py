@@ -14,7 +14,9 @@ PACKAGE = "sentence_transformers."  # its modules have moved more than once: onl
 FOLDER = re.compile(r"\d+_[A-Z]\w*")  # such as 1_Pooling
 TRANSFORMER_CONFIGS = "sentence_*_config.json"  # sentence_bert_config.json; older ones name other models
 MODE = "pooling_mode_"
-MODES = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
+# In the order in which several are concatenated.
+MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len_tokens"}
+MODES |= {"weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken"}
 
 
 class Modules(NamedTuple):
@@ -120,8 +122,9 @@ def _modes(path: Path) -> tuple[str, ...]:
     for key, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{path}: {key!r} must be true or false, got {str(value)[:80]}.")
-    chosen = [key.removeprefix(MODE) for key, value in flags.items() if value]
-    return tuple(MODES.get(mode, mode) for mode in chosen) or ("mean",)
+    chosen = {key.removeprefix(MODE) for key, value in flags.items() if value}
+    known = [name for mode, name in MODES.items() if mode in chosen]
+    return (*known, *sorted(chosen - MODES.keys())) or ("mean",)
 
 
 def _transformer(directory: Path, listed: bool) -> tuple[int | None, str, list[str]]:
