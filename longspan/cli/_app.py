@@ -1,5 +1,6 @@
 """The commands in one application, and how they end: an error is one line, never a traceback."""
 
+import errno
 import os
 import sys
 import traceback
@@ -27,6 +28,8 @@ EXPECTED = (
     *(ArithmeticError, EOFError, ImportError, LookupError, MemoryError, NotImplementedError, OSError),
     *(RecursionError, TypeError, ValueError),
 )
+
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 app = typer.Typer(
     name="longspan",
@@ -107,4 +110,6 @@ def _said(error: Exception) -> str:
         return "The input is nested too deeply."
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in FULL:  # files that commands write are named
+        return f"standard output: {error.strerror}"
     return str(error) or type(error).__name__

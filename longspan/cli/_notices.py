@@ -18,7 +18,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def compiling(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """Says what is compiled in this block, and at its end how long JAX compiled it.
+    """Says what is compiled in this block once JAX compiles, and at the end how long that took. Else it says nothing.
 
     Args:
         what: a noun, such as "the encoder".
@@ -33,19 +33,21 @@ def compiling(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]
     from jax import monitoring
 
     spans: list[tuple[float, float]] = []
-    said: list[str] = []
+    done: list[bool] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith(COMPILING):
+        # Tracing comes first, and a program traces many small functions: the first event is soon there.
+        if event.startswith(COMPILING) and not done:
             now = time.perf_counter()
             spans.append((now - duration_secs, now))
+            if len(spans) == 1:
+                say(f"compiling {what} ...")
 
     def compiled() -> None:
-        if not said:
-            said.append(f"compiled {what} in {covered(spans):.1f} s")
-            say(said[0])
+        if spans and not done:
+            say(f"compiled {what} in {covered(spans):.1f} s")
+        done.append(True)
 
-    say(f"compiling {what} ...")
     monitoring.register_event_duration_secs_listener(listen)
     try:
         yield compiled

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 LONGEST = 2**30 - 1  # positions are no larger
-PLANNED = 2**24  # tokens up to which `explain`, `diff` and `bench` plan tile by tile: seconds, and a few GB
+PLANNED = 2**24  # tokens up to which `explain`, `diff` and others plan tile by tile: under a minute, and a few GB
 KEYS = "Number of keys; as many as queries by default."
 
 Expression = Annotated[

@@ -81,7 +81,8 @@ def _lengths(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= PLANNED for word in words):
         raise ValueError(
-            f"--lengths must be numbers of tokens from 1 to {PLANNED:,} between commas, such as 512,1024, got {text!r}."
+            f"--lengths must be numbers of tokens from 1 to {PLANNED:,} between commas, such as 512,1024, got "
+            f"{text[:80]!r}."
         )
     return [int(word) for word in words]
 

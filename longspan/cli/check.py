@@ -10,7 +10,7 @@ import typer
 from longspan._optional import is_there
 from longspan.cli._library import library
 from longspan.cli._notices import compiling
-from longspan.cli._options import LONGEST, AsJson, print_json
+from longspan.cli._options import PLANNED, AsJson, print_json
 
 FAILED = 1
 
@@ -20,7 +20,7 @@ def check(
         Path, typer.Argument(help="With a config.json and a model.safetensors.", file_okay=False, exists=True)
     ],
     length: Annotated[
-        int | None, typer.Option("-T", "--length", min=1, max=LONGEST, help="Tokens to size a cache for.")
+        int | None, typer.Option("-T", "--length", min=1, max=PLANNED, help="Tokens to size a cache for.")
     ] = None,
     parity: Annotated[bool, typer.Option(help="Compare with PyTorch where transformers is installed.")] = True,
     as_json: AsJson = False,

@@ -70,6 +70,8 @@ def encode(
     """Encode documents, one vector each."""
     if split and truncate:
         raise ValueError("--split and --truncate are two answers to one question. Give one of them.")
+    if [str(path) for path in files].count("-") > 1:
+        raise ValueError("- is given more than once, but standard input is read once. Give it once.")
     check_writable(out)
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out: {out} is one of the documents, and would be overwritten.")

@@ -31,7 +31,7 @@ class Modules(NamedTuple):
     def not_run(self, pooling: str, max_tokens: int | None) -> list[str]:
         """What is not run where tokens are pooled like this and texts may have so many tokens (None: not known yet)."""
         found = list(self.ignored)
-        if self.pooling != (pooling,):
+        if self.pooling_file and self.pooling != (pooling,):
             found.append(f"{self.pooling_file} says {' and '.join(self.pooling)} pooling, not {pooling}")
         most = self.max_seq_length
         if max_tokens is not None and most is not None and most < max_tokens:

@@ -48,7 +48,7 @@ def stop_tokens(directory: Path) -> list[int] | None:
         try:
             found = json.loads(path.read_text("utf-8")).get("eos_token_id")
         except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON. Download or save it again.") from error
+            raise ValueError(f"{path} is not a JSON object. Download or save it again.") from error
         if found is not None:
             tokens = found if isinstance(found, list) else [found]
             if not all(type(token) is int for token in tokens):

@@ -393,8 +393,29 @@ def test_without_the_extra_it_says_what_to_install(run, monkeypatch):
     assert err == "longspan: The command `longspan` needs typer: pip install 'longspan[cli]'\n"
 
 
-def test_help_and_version(run):
-    for command in ("info", "show", "explain", "diff", "bench", "check", "encode", "generate"):
-        code, out, err = run(command, "--help")
-        assert (code, err) == (0, "") and command in out
+def commands():
+    from typer.main import get_command
+
+    from longspan.cli._app import app
+
+    return get_command(app).commands
+
+
+def test_help_shows_everything_that_it_was_given(run, monkeypatch):
+    """Rich takes what is in brackets for markup and leaves it out, unless it is escaped."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    brackets = 0
+    for name, command in commands().items():
+        code, out, err = run(name, "--help")
+        assert (code, err) == (0, "")
+        shown = " ".join(out.replace("│", " ").split())
+        for text in [command.help, *(parameter.help for parameter in command.params)]:
+            plain = " ".join((text or "").replace("\\[", "[").split())
+            assert plain in shown, f"{name} --help"
+            brackets += "[" in plain
+    assert brackets >= 1, "a text with brackets shows that this test can fail"
+    assert "Usage: longspan bench [OPTIONS] [EXPR]" in run("bench", "--help")[1]
+
+
+def test_the_version_is_printed(run):
     assert run("--version") == (0, f"{ls.__version__}\n", "")

@@ -79,6 +79,10 @@ def test_a_transformer_with_mean_pooling_is_what_encode_runs(name, tmp_path):
     assert not_run(write(tmp_path, **FINE[name])) == []
 
 
+def test_without_module_files_any_pooling_is_as_good(tmp_path):
+    assert not_run(tmp_path, "cls") == []
+
+
 TRANSFORMER, POOLING = listed("Transformer", "Pooling")
 OTHERS = {
     "cls": (PLAIN | dict(pooling=CLS), "1_Pooling/config.json says cls pooling, not mean"),
