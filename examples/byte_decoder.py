@@ -5,9 +5,11 @@ allocates the caches: they hold the window and the pinned tokens, however long t
 """
 
 import argparse
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,15 @@ def batches(seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield ids.reshape(ROWS, LENGTH), documents.reshape(ROWS, LENGTH)
 
 
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """The first call of a program compiles it, which takes seconds: this says so on stderr."""
+    start = time.monotonic()
+    print(f"compiling {what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"compiled {what} and ran it once in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
 def train(model: models.CausalLM, seconds: float, report=print) -> list[float]:
     """The loss of every step, in bits per byte."""
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
@@ -69,7 +80,9 @@ def train(model: models.CausalLM, seconds: float, report=print) -> list[float]:
         optimizer.update(model, gradients)
         return value
 
-    losses, data, start = [], batches(), time.perf_counter()
+    data, start = batches(), time.perf_counter()
+    with compiling("the training step"):
+        losses = [float(step(model, optimizer, *next(data)))]
     while (now := time.perf_counter() - start) < seconds:
         losses.append(float(step(model, optimizer, *next(data))))
         if len(losses) % 20 == 0:
@@ -88,10 +101,12 @@ def main() -> None:
     kept = [model.init_cache(1, length)[0].k.shape[1] for length in (1000, 1_000_000)]
     print(f"\nA layer keeps {kept[0]} keys for 1,000 tokens and {kept[1]} for 1,000,000.\n")
     prompt = b"def main(self):\n    "
+    draws = dict(max_length=len(prompt) + options.answer, temperature=0.7, key=jax.random.key(0))
+    with compiling("the decoder"):
+        ls.generate(model, [list(prompt)], max_new_tokens=min(2, options.answer), **draws)
     print(prompt.decode(), end="")
     show = lambda row, byte: print(chr(byte), end="", flush=True)  # noqa: E731
-    size, key = options.answer, jax.random.key(0)
-    ls.generate(model, [list(prompt)], max_new_tokens=size, stream=show, temperature=0.7, key=key)
+    ls.generate(model, [list(prompt)], max_new_tokens=options.answer, stream=show, **draws)
     print()
 
 

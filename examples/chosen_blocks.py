@@ -9,12 +9,25 @@ batch without compiling anew, and what was not chosen is skipped, in both passes
 """
 
 import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import longspan as ls
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """The first call of a program compiles it, which takes seconds: this says so on stderr."""
+    start = time.monotonic()
+    print(f"compiling {what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"compiled {what} and ran it once in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def choose_blocks(q, k, block_size: int, chosen: int):
@@ -63,9 +76,10 @@ def compare(length: int = 4096, block_size: int = 64, chosen: int = 8, engine: A
         return dense_attention(q, k, v, choose_blocks(q, k, block_size, chosen), block_size)
 
     results = []
-    for attend in (ours, dense):
-        out, backward = jax.vjp(jax.jit(attend), q, k, v)
-        results.append((out, *backward(weights)))
+    for name, attend in dict(sparse=ours, dense=dense).items():
+        with compiling(f"{name} attention"):
+            out, backward = jax.vjp(jax.jit(attend), q, k, v)
+            results.append(jax.block_until_ready((out, *backward(weights))))
     layout = chosen_mask(q, k, block_size, chosen).layout(length, length, q_tile=block_size, kv_tile=block_size)
     causal = ls.Causal().layout(length, length, q_tile=block_size, kv_tile=block_size).visits()
     report(f"{layout.visits() / 8:.0f} tiles per head and row, where causal attention has {causal}")

@@ -4,6 +4,8 @@
 """
 
 import argparse
+import sys
+import time
 from itertools import groupby
 from pathlib import Path
 
@@ -28,6 +30,23 @@ def batches(documents, tokens: int, most: int, pad: int, rng: np.random.Generato
                 ids[row, : len(own)], mask[row, : len(own)], labels[row] = own, True, label
             found, left = [*found, (ids, mask, labels)], left[rows:]
     return [found[i] for i in rng.permutation(len(found))]
+
+
+def announced(what: str, call):
+    """`call`, which compiles for each shape of `ids`: the first call with a shape says so on stderr."""
+    shapes = set()
+
+    def run(ids, *others):
+        if ids.shape in shapes:
+            return call(ids, *others)
+        shapes.add(ids.shape)
+        start = time.monotonic()
+        print(f"compiling {what} for {ids.shape[0]} x {ids.shape[1]} tokens ...", file=sys.stderr, flush=True)
+        result = call(ids, *others)
+        print(f"compiled {what} and ran it once in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        return result
+
+    return run
 
 
 @nnx.jit
@@ -65,12 +84,14 @@ def main() -> None:
     steps = options.epochs * len(batches(train, *shape))
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, steps // 10, steps)
     optimizer, rngs = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param), nnx.Rngs(dropout=0)
+    train_on = announced("the training step", lambda *one: float(step(model, optimizer, rngs, *one)))
+    run = models.compiled(model)
+    count_right = announced("the model", lambda x, m, y: int(np.sum(run(x, attention_mask=m).logits.argmax(-1) == y)))
     for epoch in range(1, options.epochs + 1):
         model.train()  # dropout is on, and off again below
-        losses = [float(step(model, optimizer, rngs, *one)) for one in track(batches(train, *shape), f"epoch {epoch}")]
+        losses = [train_on(*one) for one in track(batches(train, *shape), f"epoch {epoch}")]
         model.eval()
-        run = models.compiled(model)
-        right = sum(int(np.sum(run(x, attention_mask=m).logits.argmax(-1) == y)) for x, m, y in batches(test, *shape))
+        right = sum(count_right(*one) for one in batches(test, *shape))
         print(f"epoch {epoch}: loss {np.mean(losses):.3f}, {right} of {len(test)} held-out documents are right")
         hf.save(model, options.out, id2label=names)
 

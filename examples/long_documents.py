@@ -11,6 +11,10 @@ reads everything, and the same model gets them all right.
 """
 
 import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 
 import jax
@@ -63,6 +67,15 @@ def make_model(checkpoint: str | None, length: int, window: int, seed: int) -> m
     return models.SequenceClassifier(config, rngs=rngs)
 
 
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """The first call of a program compiles it, which takes seconds: this says so on stderr."""
+    start = time.monotonic()
+    print(f"compiling {what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"compiled {what} and ran it once in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
 @cache  # the same object for both runs, so that they share a compiled step
 def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
@@ -105,7 +118,8 @@ def fit(
     global_mask = jnp.zeros((batch, length), bool).at[:, 0].set(with_global_token)
     for step in range(steps):
         ids, labels = documents(jax.random.fold_in(jax.random.key(seed), step))
-        loss = train_step(model, optimizer, ids, labels, global_mask, remat=length > 8192)
+        with nullcontext() if step else compiling("the training step"):
+            loss = jax.block_until_ready(train_step(model, optimizer, ids, labels, global_mask, remat=length > 8192))
         if step % 10 == 0 or step == steps - 1:
             report(f"  step {step:4d}  loss {loss:.3f}")
     return model
@@ -115,9 +129,12 @@ def accuracy(model, *, with_global_token: bool, length: int, batch: int, batches
     """The share of new documents that it gets right."""
     documents = jax.jit(partial(make_documents, batch=batch, length=length, paragraph=length // 16))
     global_mask = jnp.zeros((batch, length), bool).at[:, 0].set(with_global_token)
-    tests = (documents(jax.random.key(10**6 + i)) for i in range(batches))
-    run = models.compiled(model)
-    return sum(int(count_right(run, ids, labels, global_mask)) for ids, labels in tests) / (batches * batch)
+    run, right = models.compiled(model), 0
+    for number in range(batches):
+        ids, labels = documents(jax.random.key(10**6 + number))
+        with nullcontext() if number else compiling("the classifier"):
+            right += int(count_right(run, ids, labels, global_mask))
+    return right / (batches * batch)
 
 
 def train(*, with_global_token: bool, length: int = 4096, batch: int = 16, save: str | None = None, **options) -> float:

@@ -1,6 +1,7 @@
 """`Blocks` tables by batch row and head: content-dependent selection, and the example that shows it."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import jax
@@ -127,12 +128,16 @@ def test_a_sharded_table_stays_with_its_rows_and_heads():
     assert "all-gather" not in compiled.as_text()
 
 
-def test_the_example_equals_dense_attention_over_the_same_choice(example, engine):
+def test_the_example_equals_dense_attention_over_the_same_choice(example, engine, capsys):
     lines = []
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         differences = example.compare(length=384, block_size=32, chosen=3, engine=engine, report=lines.append)
     assert max(differences) < 1e-5
     assert lines == ["33 tiles per head and row, where causal attention has 78"]
+    said = capsys.readouterr().err.splitlines()
+    assert said[::2] == ["compiling sparse attention ...", "compiling dense attention ..."]
+    pattern = r"compiled (sparse|dense) attention and ran it once in \d+\.\d s"
+    assert all(re.fullmatch(pattern, line) for line in said[1::2])
 
 
 def test_the_example_is_read_in_one_sitting():

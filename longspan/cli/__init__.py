@@ -4,6 +4,7 @@ Commands import JAX and the rest of Longspan when they run, so that help and com
 with `timing`, `demo` with `race`; what reads and writes text shares `texts`.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,9 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"longspan: {error}", file=sys.stderr)
         return 1
+    if arguments is None:  # the process is ours
+        from longspan.cli._library import repeat_dropped_interrupts
+
+        _print_anything()
+        repeat_dropped_interrupts()
     from longspan.cli._app import run
 
     return run(arguments)
+
+
+def _print_anything() -> None:
+    """What a terminal's encoding lacks, and bytes of a file's name that are no text, are printed as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def leave(code: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """The commands in one application, and how they end: an error is one line, never a traceback."""
 
+import errno
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ import typer
 
 from longspan._version import __version__
 from longspan.cli import INTERRUPTED
+from longspan.cli._notices import say
 from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.demo import demo
@@ -26,6 +28,8 @@ EXPECTED = (
     *(ArithmeticError, EOFError, ImportError, LookupError, MemoryError, NotImplementedError, OSError),
     *(RecursionError, TypeError, ValueError),
 )
+
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 app = typer.Typer(
     name="longspan",
@@ -81,7 +85,7 @@ def _reader_gone() -> int:
 def _complain(error: Exception) -> int:
     """One line on stderr."""
     wrong_use = getattr(error, "format_message", None)  # of click, or of typer's own copy of it
-    if wrong_use is None and not isinstance(error, EXPECTED):
+    if wrong_use is None and not isinstance(error, EXPECTED) and not _is_out_of_memory(error):
         raise error
     if os.environ.get("LONGSPAN_TRACEBACK"):
         traceback.print_exception(error)
@@ -89,11 +93,23 @@ def _complain(error: Exception) -> int:
     where = context.command_path if context is not None else "longspan"
     message = " ".join(str(wrong_use() if wrong_use else _said(error)).split())
     hint = f"{'' if message.endswith('.') else '.'} See `{where} --help`." if wrong_use else ""
-    print(f"{where}: {message}{hint}", file=sys.stderr)
+    say(f"{where}: {message}{hint}")
     return BAD_INPUT
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python, NumPy or XLA could not allocate. XLA's error is known by its text: JAX may not be loaded."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 def _said(error: Exception) -> str:
+    if _is_out_of_memory(error):
+        details = f" ({error})" if str(error) else ""
+        return f"This does not fit into memory{details}. Give smaller sizes."
+    if isinstance(error, RecursionError):
+        return "The input is nested too deeply."
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in FULL:  # files that commands write are named
+        return f"standard output: {error.strerror}"
     return str(error) or type(error).__name__

@@ -1,11 +1,14 @@
-"""`library`: Longspan itself, for a command that runs."""
+"""`library`: Longspan itself, for a command that runs; and Ctrl-C while JAX is at work."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+AGAIN = 0.1  # seconds after which a dropped interrupt is raised again
 
 
 def library() -> Any:
@@ -32,3 +35,19 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if asked:
         raise KeyboardInterrupt
+
+
+def repeat_dropped_interrupts() -> None:
+    """Raises an interrupt again that came while Python cleaned up an object, where it only prints exceptions."""
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            before(dropped)
+            return
+        timer = threading.Timer(AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        with suppress(RuntimeError):  # Python is about to exit, and starts no threads
+            timer.start()
+
+    sys.unraisablehook = hook

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 
 LONGEST = 2**30 - 1  # positions are no larger
+PLANNED = 2**24  # tokens up to which `explain`, `diff` and others plan tile by tile: under a minute, and a few GB
+KEYS = "Number of keys; as many as queries by default."
 
 Expression = Annotated[
     str,
@@ -18,12 +20,7 @@ Expression = Annotated[
 Queries = Annotated[
     int | None, typer.Option("-T", "--queries", min=0, max=LONGEST, help="Number of queries.", show_default=False)
 ]
-Keys = Annotated[
-    int | None,
-    typer.Option(
-        "-S", "--keys", min=0, max=LONGEST, help="Number of keys; as many as queries by default.", show_default=False
-    ),
-]
+Keys = Annotated[int | None, typer.Option("-S", "--keys", min=0, max=LONGEST, help=KEYS, show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,21 +11,22 @@ import typer
 
 from longspan._optional import needs
 from longspan.cli._files import check_writable, written
-from longspan.cli._options import AsJson, print_json
+from longspan.cli._notices import compiling, say
+from longspan.cli._options import LONGEST, PLANNED, AsJson, print_json
 from longspan.cli.expressions import parse
 
 Rows = list[dict[str, Any]]
 
 
 def bench(
-    expression: Annotated[str, typer.Argument(metavar="[EXPR]", help="The mask.")] = "Causal() & Window(255, 0)",
+    expression: Annotated[str, typer.Argument(metavar="EXPR", help="The mask.")] = "Causal() & Window(255, 0)",
     lengths: Annotated[str, typer.Option("-T", "--lengths", help="Numbers of tokens.")] = "512,1024,2048",
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    heads: Annotated[int, typer.Option(min=1, max=LONGEST, help="Heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(min=1, max=LONGEST, help="Size of a head.")] = 64,
     engine: Annotated[list[str] | None, typer.Option(help="An engine; may be repeated. All by default.")] = None,
     peers: Annotated[bool, typer.Option(help="Time other libraries too, where they are installed.")] = True,
     backward: Annotated[bool, typer.Option("--backward", help="Time the gradients, with the forward pass.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=10**6, help="Rounds; the median counts.")] = 3,
     save: Annotated[
         Path | None,
         typer.Option(help="Write JSON into this directory, named by machine, versions and date.", file_okay=False),
@@ -39,6 +41,7 @@ def bench(
 ) -> None:
     """Time attention on this machine, by engine and by length."""
     numbers = _lengths(lengths)
+    _check_memory(max(numbers), heads, head_dim)
     before = None if compare is None else _earlier(compare)
     if save is not None and not save.is_dir():
         raise ValueError(f"--save: {save} is not a directory.")
@@ -46,7 +49,7 @@ def bench(
     chosen = _engines(engine)
     rows: Rows = []
     for length in numbers:
-        rows += _measured(expression, length, (heads, head_dim, backward), chosen, peers, rounds)
+        rows += _measured(expression, length, (heads, head_dim, backward), chosen, peers, rounds, quiet=as_json)
     from longspan.cli.timing import machine
 
     report = dict(
@@ -68,17 +71,33 @@ def bench(
         path = save / file_name(report)
         with written(path) as new:
             new.write_text(json.dumps(report, indent=2), "utf-8")
-        typer.echo(f"wrote {path}", err=True)
+        say(f"wrote {path}")
     if plot is not None:
         _draw(report, plot)
-        typer.echo(f"wrote {plot}", err=True)
+        say(f"wrote {plot}")
 
 
 def _lengths(text: str) -> list[int]:
     words = text.replace(",", " ").split()
-    if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= 1 << 24 for word in words):
-        raise ValueError(f"--lengths must be numbers of tokens between commas, such as 512,1024, got {text!r}.")
+    if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= PLANNED for word in words):
+        raise ValueError(
+            f"--lengths must be numbers of tokens from 1 to {PLANNED:,} between commas, such as 512,1024, got "
+            f"{text[:80]!r}."
+        )
     return [int(word) for word in words]
+
+
+def _check_memory(length: int, heads: int, head_dim: int) -> None:
+    """q, k and v fit into memory, before anything is made: a system may promise more than it has."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 3 * 4 * length * heads * head_dim
+    if needed > there:
+        raise ValueError(
+            f"q, k and v of {length:,} tokens, {heads:,} heads of {head_dim:,}, take {needed / 1e9:,.0f} GB, and this "
+            f"machine has {there / 1e9:,.0f} GB. Give fewer tokens, heads, or a smaller head size."
+        )
 
 
 def _check_plot(path: Path | None) -> None:
@@ -103,17 +122,22 @@ def _engines(names: list[str] | None) -> list[str]:
 
 
 def _measured(
-    expression: str, length: int, sizes: tuple[int, int, bool], engines: list[str], peers: bool, rounds: int
+    expression: str,
+    length: int,
+    sizes: tuple[int, int, bool],
+    engines: list[str],
+    peers: bool,
+    rounds: int,
+    *,
+    quiet: bool,
 ) -> Rows:
     """One row for everybody at one length."""
-    from rich.console import Console
-
     from longspan.cli.timing import Problem, contestants, seconds_of
 
     problem = Problem(parse(expression, length), length, *sizes)
-    with Console(stderr=True).status(f"{length:,} tokens"):
+    with compiling(f"attention for {length:,} tokens", quiet=quiet):
         found = contestants(problem, engines, peers=peers)
-        seconds = seconds_of({name: who.run for name, who in found.items() if not isinstance(who, str)}, rounds)
+    seconds = seconds_of({name: who.run for name, who in found.items() if not isinstance(who, str)}, rounds)
     return [
         dict(length=length, name=name, seconds=None, temporary_bytes=None, left_out=who)
         if isinstance(who, str)

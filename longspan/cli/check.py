@@ -9,7 +9,8 @@ import typer
 
 from longspan._optional import is_there
 from longspan.cli._library import library
-from longspan.cli._options import AsJson, print_json
+from longspan.cli._notices import compiling
+from longspan.cli._options import PLANNED, AsJson, print_json
 
 FAILED = 1
 
@@ -18,12 +19,14 @@ def check(
     directory: Annotated[
         Path, typer.Argument(help="With a config.json and a model.safetensors.", file_okay=False, exists=True)
     ],
-    length: Annotated[int | None, typer.Option("-T", "--length", min=1, help="Tokens to size a cache for.")] = None,
+    length: Annotated[
+        int | None, typer.Option("-T", "--length", min=1, max=PLANNED, help="Tokens to size a cache for.")
+    ] = None,
     parity: Annotated[bool, typer.Option(help="Compare with PyTorch where transformers is installed.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Look into a checkpoint: what loads, what is missing, how long inputs may be. Exits with 1 if it does not load."""
-    facts = facts_of(directory, length, parity=parity)
+    facts = facts_of(directory, length, parity=parity, quiet=as_json)
     if as_json:
         print_json(facts)
     else:
@@ -42,7 +45,7 @@ def _words(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def facts_of(directory: Path, length: int | None, *, parity: bool) -> dict[str, Any]:
+def facts_of(directory: Path, length: int | None, *, parity: bool, quiet: bool = False) -> dict[str, Any]:
     """Everything that `check` prints."""
     ls = library()
     facts: dict[str, Any] = dict(directory=str(directory), loads=False, problem=None, tokenizer=_tokenizer(directory))
@@ -52,7 +55,7 @@ def facts_of(directory: Path, length: int | None, *, parity: bool) -> dict[str, 
         return facts | dict(problem=" ".join(str(error).split()))
     facts |= dict(loads=True, **_facts_of_model(model, length))
     if parity:
-        facts["parity"] = _parity(model, directory)
+        facts["parity"] = _parity(model, directory, quiet)
     return facts
 
 
@@ -107,7 +110,7 @@ def _tokenizer(directory: Path) -> str | None:
         return str(error)
 
 
-def _parity(model: Any, directory: Path) -> str:
+def _parity(model: Any, directory: Path, quiet: bool) -> str:
     """How far PyTorch's output is from ours, on some random tokens."""
     if not (is_there("torch") and is_there("transformers")):
         return "not compared: torch and transformers are not installed"
@@ -128,7 +131,8 @@ def _parity(model: Any, directory: Path) -> str:
             output = theirs(torch.from_numpy(ids))
     except Exception as error:  # another library's, of any kind
         return f"not compared: transformers does not run it ({type(error).__name__}: {error})"
-    ours = model(ids.astype(np.int32)) if decoder else getattr(model, "encoder", model)(ids.astype(np.int32))
+    with compiling("the model for the comparison", quiet=quiet):
+        ours = model(ids.astype(np.int32)) if decoder else getattr(model, "encoder", model)(ids.astype(np.int32))
     name = "logits" if decoder else "last_hidden_state"
     a, b = np.asarray(getattr(ours, name), np.float32), getattr(output, name).numpy()
     return f"{name} differ by at most {np.abs(a - b).max():.2g}, of {np.abs(b).max():.2g}"

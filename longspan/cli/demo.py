@@ -10,6 +10,7 @@ import typer
 
 from longspan._optional import needs
 from longspan.cli._library import library
+from longspan.cli._notices import Held, compiling
 from longspan.cli._stage import Stage
 from longspan.cli.info import facts_of_machine
 from longspan.cli.race import PARTS, Race, race
@@ -116,8 +117,11 @@ def _race(stage: Stage, mask: Any, sizes: Sizes) -> None:
 
     stage.title(f"{sizes.tokens:,} tokens, sparse against dense")
     stage.say(f"{mask!r}, one head of 64, float32\n")
-    with stage.progress("computing every pair, to compare with", PARTS) as update:
-        result = race(mask, sizes.tokens, lambda done: update(completed=done))
+    with (
+        compiling(f"sparse and dense attention for {sizes.tokens:,} tokens") as compiled,
+        stage.progress("computing every pair, to compare with", PARTS) as update,
+    ):
+        result = race(mask, sizes.tokens, lambda done: (compiled(), update(completed=done)))
     table = Table("", "time", "memory", "from float64")
     for one in (result.dense, result.sparse):
         table.add_row(one.name, f"{1e3 * one.seconds:,.1f} ms", f"{one.bytes / 1e6:,.1f} MB", f"{one.error:.1e}")
@@ -211,12 +215,12 @@ def _decoder(stage: Stage, sizes: Sizes, seconds: float) -> None:
     stage.say(f"a layer keeps {kept[1][0].k.shape[1]} keys, since its mask will not look at others again.")
     stage.check("the cache of a million tokens is no larger than that of a thousand", short == long)
     stage.say("\nIt goes on from a prompt, byte by byte:\n")
-    for byte in PROMPT:
-        stage.letter(byte)
     draws = dict(temperature=0.7, key=jax.random.key(0), stop_tokens=())
-    ls.generate(
-        model, [list(PROMPT)], max_new_tokens=sizes.answer, stream=lambda row, byte: stage.letter(byte), **draws
-    )
+    with compiling("the decoder") as compiled:
+        held = Held(lambda row, byte: stage.letter(byte), 1, compiled)
+        held.waiting += [(0, byte) for byte in PROMPT]  # the text begins with it
+        ls.generate(model, [list(PROMPT)], max_new_tokens=sizes.answer, stream=held, **draws)
+        held.release()
     stage.say()
 
 

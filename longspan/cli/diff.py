@@ -5,7 +5,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli._options import LONGEST, AsJson, Expression, Keys, print_json
+from longspan.cli._options import KEYS, PLANNED, AsJson, Expression, print_json
 from longspan.cli.expressions import parse
 
 CELLS = 64  # along a side, at each step of the search
@@ -25,8 +25,11 @@ class Difference(NamedTuple):
 def diff(
     first: Expression,
     second: Expression,
-    queries: Annotated[int, typer.Option("-T", "--queries", min=0, max=LONGEST, help="Number of queries.")] = 1024,
-    keys: Keys = None,
+    queries: Annotated[int, typer.Option("-T", "--queries", min=0, max=PLANNED, help="Number of queries.")] = 1024,
+    keys: Annotated[
+        int | None,
+        typer.Option("-S", "--keys", min=0, max=PLANNED, help=KEYS, show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether two masks allow the same pairs, and where they first differ. Exits with 1 if they do."""
@@ -91,7 +94,7 @@ def _first_slot(
     from longspan.render.grid import grid_of
 
     while True:
-        slots = [np.array(side) for side in (queries, keys)]
+        slots = [np.arange(side.start, side.stop) for side in (queries, keys)]
         sizes = len(queries), len(keys)
         cells = [max(1, -(-size // CELLS)) for size in sizes]
         cut = mask.cut(*slots, q_len=q_len, kv_len=kv_len)

@@ -11,8 +11,10 @@ import typer
 
 from longspan.cli._files import check_writable, written
 from longspan.cli._library import library
-from longspan.cli._options import AsJson, print_json
-from longspan.cli.texts import tokenizer_of
+from longspan.cli._notices import compiling, say
+from longspan.cli._options import LONGEST, AsJson, print_json
+from longspan.cli.modules import modules_of
+from longspan.cli.texts import read_stdin, tokenizer_of
 
 STEP = 64  # lengths are padded to multiples of this or of an eighth: few programs, little padding
 
@@ -36,9 +38,18 @@ def encode(
     model: Annotated[
         Path, typer.Option(help="An encoder's directory, with a tokenizer.json.", file_okay=False, exists=True)
     ],
-    out: Annotated[Path, typer.Option(help="Vectors, float32 [documents, size], as NumPy saves them.", dir_okay=False)],
+    out: Annotated[
+        Path, typer.Option(help=r"Vectors, float32 \[documents, size], as NumPy saves them.", dir_okay=False)
+    ],
     lines: Annotated[bool, typer.Option("--lines", help="Every line is a document.")] = False,
-    pooling: Annotated[Pooling, typer.Option(help="The mean over the tokens, or the first token.")] = Pooling.mean,
+    pooling: Annotated[
+        Pooling | None,
+        typer.Option(
+            help="The mean over the tokens, or the first token; by default the mean. Given by name, it also runs a "
+            "sentence-transformers directory whose other modules are then ignored.",
+            show_default=False,
+        ),
+    ] = None,
     split: Annotated[
         bool, typer.Option("--split", help="Encode longer documents in parts, and average these.")
     ] = False,
@@ -46,25 +57,40 @@ def encode(
     global_tokens: Annotated[
         int | None,
         typer.Option(
-            min=0, help="First tokens that are global (Longformer only); by default 1 with --pooling cls, else 0."
+            min=0,
+            max=LONGEST,
+            help="First tokens that are global (Longformer only); by default 1 with --pooling cls, else 0.",
         ),
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are encoded at once, at most.")] = 16384,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, max=LONGEST, help="Tokens that are encoded at once, at most.")
+    ] = 16384,
     as_json: AsJson = False,
 ) -> None:
     """Encode documents, one vector each."""
     if split and truncate:
         raise ValueError("--split and --truncate are two answers to one question. Give one of them.")
+    if [str(path) for path in files].count("-") > 1:
+        raise ValueError("- is given more than once, but standard input is read once. Give it once.")
     check_writable(out)
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out: {out} is one of the documents, and would be overwritten.")
+    modules, chosen = modules_of(model), pooling or Pooling.mean
+    if pooling is None:
+        _refuse(model, modules.not_run(chosen, None))
     tokenizer = tokenizer_of(model)
     texts = _texts(files, lines)
     ls = library()
     encoder = _encoder(ls.hf.load(model), model)
-    globals_ = _globals(encoder, pooling, global_tokens)
+    not_run = modules.not_run(chosen, encoder.config.max_tokens)
+    if pooling is None:
+        _refuse(model, not_run)
+    elif not_run:
+        say(f"longspan: warning: with --pooling {chosen}, this is ignored in {model}: {'; '.join(not_run)}.")
+    globals_ = _globals(encoder, chosen, global_tokens)
     pieces = _pieces(tokenizer, texts, encoder.config, split=split, truncate=truncate)
-    vectors = _vectors(encoder, pieces, len(texts), pooling, globals_, batch_tokens)
+    run = _Run(encoder, chosen, globals_, quiet=as_json)
+    vectors = _vectors(run, pieces, len(texts), batch_tokens)
     with written(out) as new, new.open("wb") as file:
         np.save(file, vectors)
     tokens = sum(len(piece.tokens) for piece in pieces)
@@ -74,11 +100,21 @@ def encode(
         print(f"wrote {out}: {vectors.shape[0]:,} vectors of {vectors.shape[1]:,}, from {tokens:,} tokens")
 
 
+def _refuse(directory: Path, not_run: list[str]) -> None:
+    """Raises if vectors would not be those of the directory's own modules."""
+    if not_run:
+        raise ValueError(
+            f"{directory} is a sentence-transformers directory, and `longspan encode` would give other vectors: it "
+            f"runs a Transformer with mean pooling, but {'; '.join(not_run)}. To ignore that, give --pooling mean or "
+            "--pooling cls."
+        )
+
+
 def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
     """The documents, each with a name."""
     texts = []
     for path in files:
-        raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        raw = read_stdin() if str(path) == "-" else path.read_bytes()
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -146,22 +182,35 @@ def _parts(tokenizer: Any, text: str, most: int) -> list[Any]:
     return [first, *first.overflowing]
 
 
-def _vectors(
-    encoder: Any, pieces: list[Piece], documents: int, pooling: Pooling, global_tokens: int | None, batch_tokens: int
-) -> np.ndarray:
+class _Run:
+    """An encoder that is called with pieces of one padded length, and says when it compiles."""
+
+    def __init__(self, encoder: Any, pooling: Pooling, global_tokens: int | None, *, quiet: bool):
+        from longspan.models import compiled
+
+        self.call, self.config = compiled(encoder), encoder.config
+        self.pooling, self.global_tokens, self.quiet = pooling, global_tokens, quiet
+        self.shapes: set[tuple[int, int]] = set()
+
+    def __call__(self, batch: list[Piece]) -> np.ndarray:
+        shape = len(batch), padded(len(batch[0].tokens), self.config.max_tokens)
+        rows = "1 row" if shape[0] == 1 else f"{shape[0]:,} rows"
+        with compiling(f"the encoder for {rows} of {shape[1]:,} tokens", quiet=self.quiet or shape in self.shapes):
+            self.shapes.add(shape)
+            return _pooled(self.call, batch, self.config, self.pooling, self.global_tokens)
+
+
+def _vectors(run: _Run, pieces: list[Piece], documents: int, batch_tokens: int) -> np.ndarray:
     """One vector per document: of parts, the mean, each counting by its tokens."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from longspan.models import compiled
-
-    run, size = compiled(encoder), encoder.config.hidden_size
-    total, weight = np.zeros((documents, size), np.float64), np.zeros((documents, 1))
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    total, weight = np.zeros((documents, run.config.hidden_size), np.float64), np.zeros((documents, 1))
+    watched = sys.stderr is not None and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not watched) as progress:
         task = progress.add_task("encoding", total=sum(len(piece.tokens) for piece in pieces))
-        for batch in _batches(pieces, batch_tokens, encoder.config.max_tokens):
-            pooled = _pooled(run, batch, encoder.config, pooling, global_tokens)
-            for piece, vector in zip(batch, pooled, strict=True):
+        for batch in _batches(pieces, batch_tokens, run.config.max_tokens):
+            for piece, vector in zip(batch, run(batch), strict=True):
                 total[piece.document] += len(piece.tokens) * vector
                 weight[piece.document] += len(piece.tokens)
             progress.advance(task, sum(len(piece.tokens) for piece in batch))

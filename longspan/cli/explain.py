@@ -6,18 +6,16 @@ from typing import Annotated
 import typer
 
 from longspan.cli._library import library
-from longspan.cli._options import AsJson, Expression, print_json
+from longspan.cli._options import KEYS, LONGEST, PLANNED, AsJson, Expression, print_json
 from longspan.cli.expressions import parse
 
 
 def explain(
     expression: Expression,
     shape: Annotated[str, typer.Option(help="Of the queries: batch, tokens, heads, head size, such as 1,4096,8,64.")],
-    keys: Annotated[
-        int | None, typer.Option("-S", "--keys", min=0, help="Number of keys; as many as queries by default.")
-    ] = None,
+    keys: Annotated[int | None, typer.Option("-S", "--keys", min=0, max=PLANNED, help=KEYS)] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads; as many as query heads by default.")
+        int | None, typer.Option(min=1, max=LONGEST, help="Key/value heads; as many as query heads by default.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     engine: Annotated[str, typer.Option(help="auto, or the name of an engine.")] = "auto",
@@ -48,4 +46,7 @@ def _sizes(shape: str) -> list[int]:
         raise ValueError(
             f"--shape must be four numbers, batch, tokens, heads and head size, such as 1,4096,8,64, got {shape!r}."
         )
-    return [int(word) for word in words]
+    sizes = [int(word) for word in words]
+    if sizes[1] > PLANNED:
+        raise ValueError(f"--shape: {sizes[1]:,} tokens are over {PLANNED:,}. Give at most so many.")
+    return sizes

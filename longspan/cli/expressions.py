@@ -6,6 +6,7 @@ and `&`, `|` and `~` compose. Nothing else means anything.
 
 import ast
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 from longspan.cli._library import library
 
 MOST_CHARACTERS = 20_000
+# A BigBird beyond these would take minutes to draw and to look at: blocks, tokens in one, and numbers that are drawn.
+MOST_BLOCKS, MOST_BLOCK_SIZE, MOST_DRAWN = 2**14, 2**14, 2**22
 PATTERNS = ("bigbird", "longformer")
 
 
@@ -32,17 +35,26 @@ def parse(text: str, length: int | None = None) -> Any:
         raise ValueError(f"The expression has {len(text):,} characters, over {MOST_CHARACTERS:,}. Put arrays in files.")
     text = " ".join(text.split())
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python's parser, about what is refused anyway
-            tree = ast.parse(text, mode="eval").body
-        value = _Reader(_masks(), length).value(tree)
-    except SyntaxError as error:
-        raise ValueError(f"{_cut(text)!r} is not an expression: {_cut(error.msg)}.") from None
-    except (MemoryError, RecursionError):  # Python's parser, or ours
+        value = _Reader(_masks(), length).value(_parsed(text))
+    except RecursionError:
         raise ValueError("The expression is nested too deeply.") from None
     if not isinstance(value, library().Mask):
         raise ValueError(f"{_cut(text)!r} is not a mask. Write one, such as 'Causal() & Window(511, 0)'.")
     return value
+
+
+def _parsed(text: str) -> ast.expr:
+    """The text as Python's parser reads it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's parser, about what is refused anyway
+            return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{_cut(text)!r} is not an expression: {_cut(error.msg)}.") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{_cut(text)!r} is not UTF-8 text, at character {error.start}.") from None
+    except MemoryError:  # how the parser says that its own stack is full
+        raise ValueError("The expression is nested too deeply.") from None
 
 
 def _masks() -> dict[str, Callable[..., Any]]:
@@ -102,6 +114,9 @@ class _Reader:
             raise ValueError(f"{_cut(name)!r} is not a mask.{also} Masks are: {names}.")
         if any(isinstance(argument, ast.Starred) for argument in arguments) or any(k.arg is None for k in keywords):
             raise ValueError(f"{name}: arguments are written one by one, without '*'.")
+        repeated = [key for key, times in Counter(keyword.arg for keyword in keywords).items() if times > 1]
+        if repeated:
+            raise ValueError(f"{name}: {repeated[0]}= is given more than once. Give it once.")
         values = [self.value(argument) for argument in arguments]
         named = {str(keyword.arg): self.value(keyword.value) for keyword in keywords}
         try:
@@ -118,6 +133,7 @@ class _Reader:
         seq_len = self.length if seq_len is None else seq_len
         if seq_len is None:
             raise ValueError("how long is it? Write bigbird(4096), or give -T.")
+        _check_bigbird(seq_len, block_size, num_heads, num_random_blocks)
         if rand_attn is None:
             drawn = dict(block_size=block_size, num_random_blocks=num_random_blocks, num_heads=num_heads, seed=seed)
             rand_attn = ls.bigbird_random_blocks(seq_len, **drawn)
@@ -126,6 +142,29 @@ class _Reader:
     def longformer(self, window: int, *, token_kinds: Any = None, dilation: int = 1, causal: bool = False) -> Any:
         """`ls.longformer`."""
         return library().longformer(window, token_kinds=token_kinds, dilation=dilation, causal=causal)
+
+
+def _check_bigbird(seq_len: Any, block_size: Any, heads: Any, random_blocks: Any) -> None:
+    """Refuses what would take minutes. What is no number, or too small, is left to `ls.bigbird` to refuse."""
+    numbers = seq_len, block_size, heads, random_blocks
+    if not all(type(number) is int for number in numbers) or min(seq_len, block_size, heads) < 1 or random_blocks < 0:
+        return
+    blocks = seq_len // block_size
+    drawn = blocks * heads * (2 * random_blocks + 5)
+    if block_size > MOST_BLOCK_SIZE:
+        raise ValueError(f"block_size={block_size:,} is over {MOST_BLOCK_SIZE:,}. Give a smaller one.")
+    if blocks > MOST_BLOCKS:
+        sizes = range(-(-seq_len // MOST_BLOCKS), MOST_BLOCK_SIZE + 1)
+        fitting = next((f"block_size={size}, or " for size in sizes if seq_len % size == 0), "")
+        raise ValueError(
+            f"{seq_len:,} tokens in blocks of {block_size:,} are {blocks:,} blocks, over {MOST_BLOCKS:,}. Give "
+            f"{fitting}fewer tokens."
+        )
+    if drawn > MOST_DRAWN:
+        raise ValueError(
+            f"{heads:,} heads of {blocks:,} blocks with {random_blocks:,} random blocks each draw {drawn:,} numbers, "
+            f"over {MOST_DRAWN:,}. Give fewer heads or random blocks, or a larger block_size."
+        )
 
 
 def _name(function: ast.expr) -> str:
@@ -139,16 +178,21 @@ def _loaded(text: str) -> Any:
     """The array in a file; other strings are themselves, such as the side of `TokenTypes(zero="q")`."""
     if not text.endswith(".npy"):
         return text
-    why = "it holds no array that `np.save` wrote, or one of Python objects"
+    path, why = Path(text), "it holds no array that `np.save` wrote, or one of Python objects"
     try:
-        array = np.load(Path(text), allow_pickle=False)
-        if isinstance(array, np.ndarray):
-            return array
+        if path.exists() and not path.is_file():
+            why = "it is not a file"
+        else:
+            array = np.load(path, allow_pickle=False)
+            if isinstance(array, np.ndarray):
+                return array
     except FileNotFoundError:
         why = "there is no such file"
     except MemoryError:
         why = "its array does not fit into memory"
-    except (OSError, ValueError, EOFError):
+    except OSError as error:
+        why = error.strerror or why
+    except (ValueError, EOFError):
         pass
     raise ValueError(f"{_cut(text, 600)}: {why}.")
 

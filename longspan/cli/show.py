@@ -9,10 +9,11 @@ import typer
 
 from longspan.cli._files import check_writable, written
 from longspan.cli._library import library
-from longspan.cli._options import AsJson, Expression, Keys, Queries, print_json
+from longspan.cli._options import LONGEST, AsJson, Expression, Keys, Queries, print_json
 from longspan.cli.expressions import parse
 
 WIDEST = 64  # characters across where there is no terminal
+MOST_TILES = 2**16  # along a side, in a picture
 
 
 def show(
@@ -22,9 +23,11 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Write a picture to this file.", dir_okay=False)] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.", dir_okay=False)] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.", dir_okay=False)] = None,
-    head: Annotated[int | None, typer.Option(min=0, help="One head; the first few by default.")] = None,
-    batch: Annotated[int, typer.Option(min=0, help="Which batch row.")] = 0,
-    tile: Annotated[int | None, typer.Option(min=1, help="Also draw tiles of this size (PNG and SVG).")] = None,
+    head: Annotated[int | None, typer.Option(min=0, max=LONGEST, help="One head; the first few by default.")] = None,
+    batch: Annotated[int, typer.Option(min=0, max=LONGEST, help="Which batch row.")] = 0,
+    tile: Annotated[
+        int | None, typer.Option(min=1, max=LONGEST, help="Also draw tiles of this size (PNG and SVG).")
+    ] = None,
     most: Annotated[int | None, typer.Option(min=1, max=512, help="Characters across.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -37,6 +40,7 @@ def show(
     from longspan.render.picture import picture_of
 
     q_len, kv_len = lengths(mask, queries, keys)
+    _check_tile(tile, q_len, kv_len)
     which: dict[str, Any] = dict(batch=batch, head=head)
     for path, kind in ((png, "png"), (svg, "svg")):
         if path is not None:
@@ -55,6 +59,15 @@ def show(
         print("wrote " + ", ".join(files))
     else:
         print(mask.show(q_len, kv_len, most=_across() if most is None else most, **which))
+
+
+def _check_tile(tile: int | None, q_len: int, kv_len: int) -> None:
+    longest = max(q_len, kv_len)
+    if tile is not None and -(-longest // tile) > MOST_TILES:
+        raise ValueError(
+            f"--tile: {longest:,} tokens in tiles of {tile:,} are {-(-longest // tile):,} tiles along a side, over "
+            f"{MOST_TILES:,}. Give a tile of at least {-(-longest // MOST_TILES):,}."
+        )
 
 
 def _facts(picture: Any, mask: Any) -> dict[str, Any]:

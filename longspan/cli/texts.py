@@ -1,6 +1,7 @@
 """Text in and out of models: the tokenizer of a checkpoint, and tokens that become text as they come."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ def tokenizer_of(directory: Path) -> Any:
     return tokenizer
 
 
+def read_stdin() -> bytes:
+    """Everything on standard input."""
+    if sys.stdin is None:  # it was closed before we began
+        raise ValueError("Standard input is closed, so `-` cannot be read. Name a file, or pipe text in.")
+    return sys.stdin.buffer.read()
+
+
 def stop_tokens(directory: Path) -> list[int] | None:
     """The ids that end a text, as a checkpoint's files say."""
     for name in ("generation_config.json", "config.json"):
@@ -39,10 +47,13 @@ def stop_tokens(directory: Path) -> list[int] | None:
             continue
         try:
             found = json.loads(path.read_text("utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is not JSON. Download or save it again.") from error
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a JSON object. Download or save it again.") from error
         if found is not None:
-            return [int(token) for token in (found if isinstance(found, list) else [found])]
+            tokens = found if isinstance(found, list) else [found]
+            if not all(type(token) is int for token in tokens):
+                raise ValueError(f"{path}: 'eos_token_id' must be a token's number or a list, got {str(found)[:80]}.")
+            return tokens
     return None
 
 

@@ -314,12 +314,12 @@ def _check_zero_one(name: str, mask: Any) -> None:
 def _legacy_rows(draw: np.random.RandomState, blocks: int, reach: int, r: int) -> np.ndarray:
     """One head's random blocks for blocks 1 to blocks - 2, from those below `reach` (and block `reach` - 1 itself)."""
     middle = np.arange(1, blocks - 1, dtype=np.int32)
-    rows = np.zeros((blocks - 2, r), np.int32)
+    rows = []
     for i in range(1, blocks - 1):
         choices = _legacy_choices(middle, i, blocks, reach - 1)
         _check_few_random_blocks(len(choices), i, r)
-        rows[i - 1] = draw.permutation(choices)[:r]
-    return rows
+        rows.append(draw.permutation(choices)[:r])
+    return np.stack(rows)
 
 
 def _legacy_choices(middle: np.ndarray, i: int, blocks: int, last: int) -> np.ndarray:
@@ -361,9 +361,11 @@ def _check_blocks(q_len: Any, kv_len: Any, block_size: Any) -> int:
             f"{-(-q_len // size) * size} tokens and mark the padding in `q_mask` and `kv_mask`."
         )
     if q_len // size < 5:
+        smaller = next((n for n in range(min(size, q_len // 5), 0, -1) if q_len % n == 0), None)
+        other = "" if smaller is None else f", or block_size={smaller}"
         raise ValueError(
             f"BigBird needs at least 5 blocks, got {q_len // size} ({q_len} tokens in blocks of {size}). Use full "
-            f"attention for so short an input, or block_size <= {q_len // 5}."
+            f"attention for so short an input{other}."
         )
     return q_len // size
 

@@ -13,46 +13,12 @@ from tokenizers.models import WordLevel
 
 import longspan as ls
 from longspan import hf, models
-from longspan.cli import main
 from longspan.cli.diff import difference
 from longspan.cli.texts import Stream
 from tests.cli import checkpoints
+from tests.cli.asserts import assert_one_line
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command; (exit code, stdout, stderr)."""
-
-    def command(*arguments):
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A function that gives the directory of a checkpoint, made once."""
-    made = {}
-
-    def directory(name):
-        if name not in made:
-            made[name] = getattr(checkpoints, name)(tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return directory
-
-
-def assert_one_line(result, words):
-    code, out, err = result
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1 and err.endswith("\n"), err
-    assert words in err
-    assert "Traceback" not in err
 
 
 def test_show_draws_in_characters(run):
@@ -223,7 +189,8 @@ def test_encode_gives_one_vector_per_document_whatever_it_is_batched_with(run, s
     files = [tmp_path / f"{number}.txt" for number in range(len(counts))]
     out = tmp_path / "vectors.npy"
     code, printed, err = run("encode", "--model", saved(name), *files, "--out", out, "--pooling", pooling)
-    assert (code, err) == (0, "") and printed == f"wrote {out}: 3 vectors of 6, from {sum(counts) + 6} tokens\n"
+    assert code == 0 and printed == f"wrote {out}: 3 vectors of 6, from {sum(counts) + 6} tokens\n"
+    assert all(line.startswith(("compiling the encoder", "compiled the encoder")) for line in err.splitlines())
     model = hf.load(saved(name))
     more = dict(global_attention_mask=first_is_global) if (name, pooling) == ("longformer", "cls") else {}
     expected = [plain_vector(model, count, pooling, number, **more) for number, count in enumerate(counts)]
@@ -426,8 +393,29 @@ def test_without_the_extra_it_says_what_to_install(run, monkeypatch):
     assert err == "longspan: The command `longspan` needs typer: pip install 'longspan[cli]'\n"
 
 
-def test_help_and_version(run):
-    for command in ("info", "show", "explain", "diff", "bench", "check", "encode", "generate"):
-        code, out, err = run(command, "--help")
-        assert (code, err) == (0, "") and command in out
+def commands():
+    from typer.main import get_command
+
+    from longspan.cli._app import app
+
+    return get_command(app).commands
+
+
+def test_help_shows_everything_that_it_was_given(run, monkeypatch):
+    """Rich takes what is in brackets for markup and leaves it out, unless it is escaped."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    brackets = 0
+    for name, command in commands().items():
+        code, out, err = run(name, "--help")
+        assert (code, err) == (0, "")
+        shown = " ".join(out.replace("│", " ").split())
+        for text in [command.help, *(parameter.help for parameter in command.params)]:
+            plain = " ".join((text or "").replace("\\[", "[").split())
+            assert plain in shown, f"{name} --help"
+            brackets += "[" in plain
+    assert brackets >= 1, "a text with brackets shows that this test can fail"
+    assert "Usage: longspan bench [OPTIONS] [EXPR]" in run("bench", "--help")[1]
+
+
+def test_the_version_is_printed(run):
     assert run("--version") == (0, f"{ls.__version__}\n", "")

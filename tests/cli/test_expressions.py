@@ -90,6 +90,41 @@ def test_bigbird_draws_its_blocks_and_takes_the_length():
         parse("bigbird()")
 
 
+BIGBIRDS = {
+    "bigbird(64000000, block_size=1)": "bigbird: 64,000,000 tokens in blocks of 1 are 64,000,000 blocks, over 16,384. "
+    "Give block_size=4000, or fewer tokens.",
+    "bigbird(1000000007, block_size=1)": "are 1,000,000,007 blocks, over 16,384. Give fewer tokens.",
+    "bigbird(4096, num_heads=100000000)": "100,000,000 heads of 64 blocks with 3 random blocks each draw "
+    "70,400,000,000 numbers, over 4,194,304. Give fewer heads or random blocks, or a larger block_size.",
+    "bigbird(4096, num_random_blocks=1000000000)": "draw 128,000,000,320 numbers, over 4,194,304.",
+    "bigbird(1000000000, block_size=200000000)": "bigbird: block_size=200,000,000 is over 16,384. Give a smaller one.",
+}
+
+
+@pytest.mark.parametrize("text", BIGBIRDS)
+def test_a_bigbird_without_end_is_refused_before_it_is_drawn(text):
+    with pytest.raises(ValueError, match=re.escape(BIGBIRDS[text])):
+        parse(text)
+
+
+def test_the_block_size_that_is_advised_works():
+    mask = parse("bigbird(64000000, block_size=4000)")
+    assert isinstance(mask, ls.Mask)
+
+
+def test_out_of_memory_is_not_called_nested(monkeypatch):
+    """Python's parser raises MemoryError where its stack is full; anything else that does is out of memory."""
+    with pytest.raises(ValueError, match=r"^The expression is nested too deeply\.$"):
+        parse("~" * 15_000 + "Causal()")
+
+    def fails(*_, **__):
+        raise MemoryError("Unable to allocate 9 EiB")
+
+    monkeypatch.setattr(ls, "bigbird_random_blocks", fails)
+    with pytest.raises(MemoryError, match="9 EiB"):
+        parse("bigbird(4096)")
+
+
 HOSTILE = {
     "__import__('os').system('echo hello')": "is not the name of a mask",
     "open('secrets')": "'open' is not a mask",
@@ -125,6 +160,13 @@ HOSTILE = {
     "Causal()\0": "is not an expression",
     "Segments(i32[1,7])": "is how an array prints",
     "Custom(lambda q, k: k <= q)": "Custom takes a function",
+    "Causal(offset=1, offset=2)": "Causal: offset= is given more than once. Give it once.",
+    "Causal(offset=1, offset=1)": "Causal: offset= is given more than once. Give it once.",
+    "Causal(1, offset=2)": "Causal: ",
+    "bigbird(4096, seed=1, seed=2)": "bigbird: seed= is given more than once. Give it once.",
+    "Full() & Window(left=1, right=2, left=3)": "Window: left= is given more than once. Give it once.",
+    "bigbird(4096, num_random_blocks='a')": "`num_random_blocks` must be a Python int >= 0, got 'a'.",
+    "Causal(\udcff)": "is not UTF-8 text, at character 7.",
     "Window()": "Window: ",
     "Window('a', 0)": "Window: ",
     "Window(1.5, 0)": "Window: ",

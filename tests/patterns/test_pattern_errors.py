@@ -39,7 +39,22 @@ CASES = {
     "too few blocks": (
         lambda: bigbird(block_size=3),
         ValueError,
-        "at least 5 blocks, got 4 (12 tokens in blocks of 3). Use full attention",
+        "got 4 (12 tokens in blocks of 3). Use full attention for so short an input, or block_size=2.",
+    ),
+    "too few tokens": (
+        lambda: blocks(3, 1),
+        ValueError,
+        "at least 5 blocks, got 3 (3 tokens in blocks of 1). Use full attention for so short an input.",
+    ),
+    "no tokens": (
+        lambda: blocks(0, 1),
+        ValueError,
+        "at least 5 blocks, got 0 (0 tokens in blocks of 1). Use full attention for so short an input.",
+    ),
+    "many random blocks": (
+        lambda: blocks(1024, 64, num_random_blocks=10**12),
+        ValueError,
+        "random blocks, but num_random_blocks=1000000000000. Use fewer",
     ),
     "other key length": (
         lambda: bigbird(X, X[:, :10], X[:, :10]),

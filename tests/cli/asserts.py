@@ -1,0 +1,10 @@
+"""What every refusal of the command looks like."""
+
+
+def assert_one_line(result, words):
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert words in err
+    assert "Traceback" not in err
