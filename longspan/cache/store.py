@@ -210,7 +210,7 @@ class Cache:
         beyond = total > self.plan.length
         torn = jnp.zeros_like(beyond)
         if tied is not None:
-            ties = jnp.asarray(tied)[jnp.clip(total, 0, self.plan.length - 1)]
+            ties = self.plan.outline.at(tied, jnp.clip(total, 0, self.plan.length - 1), jnp)
             torn = ties & (total < self.plan.length) & (lengths > 0)
         if is_known(beyond) and beyond.any():
             raise ValueError(
@@ -243,7 +243,7 @@ class Cache:
         # Dead by the end of the append: another of its keys may have the slot.
         last = (total - 1)[:, None] if positions.shape[1] > plan.at_once else inside
         if end is not None:
-            kept &= jnp.asarray(end)[inside] >= last
+            kept &= plan.outline.ends_at(end, inside, jnp) >= last
         else:
             kept &= (slot < len(plan.pinned)) | (inside > last - np.int32(plan.ring))
         nowhere = np.int32(plan.capacity) + jnp.arange(positions.shape[1], dtype=np.int32)[None]

@@ -87,6 +87,7 @@ def specs(cache):
     return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, P)))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("mask", [PINNED, TABLE], ids=repr)
 @pytest.mark.parametrize("count", [1, 4])
 def test_rows_and_heads_are_sharded_without_communication(mask, count):
