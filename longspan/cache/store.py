@@ -279,7 +279,9 @@ class Cache:
         inside = jnp.clip(rows, 0, batch - 1)
         names = ("k", "v", "positions", "length", "furthest", "overflowed")
         taken = {name: jnp.take(getattr(self, name), inside, axis=0) for name in names}
-        return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside)))
+        # The tables, too: either of the two caches can be donated.
+        tables = jax.tree.map(jnp.copy, self.tables)
+        return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside), tables=tables))
 
     def show(self, step: int | None = None, *, batch: int = 0, most: int = 64) -> str:
         """A picture in characters of the positions that a row holds, and of those that were evicted.

@@ -66,8 +66,8 @@ class Sequence:
         self.tokens = [np.zeros((0, KV_HEADS, SIZE + V_SIZE), np.float32) for _ in range(BATCH)]
         self.furthest, self.marked = [0] * BATCH, [False] * BATCH
         cache = ls.cache.init(self.plan, BATCH, KV_HEADS, SIZE, jnp.float32, v_head_dim=V_SIZE)
-        first = jnp.full(BATCH, start, np.int32)
-        self.cache = self._poisoned(replace(cache, length=first, furthest=first))
+        first = [jnp.full(BATCH, start, np.int32) for _ in range(2)]  # one each: both are donated
+        self.cache = self._poisoned(replace(cache, length=first[0], furthest=first[1]))
 
     def _ties(self, places) -> np.ndarray:
         """Bool [count + 1]: whether a row must not stop before each place; the last is the end of what is tried."""
