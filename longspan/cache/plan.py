@@ -117,7 +117,10 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
 
     Args:
         mask: the rule that will be attended with; position p is its slot p.
-        length: positions in all, prompt and new tokens.
+        length: positions in all, prompt and new tokens; at most 2**30 - 1. Where the lifetimes of keys repeat, as
+            those of causal masks, windows, chunks and prefixes do, planning takes no more memory for more positions.
+            Plans that list every position (tables, blocks, rules of your own) take 128 bytes for each, and more than
+            2**25 of them, 4 GiB, are refused.
         slack: how many tokens `Cache.rollback` may take back.
 
     Example:

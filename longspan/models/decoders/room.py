@@ -17,8 +17,8 @@ def check_room(config: DecoderConfig, batch: int, length: int, dtype: Any) -> No
     there = device_bytes()
     if there is not None and needed > there:
         raise ValueError(
-            f"Caches for {batch} rows of {length:,} tokens take {needed:,} bytes, and the devices have {there:,}. Give a "
-            "smaller `max_length`, or fewer prompts at once."
+            f"Caches for {batch} rows of {length:,} tokens take {needed:,} bytes, and the devices have {there:,}. Give "
+            "a smaller `max_length`, or fewer prompts at once."
         )
 
 
