@@ -186,6 +186,8 @@ class Cache:
         lengths = jnp.where(bad, 0, given)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
+        if self.plan.length + count > FAR:  # padding, which stays among the positions that engines take
+            q_positions = jnp.minimum(q_positions, np.int32(FAR))
         new = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
         slots, order = self._slots(new, self.length + lengths), None
         if count > self.plan.at_once:

@@ -1,7 +1,7 @@
 """Plans of very many positions: one period is looked at where lifetimes repeat, and what is listed has a limit."""
 
 import tracemalloc
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,24 @@ def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
 def test_lengths_beyond_the_range_of_positions_are_refused(length):
     with pytest.raises(ValueError, match=rf"`length` must be at most 1,073,741,823 \(2\*\*30 - 1\).*got {length:,}"):
         ls.cache.plan(ls.Causal() & ONE, length)
+
+
+def test_chunks_with_padding_reach_the_last_position_of_all():
+    mask = ls.Causal() & ONE
+    cache = ls.cache.init(ls.cache.plan(mask, LONGEST), 2, 1, 1, jnp.float32)
+    cache = replace(
+        cache, length=jnp.array([LONGEST - 1, LONGEST - 3], np.int32), furthest=cache.length + (LONGEST - 1)
+    )
+    x = jnp.ones((2, 7, 1, 1))
+    for lengths in ([1, 2], [0, 1], [0, 0]):
+        cache, view = cache.append(x, x, np.array(lengths))
+        out = ls.attention(x, **view.of(mask), engine="reference")
+        for row, count in enumerate(lengths):
+            np.testing.assert_allclose(out[row, :count], 1, rtol=0, atol=1e-6)
+    assert cache.length.tolist() == [LONGEST, LONGEST] and not cache.overflowed.any()
+    assert sorted(cache.positions[1].tolist()) == [LONGEST - 3, LONGEST - 2, LONGEST - 1, LONGEST]
+    with pytest.raises(ValueError, match=r"planned for 1073741823 positions, and 1073741824 are asked for"):
+        cache.append(x, x, np.array([1, 0]))
 
 
 def test_pictures_of_very_many_positions_are_refused_and_those_of_a_cache_are_not():
