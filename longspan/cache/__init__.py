@@ -1,8 +1,8 @@
 """KV caches allocated from the mask: one rule decides what is attended, so it also decides what must be kept.
 
 `plan` finds until when each key is seen and how many slots that takes, `init` makes a `Cache` of them, and
-`Cache.append` gives a `View` of what the new tokens may see. `lifetimes` asks the mask, `slots` allocates, `store`
-holds, `files` saves.
+`Cache.append` gives a `View` of what the new tokens may see. `lifetimes` asks the mask, at the positions of an
+`outline`, `slots` allocates, `store` holds, `files` saves and restores what `contents` checks.
 
 Example:
     >>> mask = ls.Causal() & ls.Window(3, 0)

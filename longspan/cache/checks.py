@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan._checks import FLOATS, check_extents, is_int, is_known, to_int32
 from longspan._types import FAR
-from longspan.cache.lifetimes import lifetimes
+from longspan.cache.lifetimes import compared
 from longspan.cache.plan import Plan
 from longspan.masks import Mask
 
@@ -69,7 +69,7 @@ def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
     # What was overwritten on the way to `furthest` is gone, also if rollbacks came in between.
     bad = (n < 0) | (left < (jnp.maximum(cache.furthest - plan.slack, 0) if plan.evicts else 0))
     if tied is not None:
-        bad |= (n > 0) & (left < plan.length) & jnp.asarray(tied)[jnp.clip(left, 0, plan.length - 1)]
+        bad |= (n > 0) & (left < plan.length) & plan.outline.at(tied, jnp.clip(left, 0, plan.length - 1), jnp)
     if is_known(bad) and bad.any():
         row = int(np.argmax(np.asarray(bad)))
         _refuse_rollback(cache, row, int(n[row]))
@@ -109,13 +109,14 @@ def check_mask(plan: Plan, mask: Any, batch: int) -> None:
     check_extents(mask, q_len=plan.length, kv_len=plan.length, batch=batch)
     if jax.tree.structure(mask) == jax.tree.structure(plan.mask):
         return
-    mine, theirs = lifetimes(plan.mask, plan.length), lifetimes(mask, plan.length)
+    mine, theirs = compared(plan.mask, mask, plan.length)
     longer = theirs.last > mine.last
     if longer.any():
-        key = int(np.argmax(longer))
+        at = int(np.argmax(longer))
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, which needs key {key} until query {mine.last[key]}, but "
-            f"{mask!r} may see it until query {theirs.last[key]}. Plan with the mask that you attend with."
+            f"This cache was planned for {plan.mask!r}, which needs key {mine.outline.keys[at]} until query "
+            f"{mine.last[at]}, but {mask!r} may see it until query {theirs.last[at]}. Plan with the mask that you "
+            "attend with."
         )
     if (theirs.tied & ~mine.tied).any():
         raise ValueError(

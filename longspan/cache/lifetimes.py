@@ -1,5 +1,6 @@
 """How long a mask needs each key: from its own position to the last query that may see it."""
 
+from collections.abc import Sequence
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
@@ -7,20 +8,39 @@ import jax
 import numpy as np
 
 from longspan._types import FAR
+from longspan.cache.outline import Outline, listed, outlined
 from longspan.masks import Mask
+from longspan.masks.algebra import together
 
 
 class Lifetimes(NamedTuple):
-    """What a mask asks of a cache of `length` positions, in NumPy."""
+    """What a mask asks of a cache, in NumPy, at the positions that its outline looks at."""
 
-    last: np.ndarray  # int64 [length]: the last query that may see each key, -1 if none does
-    tied: np.ndarray  # bool [length]: whether a position must come in one append with the one before it
+    last: np.ndarray  # int64 [keys]: the last query that may see each key, -1 if none does
+    tied: np.ndarray  # bool [keys]: whether a position must come in one append with the one before it
+    outline: Outline
 
 
-def lifetimes(mask: Mask, length: int) -> Lifetimes:
-    """The lifetimes of a mask's keys. Arrays in it are not read, so equal structures share them."""
+def lifetimes(mask: Mask, length: int, slack: int = 0, room: int | None = 1) -> Lifetimes:
+    """The lifetimes of a mask's keys. Arrays in it are not read, so equal structures share them.
+
+    Args:
+        mask: the rule.
+        length: positions in all.
+        slack: for how many steps more a plan keeps keys: outlines leave so much room.
+        room: how many of the longest lifetimes an outline leaves around cuts; None: look at every position.
+    """
     mask = without_data(mask)
-    return _known(mask, length) if is_hashable(mask) else _of(mask, length)
+    found = _known if is_hashable(mask) else _of
+    return found((mask,), length, slack, room)[0]
+
+
+def compared(mine: Mask, theirs: Mask, length: int) -> tuple[Lifetimes, Lifetimes]:
+    """The lifetimes of two masks at the same positions."""
+    masks = without_data(mine), without_data(theirs)
+    found = _known if all(map(is_hashable, masks)) else _of
+    one, other = found(masks, length, 0, 1)
+    return one, other
 
 
 def sees_free(mask: Mask, length: int) -> bool:
@@ -44,32 +64,75 @@ def is_hashable(mask: Mask) -> bool:
 
 
 def by_structure(function: Any) -> Any:
-    """Remembers a function of a mask without data, by its structure and shapes, and of further numbers."""
+    """Remembers a function of masks without data, by their structure and shapes, and of further numbers."""
 
     @lru_cache(maxsize=32)
-    def known(structure: Any, leaves: tuple, *numbers: int) -> Any:
+    def known(structure: Any, leaves: tuple, *numbers: int | None) -> Any:
         return function(jax.tree.unflatten(structure, leaves), *numbers)
 
     @wraps(function)
-    def ask(mask: Mask, *numbers: int) -> Any:
+    def ask(mask: Any, *numbers: int | None) -> Any:
         leaves, structure = jax.tree.flatten(mask)
         return known(structure, tuple(leaves), *numbers)
 
     return ask
 
 
-def _of(mask: Mask, length: int) -> Lifetimes:
-    key = np.arange(length, dtype=np.int64)
-    last, first = np.full(length, -1), np.full(length, length)
-    for rule in _by_head(mask):
-        last = np.maximum(last, rule.nearest_query(key, key * 0 + (length - 1), -1))
-        # Few rules let a query see what comes after it; only there is the first of them looked for.
-        early = key[rule.nearest_query(key, key - 1, -1) >= 0]
-        first[early] = np.minimum(first[early], rule.nearest_query(early, early * 0, 1))
-    return Lifetimes(last, _tied(first, key))
+def _of(masks: tuple[Mask, ...], length: int, slack: int, room: int | None) -> tuple[Lifetimes, ...]:
+    by_mask = [_by_head(mask) for mask in masks]
+    outline = None if room is None else _outline([rule for rules in by_mask for rule in rules], length, slack, room)
+    if outline is not None:
+        found = [_measured(rules, outline) for rules in by_mask]
+        if None not in found:
+            return tuple(one for one in found if one is not None)
+    whole = [_measured(rules, listed(length, mask)) for mask, rules in zip(masks, by_mask, strict=True)]
+    return tuple(one for one in whole if one is not None)
 
 
 _known = by_structure(_of)
+
+
+def _outline(rules: Sequence[Mask], length: int, slack: int, room: int) -> Outline | None:
+    """An outline for the lifetimes of all of these rules, if they repeat."""
+    depends = together([rule.periodicity() for rule in rules])
+    if depends is None:
+        return None
+    # A query before the key's own place makes positions tied, and one at it does not: distances 0 and 1 matter, too.
+    away = {0, 1, *depends.distances}
+    edges = {place + side * d for place in {0, length, *depends.places} for d in away for side in (-1, 1)}
+    near = 2 * depends.period + 2
+    edges = {edge for edge in edges if -near < edge < length + near}
+
+    def ask(key: np.ndarray) -> list[np.ndarray]:
+        return [found for rule in rules for found in _asked(rule, key, length)]
+
+    return outlined(length, depends.period, sorted(edges), slack, room, ask)
+
+
+def _asked(rule: Mask, key: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The last query that may see each key, -1 if none does; the first, if it is before the key, else the length."""
+    last, first = np.maximum(rule.nearest_query(key, key * 0 + (length - 1), -1), -1), np.full(len(key), length)
+    # Few rules let a query see what comes after it; only there is the first of them looked for.
+    early = rule.nearest_query(key, key - 1, -1) >= 0
+    first[early] = rule.nearest_query(key[early], key[early] * 0, 1)
+    return last, first
+
+
+def _measured(rules: Sequence[Mask], outline: Outline) -> Lifetimes | None:
+    """The lifetimes of a mask by the rules of its heads; None if the outline leaves something out that it needs."""
+    key = outline.keys
+    last, first = np.full(len(key), -1), np.full(len(key), outline.length)
+    for rule in rules:
+        of_rule = _asked(rule, key, outline.length)
+        last, first = np.maximum(last, of_rule[0]), np.minimum(first, of_rule[1])
+    place = outline.places_of(key, first)
+    if place is None:
+        return None
+    tied = _tied(place, np.arange(len(key)))
+    # The period after a cut says the same as the one before it, or they do not stand for what is between them.
+    period = outline.period
+    alike = all((tied[at - period : at] == tied[at : at + period]).all() for at, _ in outline.before_cuts())
+    return Lifetimes(last, tied, outline) if alike else None
 
 
 def _by_head(mask: Mask) -> list[Mask]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longspan._checks import check_static_size
+from longspan.cache.outline import BYTES_EACH, MOST_LISTED
 from longspan.cache.slots import Slots, slot_of
 from longspan.render.text import INK, numbers_above
 
@@ -51,15 +52,27 @@ def show_all(plan: "Plan", most: int) -> str:
 
 def gone_at(plan: "Plan") -> np.ndarray:
     """The step [length] at which each key's slot is taken by another; -1: never stored, the length: kept to the end."""
+    check_drawn(plan)
     key = np.arange(plan.length)
     slot = slot_of(Slots(plan.capacity, plan.ring, plan.pinned, plan.table), key)
-    stored = (slot >= 0) & (plan.capacity > 0) & (True if plan.end is None else plan.end >= key)
+    stored = (
+        (slot >= 0) & (plan.capacity > 0) & (True if plan.end is None else plan.outline.ends_at(plan.end, key) >= key)
+    )
     gone = np.where(stored, plan.length, -1)
     order = np.lexsort((key[stored], slot[stored]))
     kept, places = key[stored][order], slot[stored][order]
     same = places[1:] == places[:-1]
     gone[kept[:-1][same]] = kept[1:][same]
     return gone
+
+
+def check_drawn(plan: "Plan") -> None:
+    """Pictures list every position."""
+    if plan.length > MOST_LISTED:
+        raise ValueError(
+            f"A picture of {plan!r} lists each of them, which takes about {plan.length * BYTES_EACH:,} bytes. At most "
+            f"{MOST_LISTED:,} positions are drawn: draw a shorter plan of the same mask."
+        )
 
 
 def check_step(plan: "Plan", step: int) -> int:

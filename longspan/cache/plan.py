@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from longspan._checks import check_extents, check_static_size
-from longspan._types import no_type_check
+from longspan._types import FAR, no_type_check
 from longspan.cache.lifetimes import Lifetimes, by_structure, is_hashable, lifetimes, without_data
+from longspan.cache.outline import Outline
 from longspan.cache.picture import show_all, show_step
-from longspan.cache.slots import Slots, allocate, slot_of
+from longspan.cache.slots import FOREVER, Slots, allocate, at_once, number_alive
 from longspan.masks import Mask
 
-FOREVER = 2**30
+MOST_DIGESTED = 2**22  # positions that are all in the digest, also where an outline was looked at
+DIGESTED_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +33,15 @@ class Plan:
     slack: int  # how far back a rollback may go
     why: str  # what the form follows from
     digest: str  # of everything that a cache must agree on
+    outline: Outline = field(repr=False)  # the positions that `end` and `tied` have entries of
     ring: int = 0  # slots that positions go round, behind the pinned ones; 0: there is a table
     pinned: tuple[int, ...] = ()
     at_once: int = FOREVER  # tokens that can be appended without overwriting what the first of them sees
     steady: bool = True  # every key of the ring lives as long as its slot: `end` need not be asked
     mask: Any = field(default=None, repr=False)  # without its data
     table: np.ndarray | None = field(default=None, repr=False)  # int32 [length]: slots, -1: never stored
-    end: np.ndarray | None = field(default=None, repr=False)  # int32 [length]: the last step that needs each key
-    tied: np.ndarray | None = field(default=None, repr=False)  # bool [length]: must come with the position before it
+    end: np.ndarray | None = field(default=None, repr=False)  # int32 [keys]: the last step that needs each key
+    tied: np.ndarray | None = field(default=None, repr=False)  # bool [keys]: must come with the position before it
 
     def nbytes(self, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None) -> int:
         """How many bytes the keys and values of such a cache take.
@@ -114,7 +117,10 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
 
     Args:
         mask: the rule that will be attended with; position p is its slot p.
-        length: positions in all, prompt and new tokens.
+        length: positions in all, prompt and new tokens; at most 2**30 - 1. Where the lifetimes of keys repeat, as
+            those of causal masks, windows, chunks and prefixes do, planning takes no more memory for more positions.
+            Plans that list every position (tables, blocks, rules of your own) take 128 bytes for each, and more than
+            2**25 of them, 4 GiB, are refused.
         slack: how many tokens `Cache.rollback` may take back.
 
     Example:
@@ -125,6 +131,10 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}. A MaskInfo has one: `info.mask`.")
     length = check_static_size("length", length, 1)
+    if length > FAR:
+        raise ValueError(
+            f"`length` must be at most {FAR:,} (2**30 - 1): positions are int32 below that, got {length:,}."
+        )
     slack = check_static_size("slack", slack, 0)
     check_extents(mask, q_len=length, kv_len=length)
     mask = without_data(mask)
@@ -132,77 +142,90 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
 
 
 def _plan(mask: Mask, length: int, slack: int) -> Plan:
-    needs = lifetimes(mask, length)
-    if length > 1 and needs.tied[1:].all():
-        raise ValueError(
-            f"{mask!r} lets queries see keys after them, position by position, so that no key is complete before the "
-            f"last one is there. Decode with `({mask!r}) & Causal()`."
-        )
-    end = np.where(needs.last < 0, -1, np.minimum(needs.last + slack, length - 1))
-    slots = allocate(end)
-    return _made(mask, length, slack, needs, end, slots)
+    for room in (1, 4):
+        made = _made(mask, length, slack, lifetimes(mask, length, slack, room))
+        if made is not None:
+            return made
+    # Outlines do not decide it, or there is a table, which lists every position.
+    made = _made(mask, length, slack, lifetimes(mask, length, slack, None))
+    assert made is not None, "every position decides it"
+    return made
 
 
 _known = by_structure(_plan)
 
 
-def _made(mask: Mask, length: int, slack: int, needs: Lifetimes, end: np.ndarray, slots: Slots) -> Plan:
-    key, some_tied = np.arange(length), bool(needs.tied.any())
-    steady = slots.table is None and _lives_for(end, slots) is not None
-    digest = hashlib.sha256(f"{length} {slack} {slots.capacity} {slots.ring} {slots.pinned}".encode())
-    for array in (slots.table, end, needs.tied):
-        digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+def _made(mask: Mask, length: int, slack: int, needs: Lifetimes) -> Plan | None:
+    if length > 1 and needs.tied[1:].all():
+        raise ValueError(
+            f"{mask!r} lets queries see keys after them, position by position, so that no key is complete before the "
+            f"last one is there. Decode with `({mask!r}) & Causal()`."
+        )
+    outline, end = needs.outline, np.where(needs.last < 0, -1, np.minimum(needs.last + slack, length - 1))
+    slots = allocate(end, outline)
+    together = None if slots is None else at_once(needs.last, end, slots, outline)
+    if slots is None or together is None:
+        return None
+    steady = slots.table is None and _lives_for(end, slots, outline) is not None
+    tied = needs.tied if needs.tied.any() else None
     return Plan(
         capacity=slots.capacity,
         length=length,
         slack=slack,
-        why=_why(mask, length, slots, end),
-        digest=digest.hexdigest(),
+        why=_why(mask, slots, end, outline),
+        digest=_digest(slack, slots, end, needs, steady),
         ring=slots.ring,
         pinned=slots.pinned,
-        at_once=_at_once(key, needs.last, end, slots),
+        at_once=together,
         steady=steady,
         mask=mask,
         table=slots.table,
         end=None if steady else end.astype(np.int32),
-        tied=needs.tied if some_tied else None,
+        tied=tied,
+        outline=Outline(length) if steady and tied is None else outline,
     )
 
 
-def _at_once(key: np.ndarray, last: np.ndarray, end: np.ndarray, slots: Slots) -> int:
-    """How many tokens an append may have so that the cache itself shows all that its queries see."""
-    if ((last >= 0) & (end < key)).any():  # keys that only queries before them see are never stored
-        return 1
-    alive = end >= key
-    place, key, last = slot_of(slots, key)[alive], key[alive], last[alive]
-    order = np.lexsort((key, place))
-    place, key, last = place[order], key[order], last[order]
-    reused = place[1:] == place[:-1]
-    return int(np.min((key[1:] - last[:-1])[reused], initial=FOREVER))
+def _digest(slack: int, slots: Slots, end: np.ndarray, needs: Lifetimes, steady: bool) -> str:
+    """Of all positions up to 4M of them, however they were found; beyond, of the outline, and only where it matters."""
+    outline = needs.outline
+    digest = hashlib.sha256(f"{outline.length} {slack} {slots.capacity} {slots.ring} {slots.pinned}".encode())
+    digest.update(b"" if slots.table is None else np.ascontiguousarray(slots.table).tobytes())
+    if outline.cuts and outline.length > MOST_DIGESTED:
+        matters = ([] if steady else [end]) + ([needs.tied] if needs.tied.any() else [])
+        digest.update(repr((outline, len(matters))).encode() if matters else b"")
+        for array in matters:
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+    for said, array in ((outline.ends_at, end), (outline.at, needs.tied)):
+        for first in range(0, outline.length, DIGESTED_AT_ONCE):
+            places = np.arange(first, min(first + DIGESTED_AT_ONCE, outline.length))
+            digest.update(np.ascontiguousarray(said(array, places)).tobytes())
+    return digest.hexdigest()
 
 
-def _lives_for(end: np.ndarray, slots: Slots) -> int | None:
+def _lives_for(end: np.ndarray, slots: Slots, outline: Outline) -> int | None:
     """How many steps every key of the ring is needed, if they are as many as it has slots, up to the end."""
-    key = np.arange(len(end))
-    in_ring = np.ones(len(end), bool)
-    in_ring[list(slots.pinned)] = False
-    expected = np.minimum(key + slots.ring - 1, len(end) - 1)
-    return slots.ring if (end == expected)[in_ring].all() else None
+    key = outline.keys
+    expected = np.minimum(key + slots.ring - 1, outline.length - 1)
+    return slots.ring if (end == expected)[~np.isin(key, slots.pinned)].all() else None
 
 
-def _why(mask: Mask, length: int, slots: Slots, end: np.ndarray) -> str:
-    alive = end >= np.arange(length)
+def _why(mask: Mask, slots: Slots, end: np.ndarray, outline: Outline) -> str:
+    key = outline.keys
+    alive = end >= key
     if not alive.any():
         return "no query sees any key"
-    if slots.capacity >= alive.sum():
-        return f"nothing can be dropped: {', '.join(map(repr, _unforgetting(mask, length)))} keeps every key in view"
+    if slots.capacity >= number_alive(alive, outline):
+        blamed = _unforgetting(mask, outline.length)
+        return f"nothing can be dropped: {', '.join(map(repr, blamed))} keeps every key in view"
     loose = list(dict.fromkeys(map(repr, mask.loose())))
     note = f"; known only by bounds: {', '.join(loose)}" if loose else ""
-    steps = _lives_for(end, slots)
+    steps = _lives_for(end, slots, outline)
     if slots.table is None and steps is not None:
         few = f", but for {len(slots.pinned)}" if slots.pinned else ""
         return f"a key is needed for {steps:,} steps{few}{note}"
-    needed = int((end - np.arange(length) + 1)[alive].max())
+    needed = int((end - key + 1)[alive].max())
     return f"a key is needed for up to {needed:,} steps, at most {slots.capacity:,} keys at once{note}"
 
 
@@ -215,5 +238,5 @@ def _unforgetting(mask: Mask, length: int) -> list[Mask]:
 
 
 def _remembers(mask: Mask, length: int) -> bool:
-    last = lifetimes(mask, length).last
-    return bool((last[: math.ceil(length / 2)] >= length - 1).all())
+    last, _, outline = lifetimes(mask, length)
+    return bool((last[outline.keys < math.ceil(length / 2)] >= length - 1).all())

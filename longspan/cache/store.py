@@ -186,6 +186,8 @@ class Cache:
         lengths = jnp.where(bad, 0, given)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
+        if self.plan.length + count > FAR:  # padding, which stays among the positions that engines take
+            q_positions = jnp.minimum(q_positions, np.int32(FAR))
         new = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
         slots, order = self._slots(new, self.length + lengths), None
         if count > self.plan.at_once:
@@ -210,7 +212,7 @@ class Cache:
         beyond = total > self.plan.length
         torn = jnp.zeros_like(beyond)
         if tied is not None:
-            ties = jnp.asarray(tied)[jnp.clip(total, 0, self.plan.length - 1)]
+            ties = self.plan.outline.at(tied, jnp.clip(total, 0, self.plan.length - 1), jnp)
             torn = ties & (total < self.plan.length) & (lengths > 0)
         if is_known(beyond) and beyond.any():
             raise ValueError(
@@ -243,7 +245,7 @@ class Cache:
         # Dead by the end of the append: another of its keys may have the slot.
         last = (total - 1)[:, None] if positions.shape[1] > plan.at_once else inside
         if end is not None:
-            kept &= jnp.asarray(end)[inside] >= last
+            kept &= plan.outline.ends_at(end, inside, jnp) >= last
         else:
             kept &= (slot < len(plan.pinned)) | (inside > last - np.int32(plan.ring))
         nowhere = np.int32(plan.capacity) + jnp.arange(positions.shape[1], dtype=np.int32)[None]
@@ -279,7 +281,9 @@ class Cache:
         inside = jnp.clip(rows, 0, batch - 1)
         names = ("k", "v", "positions", "length", "furthest", "overflowed")
         taken = {name: jnp.take(getattr(self, name), inside, axis=0) for name in names}
-        return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside)))
+        # The tables, too: either of the two caches can be donated.
+        tables = jax.tree.map(jnp.copy, self.tables)
+        return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside), tables=tables))
 
     def show(self, step: int | None = None, *, batch: int = 0, most: int = 64) -> str:
         """A picture in characters of the positions that a row holds, and of those that were evicted.

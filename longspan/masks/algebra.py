@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from math import lcm
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR
-from longspan.masks.base import NOBODY, Extent, Mask, Pinned, rule
+from longspan.masks.base import NOBODY, Extent, Mask, Periodicity, Pinned, rule
 from longspan.masks.by_position import MergedBand
 from longspan.masks.checks import check_masks
 from longspan.masks.sides import KEYS, QUERIES
@@ -50,6 +51,9 @@ class _Composition(Mask):
             tuple(flags for part in found for flags in part.kv_flags),
             tuple(flags for part in found for flags in part.q_flags),
         )
+
+    def periodicity(self):
+        return together([part.periodicity() for part in self.parts()])
 
     def _cut(self, q, kv, q_len, kv_len):
         given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}
@@ -107,8 +111,15 @@ class And(_Composition):
         return found
 
     def loose(self):
-        strides = [mask for mask in self.walk() if mask.strides]  # two of them may take long to agree
-        return (*super().loose(), *(strides if len(strides) > 1 else ()))
+        return (*super().loose(), *self._slow_to_agree())
+
+    def periodicity(self):
+        return None if self._slow_to_agree() else super().periodicity()
+
+    def _slow_to_agree(self) -> list[Mask]:
+        """Two strides may take longer to agree than `nearest_query` searches."""
+        strides = [mask for mask in self.walk() if mask.strides]
+        return strides if len(strides) > 1 else []
 
     def band(self):
         bands = [m.band() for m in self.masks]
@@ -216,6 +227,9 @@ class Not(_Composition):
     def loose(self):
         return (self,) if self.mask.query_range(np.zeros(1, np.int64)) is None else ()
 
+    def periodicity(self):
+        return Periodicity() if self.loose() else self.mask.periodicity()
+
     def __repr__(self):
         return f"~{_wrapped(self.mask, And, Or)}"
 
@@ -305,6 +319,18 @@ class PerHead(_Composition):
 
     def _arguments(self):
         return [f"({', '.join(map(repr, self.masks))}{',' if len(self.masks) == 1 else ''})"]
+
+
+def together(found: Sequence[Periodicity | None]) -> Periodicity | None:
+    """What several rules depend on; None if that is not known of one of them."""
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return None
+    return Periodicity(
+        lcm(*(one.period for one in known)),
+        frozenset().union(*(one.distances for one in known)),
+        frozenset().union(*(one.places for one in known)),
+    )
 
 
 def _flat(kind, masks: tuple[Mask, ...]) -> tuple[Mask, ...]:

@@ -39,7 +39,7 @@ NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 SAID_OF_A_RULE = (
     "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
     "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes", "pinned",
-    "by_token", "listing",
+    "by_token", "listing", "periodicity",
 )  # fmt: skip
 
 
@@ -63,6 +63,18 @@ class Pinned(NamedTuple):
     rows: frozenset[int] = frozenset()
     kv_flags: tuple[Any, ...] = ()
     q_flags: tuple[Any, ...] = ()
+
+
+class Periodicity(NamedTuple):
+    """What `nearest_query` of a rule depends on, for keys and queries at any places.
+
+    Whether query q may see key k depends on q and k modulo `period`, on which side of the `distances` k - q lies, give
+    or take a period, and on which side of the `places` q and k lie.
+    """
+
+    period: int = 1
+    distances: frozenset[int] = frozenset()
+    places: frozenset[int] = frozenset()
 
 
 class Listing(NamedTuple):
@@ -200,6 +212,14 @@ class Mask(Value):
         if type(self).nearest_query is Mask.nearest_query and self.query_range(np.zeros(1, np.int64)) is None:
             return (self,)
         return tuple(leaf for part in self.parts() for leaf in part.loose())
+
+    def periodicity(self) -> Periodicity | None:
+        """What `nearest_query` depends on, if that repeats: caches then plan one period, not every position.
+
+        None: not known. A rule of which `nearest_query` knows nothing allows every query, at any place.
+        """
+        bounded = type(self).nearest_query is not Mask.nearest_query
+        return None if bounded or self.query_range(np.zeros(1, np.int64)) is not None else Periodicity()
 
     @property
     def strides(self) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import FAR, Number
-from longspan.masks.base import BY_POSITION, NOBODY, Mask, Pinned, rule
+from longspan.masks.base import BY_POSITION, NOBODY, Mask, Periodicity, Pinned, rule
 from longspan.masks.checks import check_at_least, check_number
 from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
@@ -39,6 +39,9 @@ class Full(Mask):
     def query_range(self, key):
         return key * 0 - NOBODY, key * 0 + NOBODY
 
+    def periodicity(self):
+        return Periodicity()
+
     def classify(self, q, kv):
         yes = q.side.xp.full((1, 1, 1, 1), True)
         return yes, yes
@@ -63,6 +66,9 @@ class Empty(Mask):
 
     def query_range(self, key):
         return key * 0 + 1, key * 0
+
+    def periodicity(self):
+        return Periodicity()
 
     def classify(self, q, kv):
         no = q.side.xp.full((1, 1, 1, 1), False)
@@ -123,6 +129,11 @@ class _Banded(Mask):
         low, high = (None if end is None else within_reach(end) for end in (low, high))
         first = key * 0 - NOBODY if high is None else key - high
         return first, key * 0 + NOBODY if low is None else key - low
+
+    def periodicity(self):
+        ends = [end for end in self._limits() if end is not None]
+        known = all(isinstance(end, int) for end in ends)
+        return Periodicity(distances=frozenset(ends)) if known else Periodicity()
 
     def _limits(self) -> tuple[Any, Any]:
         """(low, high) as they were given; None is unbounded."""
@@ -281,6 +292,9 @@ class Window(_Banded):
         found = found + step * (step * (key - found) % within_reach(self.dilation))
         return np.where((found >= key - high) & (found <= key - low), found, NOBODY * step)
 
+    def periodicity(self):
+        return Periodicity() if self.loose() else super().periodicity()._replace(period=self.dilation)
+
     def loose(self):
         return () if all(isinstance(n, int) for n in (self.left, self.right, self.dilation)) else (self,)
 
@@ -359,6 +373,9 @@ class Chunk(Mask):
         first = key // size * size
         return first, first + (size - 1)
 
+    def periodicity(self):
+        return Periodicity(self.size if isinstance(self.size, int) else 1)
+
     def _spans(self, rows, others):
         size = no_less(rows.number(self.size), 1)
         return Spans(*others.side.between(rows.first // size * size, rows.last // size * size + (size - 1)))
@@ -413,6 +430,9 @@ class BlockCausal(Mask):
         size = within_reach(self.size)
         return key // size * size, key * 0 + NOBODY
 
+    def periodicity(self):
+        return Periodicity(self.size if isinstance(self.size, int) else 1)
+
     def _arguments(self):
         return [short(self.size)]
 
@@ -463,6 +483,9 @@ class Prefix(Mask):
         if not isinstance(self.length, int):
             return None
         return np.where(key < self.length, -NOBODY, 1), np.where(key < self.length, NOBODY, 0)
+
+    def periodicity(self):
+        return Periodicity(places=frozenset([self.length] if isinstance(self.length, int) else []))
 
     def pinned(self, length):
         known = isinstance(self.length, int)

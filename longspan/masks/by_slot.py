@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan._checks import check_choice
 from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Pinned, rule
+from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Periodicity, Pinned, rule
 from longspan.masks.by_position import Empty, Full
 from longspan.masks.checks import check_array, check_indices, check_number
 from longspan.masks.cut import gather
@@ -400,6 +400,9 @@ class Global(Mask):
         fenced = np.array([-NOBODY, *places, NOBODY])
         global_query = fenced[found + 1] if self.rows else NOBODY * step
         return np.where(np.isin(key, places), at, global_query) if self.columns else global_query + key * 0
+
+    def periodicity(self):
+        return Periodicity(places=frozenset(place + side for place in self.indices for side in (0, 1)))
 
     def loose(self):
         return () if self.q_flags is None and self.kv_flags is None else (self,)

@@ -25,6 +25,7 @@ from longspan.models.decoders.requests import (
     check_prompts,
     stop_tokens_of,
 )
+from longspan.models.decoders.room import check_room
 from longspan.models.decoders.sampling import Sampling
 from longspan.models.decoders.steps import NOTHING, Compiled, Rules, State, burst, prefill, start
 
@@ -118,6 +119,7 @@ def _bursts(
     graph, params = nnx.split(_without_source(model))
     params, rules = on_auto_mesh((params, rules))
     of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
+    check_room(model.config, len(rows), length, model.dtype)
     kept, last = _run(start, model.config, len(rows), length, model.dtype)
     for ids, lengths in chunks(rows, chunk):
         kept, last = _run(prefill, of, params, kept, last, ids, lengths, rules.ropes)

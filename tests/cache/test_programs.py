@@ -176,6 +176,16 @@ def test_a_cache_is_a_plain_tree():
     assert replace(cache, length=cache.length + 1).length.tolist() == [1] * B
 
 
+@pytest.mark.parametrize("mask", [WINDOW, TABLE, ls.Causal() & ls.Chunk(7)], ids=repr)
+def test_a_fork_and_its_origin_can_each_be_donated(mask):
+    run = jax.jit(lambda cache, k, v: cache.append(k, v)[0], donate_argnums=0)
+    for in_jit in (False, True):
+        cache, (_, k, v) = empty(mask), new(0)
+        forked = (jax.jit(type(cache).fork) if in_jit else type(cache).fork)(cache, np.arange(B))
+        assert run(forked, k, v).length.tolist() == [1] * B
+        assert run(cache, k, v).length.tolist() == [1] * B
+
+
 def test_a_donated_cache_goes_on_and_new_documents_do_not_retrace():
     traces = []
 
