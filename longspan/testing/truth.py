@@ -51,7 +51,7 @@ def attention_in_float64(operands: dict[str, Any], mask: Any, features: dict[str
     """
     arguments = dict(bias=None, scale=None, soft_cap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
     arguments |= dict(q_positions=None, kv_positions=None) | features
-    request = bind(*(operands[name] for name in "qkv"), mask, **arguments)
+    request = bind(operands["q"], operands["k"], operands["v"], mask, **arguments)
     scale = _wide(request.scale if arguments["scale"] is None else arguments["scale"])
     B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
     places = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
@@ -98,8 +98,9 @@ def _written_out(operands: dict[str, Any], request: Any, slots: tuple[Slots, Slo
         allowed, bias = allowed & (bias != -np.inf), np.where(allowed & (bias != -np.inf), bias, 0)
     times = allowed * _multiplicity(request.layout, shape)
     # What no query attends to may hold anything, NaN included: zeroed, so that 0 * NaN never happens.
-    q = np.where(allowed.any(3).swapaxes(1, 2)[..., None], _wide(operands["q"]), 0)
-    seen = allowed.any(2).swapaxes(1, 2)[..., None]
+    attends, seen = np.any(allowed, 3), np.any(allowed, 2)  # [B, N, T], [B, N, S]
+    q = np.where(np.swapaxes(attends, 1, 2)[..., None], _wide(operands["q"]), 0)
+    seen = np.swapaxes(seen, 1, 2)[..., None]
     k, v = (np.where(seen, np.repeat(_wide(operands[name]), N // K, axis=2), 0) for name in "kv")
     factor = np.ones(())
     if request.dropout is not None:
@@ -167,8 +168,9 @@ def _term_gradient(term: Any, q: Slots, kv: Slots, by_pair: np.ndarray) -> Any:
 def _values(floats: Any, others: Any, q_pos: Any, kv_pos: Any, shape: tuple[int, ...]) -> jax.Array:
     """What a `Bias` adds for all pairs."""
     B, N, T, S = shape
-    places = dict(q_positions=jnp.asarray(q_pos)[:, 0, :, 0], kv_positions=jnp.asarray(kv_pos)[:, 0, 0, :])
-    q, kv = (side.slots() for side in two_sides(T, S, batch=B, heads=N, **places))
+    q_pos, kv_pos = jnp.asarray(q_pos)[:, 0, :, 0], jnp.asarray(kv_pos)[:, 0, 0, :]
+    sides = two_sides(T, S, batch=B, heads=N, q_positions=q_pos, kv_positions=kv_pos)
+    q, kv = (side.slots() for side in sides)
     return jnp.broadcast_to(together(floats, others).at(q, kv, np.float64), shape)
 
 
