@@ -1,7 +1,7 @@
 """The command `longspan`: one file per command, around masks written as text (`expressions`).
 
 Commands import JAX and the rest of Longspan when they run, so that help and completion come at once. `bench` measures
-with `timing`, `demo` with `race`; what reads and writes text shares `texts`.
+with `timing`, `demo` with `race`; what reads and writes text shares `texts`; `modules` says what `encode` would ignore.
 """
 
 import io

@@ -77,5 +77,6 @@ class Stage:
     def letter(self, byte: int) -> None:
         """One byte of a text as it comes; what is no letter of ASCII is a dot."""
         letter = chr(byte)
-        sys.stdout.write(letter if (letter.isascii() and letter.isprintable()) or letter == "\n" else "·")
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed before we began
+            sys.stdout.write(letter if (letter.isascii() and letter.isprintable()) or letter == "\n" else "·")
+            sys.stdout.flush()
