@@ -78,6 +78,17 @@ MASKS = [
     (ValueError, "FirstOfSegment.n must be >= 0, got -1", lambda: ls.FirstOfSegment(IDS, np.array([2, -1]))),
     (TypeError, "`segment_ids` must be an int array [L] or [B, L]", lambda: ls.positions_from_segments([0, 1])),
     (TypeError, "Segments.q_ids must be an array [B or 1, T], got int", lambda: ls.Segments(3)),
+    (
+        TypeError,
+        "must hold integers, got dtype bool. A padding mask becomes ids by `np.where(mask, 0, -1)`",
+        lambda: ls.Segments(IDS == 0),
+    ),
+    (TypeError, "got dtype bool. Count flags, e.g. `mask.sum(-1)`", lambda: ls.KvLengths(np.ones(2, bool))),
+    (
+        TypeError,
+        "Blocks.table must list the numbers of kv blocks, ints, got float64. Of scores, list the best blocks",
+        lambda: ls.Blocks(np.ones((1, 2, 2)), 4),
+    ),
     (TypeError, "Dense.array must hold bools, got dtype int64. Compare it", lambda: ls.Dense(np.ones((2, 2), int))),
     (
         ValueError,

@@ -20,7 +20,9 @@ def check_number(mask: Any, name: str) -> None:
     label = f"{type(mask).__name__}.{name}"
     if is_array(value):
         if not is_int(value):
-            raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. Cast it with `.astype('int32')`.")
+            # Cast to ints, flags would be the numbers 0 and 1.
+            cure = "Count flags, e.g. `mask.sum(-1)`" if _is_bool(value.dtype) else "Cast it with `.astype('int32')`"
+            raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. {cure}.")
         if value.ndim > 1:
             raise ValueError(
                 f"{label} must be an int, or an int array of shape () or [B], got shape {tuple(value.shape)}. "
@@ -89,6 +91,8 @@ def check_array(
     wanted = is_int(array) if kind == "int" else array.dtype == bool
     if not wanted:
         cure = "Cast it with `.astype('int32')`." if kind == "int" else "Compare it, e.g. `array != 0`, to get bools."
+        if _is_bool(array.dtype):  # cast to ints, padding would be a document of its own
+            cure = "A padding mask becomes ids by `np.where(mask, 0, -1)`."
         noun = "integers" if kind == "int" else "bools"
         raise TypeError(f"{label} must hold {noun}, got dtype {array.dtype}. {cure}")
     ranks = [len(option) for option in axes.split(" or ")]
@@ -105,10 +109,15 @@ def check_listing(mask: Any, name: str) -> None:
     """A table that lists numbers, and not one of bools: cast to ints, those would list blocks 0 and 1."""
     value = getattr(mask, name)
     dtype = np.asarray(value).dtype if isinstance(value, Sequence) else getattr(value, "dtype", None)
-    if dtype is not None and np.issubdtype(dtype, np.bool_):
+    if dtype is not None and _is_bool(dtype):
         raise TypeError(
             f"{type(mask).__name__}.{name} must list the numbers of kv blocks, got bools. Give bools "
             "[N or 1, q blocks, kv blocks] to `Blocks.from_bool(table, block_size)`."
+        )
+    if dtype is not None and not np.issubdtype(dtype, np.integer):
+        raise TypeError(
+            f"{type(mask).__name__}.{name} must list the numbers of kv blocks, ints, got {dtype}. Of scores, list the "
+            "best blocks, e.g. `jnp.argsort(-scores, axis=-1)[..., :r]`."
         )
 
 
@@ -226,7 +235,7 @@ def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
 def check_bools(mask: Any, what: str, *dtypes: Any) -> None:
     """What a user's rule returned: bools, and no numbers that were meant for the scores."""
     for dtype in dtypes:
-        if not np.issubdtype(dtype, np.bool_):
+        if not _is_bool(dtype):
             raise TypeError(
                 f"{mask!r}: {what} must return bools, got {dtype}. Compare, e.g. `values != 0`. A number that is added "
                 "to the scores is a bias: `bias=ls.ScoreBias(fn)`."
@@ -276,6 +285,10 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
             raise ValueError(f"`{name}` keeps slots from {least} to {most}, but they are numbered from 0 to {last}.")
     slots = slots.astype(np.int32)
     return slots.reshape(1, -1) if slots.ndim == 1 else slots
+
+
+def _is_bool(dtype: Any) -> bool:
+    return np.issubdtype(dtype, np.bool_)
 
 
 def _least(value: Any) -> int | None:
