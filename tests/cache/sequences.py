@@ -197,9 +197,10 @@ class Sequence:
     # What is compared
 
     def _new(self, count: int, lengths: list[int]):
-        """Queries, and keys beside values, NaN where there is padding."""
+        """Queries, and keys beside values; NaN where there is padding, and for a token now and then."""
         q = self.rng.normal(size=(BATCH, count, HEADS, SIZE)).astype(np.float32)
         new = self.rng.normal(size=(BATCH, count, KV_HEADS, SIZE + V_SIZE)).astype(np.float32)
+        new[self.rng.random((BATCH, count)) < 0.03] = np.nan
         padding = np.arange(count)[None] >= np.array(lengths)[:, None]
         new[padding], q[padding] = np.nan, 0
         return q, new
@@ -209,11 +210,19 @@ class Sequence:
         self.furthest = [max(most, len(tokens)) for most, tokens in zip(self.furthest, self.tokens, strict=True)]
 
     def _compare(self, q, out, lengths):
-        """The newest tokens' attention against that over every token of their row."""
+        """The newest tokens' attention against that over every token of their row.
+
+        NaN that no query of the call sees changes nothing; padding has queries, too, which are at later positions.
+        """
         for row, n in enumerate(lengths):
             tokens = self.tokens[row].astype(np.float64)
             first = len(tokens) - n
             allowed = self.seen[:, first : len(tokens), : len(tokens)]
+            bad = np.isnan(tokens).any((1, 2))
+            last = first + q.shape[1]
+            if bad.any() and (last > self.count or self.seen[:, first:last, : len(tokens)][..., bad].any()):
+                continue
+            tokens = np.nan_to_num(tokens)
             scores = np.einsum("tnh,sh->nts", q[row, :n].astype(np.float64), tokens[:, 0, :SIZE]) / np.sqrt(SIZE)
             weights = np.where(allowed, np.exp(scores), 0)
             weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
