@@ -4,6 +4,7 @@ import os
 import resource
 import stat
 import subprocess
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -185,9 +186,13 @@ def test_an_interrupt_that_python_drops_is_raised_again(monkeypatch):
     monkeypatch.setattr(_library, "AGAIN", 0.01)
     _library.repeat_dropped_interrupts()
     sys.unraisablehook(SimpleNamespace(exc_type=ValueError))
-    with pytest.raises(KeyboardInterrupt):
-        sys.unraisablehook(SimpleNamespace(exc_type=KeyboardInterrupt))
-        time.sleep(20)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sys.unraisablehook(SimpleNamespace(exc_type=KeyboardInterrupt))
+            time.sleep(20)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_the_encoding_lacks_is_printed_as_escapes(tmp_path, monkeypatch):
