@@ -198,7 +198,10 @@ def test_functions_that_could_be_either_or_neither_are_refused():
 NUMBERS = {
     "floats": (lambda q, k: -0.5 * abs(q - k).astype(np.float32), "the function must return bools, got float32"),
     "ints": (lambda q, k: -abs(q - k), "the function must return bools, got int32"),
-    "an array of ints": (lambda q, k: jnp.arange(40)[q] - jnp.arange(40)[k], "the function must return bools, got int32"),
+    "an array of ints": (
+        lambda q, k: jnp.arange(40)[q] - jnp.arange(40)[k],
+        "the function must return bools, got int32",
+    ),
 }
 
 

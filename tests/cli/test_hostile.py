@@ -2,9 +2,9 @@
 
 import os
 import resource
+import signal
 import stat
 import subprocess
-import signal
 import sys
 import time
 from types import SimpleNamespace
