@@ -90,8 +90,8 @@ def bind_mask(mask):
 
 
 WASTEFUL = {
-    "ids come back after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 389))),
-    "shorter than a tile": ls.Causal() & ls.Segments(np.arange(389)[None] // 9),
+    "ids come back after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 1024))),
+    "shorter than a tile": ls.Causal() & ls.Segments(np.arange(1024)[None] // 9),
 }
 
 
@@ -99,7 +99,7 @@ WASTEFUL = {
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_it_advises_where_far_more_is_executed_than_is_useful(why, array):
     mask = jax.tree.map(array, WASTEFUL[why])
-    report = ls.explain(*call(), mask=mask, engine="xla")
+    report = ls.explain(*call(T=1024), mask=mask, engine="xla")
     ratio = report.executed_flops / report.useful_flops
     assert ratio > 4
     (note,) = report.notes
