@@ -14,6 +14,7 @@ from longspan.masks.by_slot import KvFlags
 from longspan.masks.cut import View
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 from longspan.testing import masks as any_mask
+from tests.selection import only
 from tests.users_masks import LastKeys, Louder, Near, NearSlots, Wrapped
 
 T, S, B, N = 7, 11, 2, 3
@@ -152,7 +153,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("how", ["static, growing", "traced, growing", "traced, shuffled"])
+@pytest.mark.parametrize("how", only(["traced, shuffled"], ["static, growing", "traced, growing", "traced, shuffled"]))
 @pytest.mark.parametrize("mask", CUT.values(), ids=CUT)
 def test_engines_attend_under_cut_masks(mask, how):
     shape = Shape(B=2, T=131, S=150, N=4, K=2, H=5)

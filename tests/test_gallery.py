@@ -45,6 +45,7 @@ def test_sparse_exhibits_compute_just_the_tiles_that_hold_a_pair(name):
     assert layout.visits() == tiles_with_a_pair(mask, layout) < 0.6 * mask.heads * layout.q_tiles * layout.kv_tiles
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "reference"])
 def test_attention_is_that_of_the_reference(exhibit, name):
     mask, _, q_len, kv_len = exhibit.build(**exhibit.small)

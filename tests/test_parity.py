@@ -223,8 +223,19 @@ def check(mask_name, shape_name, feature, dtype_name, tiling):
 
 
 def marked(choices):
-    """The choices as parameters; every sixth, a dozen in all, belongs to the quick suite."""
-    return [pytest.param(c, id=", ".join(c), marks=[pytest.mark.quick] * (i % 6 == 0)) for i, c in enumerate(choices)]
+    """The choices as parameters; every sixth, a dozen in all, belongs to the quick suite.
+
+    `make test` runs these, and one for each mask, feature and dtype that is not among them.
+    """
+    choices = list(choices)
+    seen = {name for choice in choices[::6] for name in choice}
+    found = []
+    for place, choice in enumerate(choices):
+        mask, _, feature, dtype, _ = choice
+        marks = [] if {mask, feature, dtype} - seen else [pytest.mark.check]
+        seen |= {mask, feature, dtype}
+        found.append(pytest.param(choice, id=", ".join(choice), marks=marks if place % 6 else [pytest.mark.quick]))
+    return found
 
 
 @pytest.mark.parametrize("choice", marked([*pairwise(*AXES), *SOME_COMPUTED]))
