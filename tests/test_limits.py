@@ -229,7 +229,7 @@ NOTHING = [Shape(B, T, S, N, K, 3) for B, T, S, N, K in ((0, 4, 5, 2, 1), (2, 0,
 NOTHING += [Shape(2, 4, 5, 0, 1, 3), Shape(2, 4, 5, 0, 0, 3), Shape(0, 0, 0, 0, 0, 3)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 @pytest.mark.parametrize("shape", NOTHING, ids=str)
 def test_calls_of_no_rows_no_tokens_or_no_heads_give_zeros_and_zero_gradients(engine, shape):
     q, k, v = make_qkv(shape, jnp.float32)
@@ -253,7 +253,7 @@ def test_queries_without_keys_heads_are_refused():
         ls.attention(q, k[:, :, :0], v[:, :, :0])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_heads_without_features_score_zero_and_values_without_features_keep_lse(engine):
     q, k, v = make_qkv(Shape(2, 4, 5, 2, 1, 3), jnp.float32)
     zeros = ls.attention(q * 0, k, v, mask=ls.Causal(), engine="reference", return_lse=True)

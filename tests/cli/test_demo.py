@@ -32,6 +32,7 @@ def leave_out(monkeypatch, *sections):
         monkeypatch.setattr(command, name, lambda *_: None)
 
 
+@pytest.mark.check
 def test_every_section_runs_and_every_claim_holds(here, capsys):
     assert main(["demo", "--toy", "--seconds", "0.1"]) == 0
     out = capsys.readouterr().out

@@ -25,7 +25,12 @@ def start(*arguments, code=DOOR, **options):
     environment |= {"COLUMNS": "100"} | options.pop("env", {})
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, **(pipes | options), text=True, env=environment)
+    # Ctrl-C as in a terminal: what a shell starts in the background ignores it, and so would this process.
+    listening = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, **(pipes | options), text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, listening)
 
 
 def run(*arguments, **options):

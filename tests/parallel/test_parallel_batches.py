@@ -87,6 +87,7 @@ def test_fill_names_what_is_in_the_batch():
         ls.parallel.shard_batch(dict(labels=np.zeros((2, 41))), MESHES["sp4"](), fill=dict(label=0))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_explicit_axes_too(order):
     mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(AxisType.Explicit,) * 2)

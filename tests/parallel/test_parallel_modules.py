@@ -26,6 +26,7 @@ def of_kind(kind, name, **fields):
     return lambda x, **call: layer.apply(params, x, **call)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_self_attention_on_devices_equals_one(kind, order):
@@ -38,6 +39,7 @@ def test_self_attention_on_devices_equals_one(kind, order):
     np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_longformers_module_on_devices_equals_one(kind):
     mesh, at = MESHES["sp4"](), stored(T, 4, "zigzag")
@@ -51,6 +53,7 @@ def test_longformers_module_on_devices_equals_one(kind):
     np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.check
 def test_bigbirds_module_on_devices_equals_one():
     fields = dict(num_heads=2, block_size=4, num_random_blocks=1, engine="reference")
     got = of_kind("linen", "BigBirdSelfAttention", mesh=MESHES["sp4"](), **fields)(X)
@@ -69,6 +72,7 @@ TEXT = jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, T)), jnp.int32)
 DOCUMENTS = np.sort(np.random.default_rng(2).integers(0, 3, (2, T)), axis=1)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_a_decoder_on_devices_equals_one(packed, order):
@@ -94,6 +98,7 @@ ENCODERS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "family", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird"))]
 )
@@ -124,6 +129,7 @@ def asked(model):
     return jnp.where(end == TEXT, 1, TEXT).at[:, 15].set(end)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", ["longformer", "bigbird"])
 def test_the_question_is_found_by_token_not_by_slot(family):
     model, at = models.QuestionAnswering(ENCODERS[family](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
@@ -132,6 +138,7 @@ def test_the_question_is_found_by_token_not_by_slot(family):
     assert 15 <= int(model.question(text)[0].sum()) <= 16
 
 
+@pytest.mark.check
 @pytest.mark.slow
 def test_answers_in_another_order_are_the_same():
     model, at = models.QuestionAnswering(ENCODERS["longformer"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
@@ -149,6 +156,7 @@ def test_models_refuse_meshes_as_attention_does():
         model(TEXT, position_ids=np.arange(T)[None], mesh=mesh, axis="x", order="zigzag")
 
 
+@pytest.mark.check
 def test_a_compiled_encoder_takes_a_mesh_too():
     run = models.compiled(models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)))
     got, want = run(TEXT, mesh=MESHES["sp4"]()), run(TEXT)

@@ -50,6 +50,7 @@ CASES = {
 QUICK = ("global tokens", "no kinds")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_longformer_on_devices_equals_one(case):
     name, order, given = CASES[case]
@@ -71,6 +72,7 @@ def test_longformer_on_devices_equals_one(case):
 SLOW = [("sp3", True, "xla"), ("dp2-tp2-sp2", False, "xla"), ("dp2-tp2-sp2", True, "reference")]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("mesh", "traced", "engine"),
     [("sp3", False, "reference"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],

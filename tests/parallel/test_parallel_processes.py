@@ -13,6 +13,7 @@ ROOT = PROGRAM.parent.parent.parent
 SECONDS = 240
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_of_two_devices_equal_one_device(processes):
     with socket.socket() as free:

@@ -33,6 +33,7 @@ def test_results_and_gradients_stay_sharded(family):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "sp", "tp")), x.ndim)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", ["window", "window and prefix", "causal documents", "lengths"])
 def test_garbage_in_unseen_keys_changes_nothing(family):
     mesh, (q, k, v) = MESHES["sp4"](), operands()
@@ -69,6 +70,7 @@ def test_new_documents_are_no_new_program():
 
 
 # What is done instead: a ring, or a halo.
+@pytest.mark.check
 @pytest.mark.parametrize("within", [ls.Full(), ls.Window(9, 4)], ids=str)
 def test_flags_beyond_the_capacity_are_no_new_program_and_exact(within):
     mesh, (q, k, v) = MESHES["sp4"](), operands()
@@ -91,6 +93,7 @@ def test_flags_beyond_the_capacity_are_no_new_program_and_exact(within):
     assert run._cache_size() == 1
 
 
+@pytest.mark.check
 @every_sparse_engine
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_a_ring_backwards_takes_at_most_ten_shards_of_memory(engine, order):
@@ -109,6 +112,7 @@ def test_a_ring_backwards_takes_at_most_ten_shards_of_memory(engine, order):
     assert compiled.memory_analysis().temp_size_in_bytes < 10 * shard
 
 
+@pytest.mark.check
 def test_vmap_scan_and_remat():
     mesh, mask = MESHES["sp4"](), ls.Window(3, 0) | ls.Global((0,))
     xs = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 16, 2, 4)), jnp.float32)
@@ -126,6 +130,7 @@ def test_vmap_scan_and_remat():
 MIXED = (AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit,) * 2, *MIXED], ids=["all", "sp", "dp"])
 @pytest.mark.parametrize("is_placed", [False, True], ids=["anywhere", "placed"])
 def test_a_mesh_with_explicit_axes(is_placed, kinds):

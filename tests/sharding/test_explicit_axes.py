@@ -20,6 +20,7 @@ def on(mesh, model):
     return nnx.merge(graph, placed(mesh, state, spec_of))
 
 
+@pytest.mark.check
 def test_a_model_outside_of_jit_drops_what_it_drops_on_one_device():
     mesh, model = mesh_of(EXPLICIT), models.MaskedLM(models.BertConfig(**ENCODER), rngs=nnx.Rngs(0))
     ids, rngs = jax.device_put(IDS, NamedSharding(mesh, P("x"))), nnx.Rngs(dropout=3)
@@ -30,6 +31,7 @@ def test_a_model_outside_of_jit_drops_what_it_drops_on_one_device():
     assert rngs.dropout.count[...] == 2  # the caller's stream has counted on: the encoder's key and the head's
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("set_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_generated_tokens_are_those_of_one_device(set_mesh):
     mesh, model = mesh_of(EXPLICIT), models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0))
@@ -40,6 +42,7 @@ def test_generated_tokens_are_those_of_one_device(set_mesh):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.check
 def test_a_cache_takes_keys_that_lie_on_devices():
     mesh, heads = mesh_of(EXPLICIT), P("x", None, "y", None)
     mask = ls.Causal() & ls.Window(3, 0)

@@ -83,6 +83,7 @@ CHOSEN = [
 REST = [(m, kind, e) for m in MODELS for kind in (AUTO, EXPLICIT) for e in ENGINES if (m, kind, e) not in CHOSEN]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name, kind, engine", [*CHOSEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)], ids=str
 )
@@ -107,6 +108,7 @@ def test_a_model_sums_over_devices_and_gathers_nothing(name, kind, engine, auto_
     assert_close(grads, want_grads)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", [pytest.param(AUTO, marks=pytest.mark.slow), EXPLICIT], ids=str)
 def test_a_cached_decoder_gathers_nothing(kind):
     mesh = mesh_of(kind)
@@ -152,6 +154,7 @@ MODULES = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name, library, kind",
     [
