@@ -214,8 +214,8 @@ def plan(
     q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
 
     def tables_of(*given):
-        mask, *given = given if xp is np else unfolded(given)
-        sides = mask._sides(q_len, kv_len, *given[:2], xp, None if rows is None else given[2:])
+        mask, q_at, kv_at, *numbers = given if xp is np else unfolded(given)
+        sides = mask._sides(q_len, kv_len, q_at, kv_at, xp, None if rows is None else tuple(numbers))
         spans = mask.kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
         return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
 
