@@ -12,6 +12,8 @@ from longspan.cache.outline import Outline, listed, outlined
 from longspan.masks import Mask
 from longspan.masks.algebra import together
 
+MOST_REMEMBERED = 2**22  # positions of plans and of lists that are remembered: longer ones take 300 MB each
+
 
 class Lifetimes(NamedTuple):
     """What a mask asks of a cache, in NumPy, at the positions that its outline looks at."""
@@ -30,16 +32,12 @@ def lifetimes(mask: Mask, length: int, slack: int = 0, room: int | None = 1) -> 
         slack: for how many steps more a plan keeps keys: outlines leave so much room.
         room: how many of the longest lifetimes an outline leaves around cuts; None: look at every position.
     """
-    mask = without_data(mask)
-    found = _known if is_hashable(mask) else _of
-    return found((mask,), length, slack, room)[0]
+    return _together((without_data(mask),), length, slack, room)[0]
 
 
 def compared(mine: Mask, theirs: Mask, length: int) -> tuple[Lifetimes, Lifetimes]:
     """The lifetimes of two masks at the same positions."""
-    masks = without_data(mine), without_data(theirs)
-    found = _known if all(map(is_hashable, masks)) else _of
-    one, other = found(masks, length, 0, 1)
+    one, other = _together((without_data(mine), without_data(theirs)), length, 0, 1)
     return one, other
 
 
@@ -75,21 +73,33 @@ def by_structure(function: Any) -> Any:
         leaves, structure = jax.tree.flatten(mask)
         return known(structure, tuple(leaves), *numbers)
 
+    ask.known = known  # type: ignore[attr-defined]
     return ask
 
 
-def _of(masks: tuple[Mask, ...], length: int, slack: int, room: int | None) -> tuple[Lifetimes, ...]:
+def _together(masks: tuple[Mask, ...], length: int, slack: int, room: int | None) -> tuple[Lifetimes, ...]:
+    """The lifetimes of some masks, from an outline of all of them if there is one, else at every position."""
+    remembered = all(map(is_hashable, masks))
+    found = None if room is None else (_known if remembered else _outlined)(masks, length, slack, room)
+    if found is None:
+        found = (_known_every if remembered and length <= MOST_REMEMBERED else _every)(masks, length)
+    return found
+
+
+def _outlined(masks: tuple[Mask, ...], length: int, slack: int, room: int) -> tuple[Lifetimes, ...] | None:
     by_mask = [_by_head(mask) for mask in masks]
-    outline = None if room is None else _outline([rule for rules in by_mask for rule in rules], length, slack, room)
-    if outline is not None:
-        found = [_measured(rules, outline) for rules in by_mask]
-        if None not in found:
-            return tuple(one for one in found if one is not None)
-    whole = [_measured(rules, listed(length, mask)) for mask, rules in zip(masks, by_mask, strict=True)]
-    return tuple(one for one in whole if one is not None)
+    outline = _outline([rule for rules in by_mask for rule in rules], length, slack, room)
+    found = [] if outline is None else [_measured(rules, outline) for rules in by_mask]
+    known = tuple(one for one in found if one is not None)
+    return known if len(known) == len(masks) else None
 
 
-_known = by_structure(_of)
+def _every(masks: tuple[Mask, ...], length: int) -> tuple[Lifetimes, ...]:
+    found = [_measured(_by_head(mask), listed(length, mask)) for mask in masks]
+    return tuple(one for one in found if one is not None)
+
+
+_known, _known_every = by_structure(_outlined), by_structure(_every)
 
 
 def _outline(rules: Sequence[Mask], length: int, slack: int, room: int) -> Outline | None:

@@ -133,7 +133,8 @@ def outlined(
             return None
         reach = max(reach, found)
     reach += slack
-    margin = room * reach + width
+    # With slack, a fixed end is as much after its edge: not so near a cut that its keys would seem to move.
+    margin = room * reach + slack + width
     cuts = [Cut(a + margin, (b - a - 2 * margin) // period * period) for a, b in gaps]
     cuts = [cut for cut in cuts if cut.count > 0]
     left = length - sum(cut.count for cut in cuts)

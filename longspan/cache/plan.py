@@ -9,7 +9,14 @@ import numpy as np
 
 from longspan._checks import check_extents, check_static_size
 from longspan._types import FAR, no_type_check
-from longspan.cache.lifetimes import Lifetimes, by_structure, is_hashable, lifetimes, without_data
+from longspan.cache.lifetimes import (
+    MOST_REMEMBERED,
+    Lifetimes,
+    by_structure,
+    is_hashable,
+    lifetimes,
+    without_data,
+)
 from longspan.cache.outline import Outline
 from longspan.cache.picture import show_all, show_step
 from longspan.cache.slots import FOREVER, Slots, allocate, at_once, number_alive
@@ -138,7 +145,8 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
     slack = check_static_size("slack", slack, 0)
     check_extents(mask, q_len=length, kv_len=length)
     mask = without_data(mask)
-    return _known(mask, length, slack) if is_hashable(mask) else _plan(mask, length, slack)
+    remembered = is_hashable(mask) and length <= MOST_REMEMBERED
+    return (_known if remembered else _plan)(mask, length, slack)
 
 
 def _plan(mask: Mask, length: int, slack: int) -> Plan:

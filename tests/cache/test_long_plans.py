@@ -1,5 +1,6 @@
 """Plans of very many positions: one period is looked at where lifetimes repeat, and what is listed has a limit."""
 
+import sys
 import tracemalloc
 from dataclasses import fields, replace
 
@@ -102,6 +103,13 @@ def test_common_masks_are_planned_from_an_outline_with_the_same_digest(mask):
         assert (plan.digest, plan.at_once, plan.why) == (every.digest, every.at_once, every.why)
 
 
+@pytest.mark.parametrize("room", [1, 4])
+def test_ends_that_slack_moves_towards_a_cut_stay_fixed(room):
+    mask = ls.Global((1956,), columns=False)
+    short, every = (_made(mask, 3001, 17, lifetimes(mask, 3001, 17, n)) for n in (room, None))
+    assert short is not None and short.outline.cuts and short == every
+
+
 def test_lengths_above_four_million_have_a_digest_of_the_outline():
     plans = [
         ls.cache.plan(mask, length)
@@ -128,6 +136,7 @@ def test_positions_fold_onto_the_period_before_a_cut_in_jax_as_in_numpy():
     np.testing.assert_array_equal(outline.ends_at(ends, place), wanted)
 
 
+known_lifetimes, known_plans = (sys.modules[f"longspan.cache.{name}"] for name in ("lifetimes", "plan"))
 LISTED = ls.Causal() & (ls.Window(3, 0) | ls.Global((5, 20)))
 
 
@@ -148,6 +157,18 @@ def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
         ls.cache.plan(ls.Causal() & Own(), 2**28)
     assert ls.cache.plan(ls.Causal() & Own(), 3000).capacity == 1
     assert ls.cache.plan(LISTED, 3000).form == "a table"
+
+
+def test_lists_of_many_positions_are_not_remembered(monkeypatch):
+    monkeypatch.setattr(known_lifetimes, "MOST_REMEMBERED", 1000)
+    monkeypatch.setattr(known_plans, "MOST_REMEMBERED", 1000)
+    for length, more in ((1001, 0), (1000, 1)):
+        plans = [ls.cache.plan(LISTED, length)]
+        before = known_plans._known.known.cache_info().hits, known_lifetimes._known_every.known.cache_info().hits
+        plans += [ls.cache.plan(LISTED, length), lifetimes(LISTED, length, 0, None)]
+        after = known_plans._known.known.cache_info().hits, known_lifetimes._known_every.known.cache_info().hits
+        assert [b - a for a, b in zip(before, after, strict=True)] == [more, more]
+        assert (plans[0] is plans[1]) == bool(more) and plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("length", [2**30, 2**31, 2**40])

@@ -10,7 +10,7 @@ from tests.cache.sequences import BATCH, Sequence
 
 COUNTS = (1, 2, 7, 24)  # few shapes, so that little is compiled
 LONGEST = 2**30 - 1
-EXAMPLES = max(20, settings().max_examples if settings().max_examples > 1000 else 0)  # 2,000 in the slow suite
+EXAMPLES = max(8, settings().max_examples if settings().max_examples > 1000 else 0)  # 2,000 in the slow suite
 
 
 def position_masks(most: int, leaves: int = 4):
