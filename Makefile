@@ -13,8 +13,8 @@ ACCELERATORS := .venv-accelerators
 DOCS := .venv-docs
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup native native-test native-arm64 demo quick test check optimised part-core part-models part-mesh part-optimised slow matrix lint format bench parity accelerators docs \
-  lock clean distclean
+.PHONY: help setup native native-test native-arm64 demo quick test check optimised part-core part-models part-mesh slow \
+  matrix lint format bench parity accelerators docs lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -85,7 +85,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 ELSEWHERE := not slow and not parity and not checkpoint and not accelerators and not optimised
 
 quick: $(READY)
-	$(QUICKLY) LONGSPAN_HYPOTHESIS=quick $(PYTEST) -m quick $(ARGS)
+	$(QUICKLY) LONGSPAN_HYPOTHESIS=quick $(PYTEST) -m "quick and not mesh" $(ARGS)
 
 test: $(READY)
 	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and not check and not mesh" $(ARGS)
@@ -106,8 +106,6 @@ part-models: $(READY)
 
 part-mesh: $(READY)
 	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and mesh" $(ARGS)
-
-part-optimised: optimised
 
 optimised: $(READY)
 	$(PYTEST) -m "optimised and not slow" $(ARGS)

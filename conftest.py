@@ -37,7 +37,10 @@ hypothesis.settings.register_profile("quick", max_examples=50, **EVERYWHERE)
 hypothesis.settings.register_profile("slow", max_examples=2000, **EVERYWHERE)
 
 
-MESH_FOLDERS = ("tests/parallel/", "tests/sharding/")
+# What needs a mesh: whole folders, and doctests.
+ON_MESHES = (
+    "tests/parallel/", "tests/sharding/", "longspan/parallel/", "longspan/_explain.py", "longspan/maskinfo/sharding.py",
+)  # fmt: skip
 
 
 def pytest_configure(config):
@@ -51,7 +54,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """The slow suite repeats every property test, with more examples; doctests are quick."""
     for item in items:
-        if item.nodeid.startswith(MESH_FOLDERS):
+        if item.nodeid.startswith(ON_MESHES):
             item.add_marker("mesh")
         if isinstance(item, pytest.DoctestItem) and not item.nodeid.startswith(SLOWER_DOCTESTS):
             item.add_marker("quick")
