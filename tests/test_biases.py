@@ -199,6 +199,7 @@ def test_a_bias_is_the_array_that_it_stands_for_in_both_passes(kind, case):
             close(a, terms.sum((-4, -3, -2, -1)), scale=max(1.0, np.abs(terms).sum((-4, -3, -2, -1)).max()))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [Shape(3, 1, 2311, 4, 2, 16), Shape(2, 3, 130, 6, 2, 5)], ids=str)
 def test_decoding_with_biases(shape, dtype):
@@ -323,6 +324,7 @@ def summed(q, slopes, table, engine, make):
     return jnp.sin(ls.attention(q, K, V, mask=ls.Causal(), bias=make(slopes, table), engine=engine)).sum()
 
 
+@pytest.mark.check
 @every_engine
 def test_jit_remat_scan_and_vmap(engine):
     make = make_of(engine)

@@ -71,6 +71,7 @@ def test_one_row_of_a_table_is_the_table_without_rows():
         np.testing.assert_array_equal(a.stops, b.stops)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("sizes", [(B, 1), (B, N)], ids=str)
 def test_engines_read_tables_by_row_in_both_passes(engine, sizes):
     listed, qkv = table(*sizes), make_qkv(SHAPE, jnp.float32)
@@ -128,6 +129,7 @@ def test_a_sharded_table_stays_with_its_rows_and_heads():
     assert "all-gather" not in compiled.as_text()
 
 
+@pytest.mark.check
 def test_the_example_equals_dense_attention_over_the_same_choice(example, engine, capsys):
     lines = []
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -44,6 +44,7 @@ def planned(mask, q_tile, kv_tile, q_seed, kv_seed):
     return plan(mask, T, S, q_tile, kv_tile, q_positions=place(q_seed, T), kv_positions=place(kv_seed, S), xp=np)
 
 
+@pytest.mark.check
 @given(ANY_MASK, tile, tile, places, places, st.sampled_from([1, 7, 100]), st.sampled_from([0, 2, 100]))
 def test_lists_and_rectangles_of_tiles_are_counted_alike(mask, q_tile, kv_tile, q_seed, kv_seed, size, sparse):
     layout = planned(mask, q_tile, kv_tile, q_seed, kv_seed)
@@ -53,6 +54,7 @@ def test_lists_and_rectangles_of_tiles_are_counted_alike(mask, q_tile, kv_tile, 
         assert count(layout)[:4] == wanted
 
 
+@pytest.mark.check
 @given(ANY_MASK, st.sampled_from([2, 3, 4, 8, 16]), st.sampled_from([2, 4, 5, 8]), places, places)
 def test_pairs_that_are_read_in_split_tiles_are_those_of_the_dense_mask(mask, q_tile, kv_tile, q_seed, kv_seed):
     layout = planned(mask, q_tile, kv_tile, q_seed, kv_seed)

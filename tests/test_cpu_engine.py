@@ -139,6 +139,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.check
 @needs_library
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("ids_rows", [1, 2])
@@ -160,6 +161,7 @@ def test_vmap_with_operands_that_do_not_move(what, rows, ids_rows):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.check
 @needs_library
 def test_a_mask_may_be_nested_deeply():
     q, k, v = make_qkv(Shape(B=1, T=8, S=8, N=1, K=1, H=4), jnp.float32)

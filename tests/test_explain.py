@@ -247,6 +247,7 @@ AT_A_MILLION = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("mask", AT_A_MILLION.values(), ids=AT_A_MILLION.keys())
 def test_a_million_tokens_take_little_work_and_memory(mask, monkeypatch):
     summaries, looked, read = [], [], []

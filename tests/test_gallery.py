@@ -30,6 +30,7 @@ def test_the_truth_is_that_of_a_plain_loop(exhibit):
     assert exhibit.sentence.endswith(".")
 
 
+@pytest.mark.check
 def test_few_tiles_are_visited_without_an_allowed_pair(exhibit):
     mask, _, q_len, kv_len = exhibit.build(**exhibit.large)
     layout = plan(mask, q_len, kv_len, exhibit.tile, exhibit.tile, xp=np)

@@ -81,6 +81,7 @@ def test_every_entry_is_a_sentence_a_picture_and_an_expression():
         assert re.match(r".+\n\n[^\n]+\.\n\n!\[[^\n]+\)\n\n```python\n.*?mask = .*?```\n+", entry, re.DOTALL), entry
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", GYM)
 def test_those_of_attention_gym_mean_what_plain_loops_say(name, masks):
     exhibit, sizes = GYM[name]

@@ -19,6 +19,7 @@ def execute():
     return module
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_give_the_outputs_that_are_written(path, execute):
     notebook = json.loads(path.read_text("utf-8"))

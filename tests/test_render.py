@@ -140,6 +140,7 @@ LONG = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", LONG)
 def test_a_million_tokens_are_drawn_in_little_memory(name):
     mask = LONG[name]()

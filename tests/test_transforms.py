@@ -219,6 +219,7 @@ def test_a_few_queries_of_long_keys_copy_no_keys(engine):
     assert memory.temp_size_in_bytes < 3 * 30_000 * 2 * 16 * 4 / 4  # a quarter of the keys
 
 
+@pytest.mark.check
 @every_sparse_engine
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_few_queries_of_long_keys_have_the_same_values_and_gradients(engine, per_head):

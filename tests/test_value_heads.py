@@ -12,6 +12,7 @@ from tests.engines import every_engine
 SHAPE = Shape(B=2, T=37, S=37, N=6, K=3, H=24, Hv=7)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("sizes", [(24, 7), (192, 128), (5, 256), (256, 1)])
 @pytest.mark.parametrize("queries", [1, 37, 150])
 def test_engines_match_the_reference(sizes, queries):

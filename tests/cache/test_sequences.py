@@ -98,6 +98,7 @@ def run(case, seed, folder) -> int:
     return sequence.operations
 
 
+@pytest.mark.check
 @settings(max_examples=EXAMPLES)
 @given(cases("eager"), st.integers(0, 2**32 - 1))
 def test_caches_show_what_all_tokens_show(folder, case, seed):

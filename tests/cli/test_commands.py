@@ -180,6 +180,7 @@ def first_is_global(ids):
     return (np.arange(ids.shape[1]) == 0)[None].astype(int)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("name", ["bert", "longformer"])
 def test_encode_gives_one_vector_per_document_whatever_it_is_batched_with(run, saved, tmp_path, name, pooling):

@@ -101,7 +101,9 @@ def interrupted(process):
     raise AssertionError("it does not end")
 
 
-def test_an_interrupt_waits_for_the_library_to_be_loaded():
+def test_an_interrupt_waits_for_the_library_to_be_loaded(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest may have been started without
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     done = []
     with pytest.raises(KeyboardInterrupt), _uninterrupted():
         signal.raise_signal(signal.SIGINT)

@@ -57,6 +57,7 @@ def run(monkeypatch, *arguments):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
+@pytest.mark.check
 def test_it_learns_and_saves_what_others_load(model, tmp_path, monkeypatch, capsys):
     texts, out = write_texts(tmp_path / "texts", 5), tmp_path / "out"  # lengths are of two buckets
     options = ("--length", 128, "--batch-tokens", 512, "--epochs", 6, "--learning-rate", 1e-2)
@@ -95,6 +96,7 @@ def test_it_is_short():
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 100
 
 
+@pytest.mark.check
 def test_a_short_model_becomes_a_long_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "bert").mkdir()
     texts = write_texts(tmp_path / "texts", 65)  # one bucket, so one program

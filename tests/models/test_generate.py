@@ -139,6 +139,7 @@ def small(dtype=jnp.float32, **changes) -> models.CausalLM:
     return models.CausalLM(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.check
 def test_fifty_lengths_cost_at_most_eight_compilations():
     model, rng = small(), np.random.default_rng(0)
     lengths = [1, 4096, *rng.integers(1, 4097, 48)]
@@ -163,6 +164,7 @@ def loop(model: models.CausalLM, batch: int = 1) -> tuple:
     return of, params, kept, steps.State(last, numbers, numbers + 9, np.int32(0), None), rules
 
 
+@pytest.mark.check
 @needs_native
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -177,6 +179,7 @@ def test_decoding_copies_neither_parameters_nor_caches(batch, dtype):
     assert memory.temp_size_in_bytes < min(one_layer, cache_bytes // 5) // 2
 
 
+@pytest.mark.check
 @needs_native
 @pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma2Config, models.Gemma3Config])
 def test_the_loop_of_48_layers_is_as_long_as_that_of_6(kind):

@@ -39,6 +39,7 @@ def calls(seed: int) -> Iterator[dict]:
         yield dict(prompts=prompts, max_new_tokens=int(rng.integers(8, 61)), stop_tokens=(number,))
 
 
+@pytest.mark.check
 def test_twenty_calls_of_one_bucket_compile_at_most_eight_programs_of_the_model():
     model = small(num_hidden_layers=1)
     with programs() as found:
@@ -72,6 +73,7 @@ def test_caches_are_never_longer_than_the_model_or_than_max_length():
 PROMPTS = [np.arange(4, 7), np.arange(9, 28), np.array([5]), np.array([8, 8, 4, 11]), np.arange(28, 6, -1)]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("name", "row"), [("gemma2", 4), ("llama_dynamic", 4), ("phi3_long", 0)])
 def test_tokens_are_those_of_rows_alone_in_caches_of_their_exact_length(name, row):
     """Drawn with one key per row. Ropes that depend on the length use that of the prompt and its new tokens."""

@@ -11,6 +11,8 @@ from test_rope_modules import SIZES, YARN, B, D, H, K, both
 
 import longspan as ls
 
+pytestmark = pytest.mark.check
+
 T, MOST = 13, 19
 X = jnp.asarray(np.random.default_rng(5).normal(size=(B, T, D)), jnp.float32)
 OPTIONS = dict(rope=YARN, qk_norm=True, sinks=True)

@@ -13,6 +13,8 @@ import longspan as ls
 from longspan.nn import linen as in_linen
 from longspan.nn import nnx as in_nnx
 
+pytestmark = pytest.mark.check
+
 B, T, D, N, K, H, OUT = 2, 16, 10, 4, 2, 6, 7
 X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
 KINDS = jnp.asarray(np.random.default_rng(1).choice([-1, 0, 0, 1], (B, T)))

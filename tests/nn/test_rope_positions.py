@@ -10,6 +10,8 @@ from test_rope_modules import OWN, POSITIONS, YARN, B, D, H, K, T, X, by_hand, r
 import longspan as ls
 from longspan.engines import ENGINES, Engine
 
+pytestmark = pytest.mark.check
+
 IDS = np.repeat([[0, 1, 2, -1], [5, 5, 3, 3]], [5, 4, 4, 3], axis=1)
 PACKED = np.asarray(ls.positions_from_segments(IDS))
 MASK = ls.Causal() & ls.Window(4, 0) & ls.Segments(IDS)

@@ -15,15 +15,15 @@ from tests.selection import one_in
 B, T, N, K, H = 1, 512, 4, 2, 8
 ROW = 2 * K * H * 4  # one token's k and v, in float32
 GATHER = 7 * (T // 8) * ROW
-MESH = ls.parallel.mesh(sp=8)
 IDS, FLAGS = np.zeros((1, T), np.int32), np.zeros((1, T), bool)
 RNG = np.random.default_rng(0)
 ANYWHERE = RNG.integers(0, T // 4, (N, T // 4, 1))
 NEAR = np.clip(np.arange(T // 4)[None, :, None] + RNG.integers(-24, 25, (N, T // 4, 1)), 0, T // 4 - 1)
 
 
-def compiled(mask, order="contiguous", *, length=T, mesh=MESH, batch=B, backward=False, **more):
-    """The program of a forward pass, or of both."""
+def compiled(mask, order="contiguous", *, length=T, mesh=None, batch=B, backward=False, **more):
+    """The program of a forward pass, or of both, on eight devices unless a mesh is given."""
+    mesh = mesh or ls.parallel.mesh(sp=8)
     here = NamedSharding(mesh, P("dp", "sp", "tp"))
     q, k = (jax.ShapeDtypeStruct((batch, length, n, H), jnp.float32, sharding=here) for n in (N, K))
 
@@ -36,7 +36,8 @@ def compiled(mask, order="contiguous", *, length=T, mesh=MESH, batch=B, backward
     return (jax.jit(both).lower(q, k, k, mask, q) if backward else jax.jit(forward).lower(q, k, k, mask)).compile()
 
 
-def report(mask, order="contiguous", *, length=T, mesh=MESH, batch=B, **more):
+def report(mask, order="contiguous", *, length=T, mesh=None, batch=B, **more):
+    mesh = mesh or ls.parallel.mesh(sp=8)
     q, k = (jax.ShapeDtypeStruct((batch, length, n, H), jnp.float32) for n in (N, K))
     return ls.explain(q, k, k, mask=mask, mesh=mesh, order=order, **more)
 
@@ -93,7 +94,7 @@ def test_on_six_devices_whose_shares_of_an_all_reduce_are_no_whole_numbers():
 def test_arrays_of_tokens_are_sent_as_the_keys_are_however_they_come():
     mask = STATIC["bounded documents"][0]
     assert report(mask).sent_bytes == 20 * (ROW + 4)
-    there = jax.ShapeDtypeStruct((1, T), jnp.int32, sharding=NamedSharding(MESH, P(None, "sp")))
+    there = jax.ShapeDtypeStruct((1, T), jnp.int32, sharding=NamedSharding(ls.parallel.mesh(sp=8), P(None, "sp")))
     split = ls.Segments(there) & ls.Window(20, 0)
     assert hlo.sent(compiled(split)) == {"collective-permute": report(mask).sent_bytes}
 

@@ -66,6 +66,7 @@ def test_matches_the_plain_oracle(engine, kinds):
     assert_close(got, plain.longformer(*x, 3, kinds))
 
 
+@pytest.mark.check
 @every_engine
 @pytest.mark.parametrize("causal", [False, True], ids=["both ways", "causal"])
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def test_gradients_match_a_dense_softmax(engine):
         assert_close(mine, theirs, units=256)
 
 
+@pytest.mark.check
 @every_engine
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
 def test_gradients_are_finite_in_every_dtype(engine, dtype):
