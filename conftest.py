@@ -52,7 +52,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(config, items):
-    """The slow suite repeats every property test, with more examples; doctests are quick."""
+    """Marks tests that need a mesh, doctests as quick, and property tests as slow; what breaks first runs first."""
     for item in items:
         if item.nodeid.startswith(ON_MESHES):
             item.add_marker("mesh")
@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker("slow")
+    items.sort(key=lambda item: item.get_closest_marker("quick") is None)
 
 
 def pytest_collection_finish(session):
