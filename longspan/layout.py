@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspan._axes import entries, explicit_mesh, on_auto_axes
 from longspan._checks import check_tiles
-from longspan._constants import unfolded
+from longspan._constants import on_host, unfolded
 from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
 from longspan._kinds import Counts as Counts
 from longspan._pairs import count_by_query
@@ -96,6 +96,9 @@ class BlockLayout:
         if self.forward is not None:
             return self.forward
         xp = _namespace(self)
+        known = on_host(self) if xp is jnp else None
+        if known is not None:
+            return replace(jax.device_put(known.transpose()), mask=self.mask, forward=self)
         here = self if xp is np else unfolded(self)
         q, kv = here.sides(xp=xp)
         low, high, common = here.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
@@ -203,13 +206,18 @@ def plan(
     heads: Any = None,
     xp: Namespace | None = None,
 ) -> BlockLayout:
-    """The layout of a mask, in NumPy if all that it reads is static, in JAX otherwise.
+    """The layout of a mask, with NumPy's arrays if all that it reads is static, and with JAX's otherwise.
 
     `rows` [B] and `heads` [N] are the numbers of these rows and heads, if they are some of a call's: both or neither.
     """
     check_tiles(q_tile, kv_tile)
     if xp is None:
         xp = _namespace((mask, q_positions, kv_positions))
+        data: Any = dict(mask=mask, q_positions=q_positions, kv_positions=kv_positions, rows=rows, heads=heads)
+        known = on_host(data) if xp is jnp else None
+        if known is not None:
+            layout = plan(q_len=q_len, kv_len=kv_len, q_tile=q_tile, kv_tile=kv_tile, **known, xp=np)
+            return replace(jax.device_put(layout), mask=mask)
     numbers = None if rows is None else (rows, heads)
     q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
 
@@ -314,7 +322,8 @@ class _Plane(NamedTuple):
     @classmethod
     def of(cls, layout: BlockLayout, batch: int, head: int) -> "_Plane":
         def part(table) -> np.ndarray:
-            return np.asarray(table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
+            # Not `table[...]`: JAX would compile a slice of its own for every shape.
+            return np.asarray(np.asarray(table)[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
 
         common = np.zeros(0, np.int32) if layout.common is None else part(layout.common)
         return cls(

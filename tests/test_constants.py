@@ -1,12 +1,14 @@
 """Arrays that a jitted function closes over: tiles are planned when the program runs, not while XLA compiles it."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import longspan as ls
-from longspan._constants import constant
+from longspan._constants import constant, in_a_program, on_host, unfolded
 from longspan.engines import ENGINES
 from tests.hlo_constants import MOST_FOLDED, assert_nothing_is_folded, assert_same_operations, folded
 
@@ -99,6 +101,54 @@ def test_the_check_finds_what_xla_would_fold():
 def test_a_constant_of_a_program_keeps_its_numbers():
     np.testing.assert_array_equal(constant(jnp, IDS), IDS)
     assert constant(np, IDS) is IDS
+
+
+@contextlib.contextmanager
+def nothing_compiles():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax._src.compiler, "backend_compile_and_load", None)  # would fail if it were called
+        yield
+
+
+@pytest.mark.parametrize("leaf", [name for name in LEAVES if name != "Custom"])
+def test_outside_of_a_program_known_arrays_are_planned_without_one(leaf):
+    static = LEAVES[leaf](np).layout(LONG, LONG)
+    places = jax.device_put(np.arange(LONG, dtype=np.int32))
+    for mask in (LEAVES[leaf](np), jax.device_put(LEAVES[leaf](np))):
+        with nothing_compiles():
+            layout = mask.layout(LONG, LONG, q_positions=places)
+            assert layout.visits() == static.visits()
+            assert layout.transpose().visits() == static.transpose().visits()
+        assert all(isinstance(table, jax.Array) for table in (layout.stops, layout.transpose().stops))
+        assert layout.mask is mask and layout.transpose().forward is layout
+
+
+def test_a_truth_table_of_few_pairs_is_computed_without_a_program_and_one_of_many_in_jax(monkeypatch):
+    mask = jax.device_put(ls.Segments(IDS[:, ::99]) & ls.Causal())
+    length = mask.parts()[0].q_ids.shape[1]
+    with nothing_compiles():
+        few = mask.dense(length, length)
+    monkeypatch.setattr("longspan.masks.base.FEW_PAIRS", length**2 - 1)
+    many = mask.dense(length, length)
+    assert isinstance(few, jax.Array) and isinstance(many, jax.Array)
+    np.testing.assert_array_equal(few, many)
+
+
+def test_what_is_traced_or_mapped_is_not_known():
+    ids = jnp.asarray(IDS)
+    assert isinstance(on_host(ids), np.ndarray) and isinstance(unfolded(IDS), jax.Array)
+    assert not in_a_program()
+    inside = []
+
+    def look(x):
+        inside.append((in_a_program(), on_host(ids) is None, on_host(x) is None))
+        return x
+
+    jax.vmap(look)(ids)
+    jax.jit(look)(ids)
+    jax.jit(jax.vmap(look))(ids)
+    jax.lax.scan(lambda c, x: (c, look(x)), 0, ids)
+    assert inside == [(False, False, True), (True, True, True), (True, True, True), (True, True, True)]
 
 
 SHORT = 256

@@ -102,14 +102,21 @@ def test_a_mask_survives_flattening_and_equals_itself(mask):
 @given(masks(T, S, batch=B, heads=N, leaves=3), tile, tile)
 @settings(max_examples=30)
 def test_planning_in_jax_equals_planning_in_numpy(mask, q_tile, kv_tile):
+    @jax.jit
+    def in_jax(mask):
+        layout = plan(mask, T, S, q_tile, kv_tile, xp=jnp)
+        return layout, layout.transpose(), mask.dense(T, S)
+
     host = plan(mask, T, S, q_tile, kv_tile, xp=np)
-    device = plan(mask, T, S, q_tile, kv_tile, xp=jnp)
-    for name in ("starts", "stops", "common", "common_count"):
-        a, b = getattr(host, name), getattr(device, name)
-        assert (a is None) == (b is None)
-        if a is not None:
-            np.testing.assert_array_equal(a, np.asarray(b))
-    np.testing.assert_array_equal(np.broadcast_to(mask.dense(T, S), (B, N, T, S)), truth(mask))
+    device, transposed, dense = in_jax(mask)
+    for here, there in ((host, device), (host.transpose(), transposed)):
+        for name in ("starts", "stops", "common", "common_count"):
+            a, b = getattr(here, name), getattr(there, name)
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_array_equal(a, b)
+    for table in (dense, mask.dense(T, S)):
+        np.testing.assert_array_equal(np.broadcast_to(table, (B, N, T, S)), truth(mask))
 
 
 EVERY_RULE = [

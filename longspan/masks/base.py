@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from longspan._checks import check_extents, check_lengths, check_positions, is_known
+from longspan._constants import on_host
 from longspan._types import Array, Namespace, Positions, no_type_check
 from longspan.masks.checks import check_bools, check_slots
 from longspan.masks.pieces import Piece
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
 BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
+FEW_PAIRS = 2**22  # whose truth NumPy computes sooner than JAX compiles an operation
 NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 
 
@@ -340,11 +342,19 @@ class Mask(Value):
             >>> Causal().dense(2, 3)[0, 0].astype(int).tolist()
             [[1, 0, 0], [1, 1, 0]]
         """
-        q, kv = self._sides(q_len, kv_len, q_positions, kv_positions, jnp)
+        check_lengths(q_len, kv_len)
+        known = on_host((self, q_positions, kv_positions)) if q_len * kv_len <= FEW_PAIRS else None
+        if known is None:
+            return self._truth(q_len, kv_len, q_positions, kv_positions, jnp)
+        mask, q_positions, kv_positions = known
+        return jax.device_put(mask._truth(q_len, kv_len, q_positions, kv_positions, np))
+
+    def _truth(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
+        q, kv = self._sides(q_len, kv_len, q_positions, kv_positions, xp)
         shape = (max(q.batch.size, *(_rows(s.positions) for s in (q, kv))), self.heads, q_len, kv_len)
         truth = self.allowed(q.slots(), kv.slots())
         # A user's rule may tell rows or heads apart without saying so in `extents`.
-        return jnp.broadcast_to(truth, np.broadcast_shapes(truth.shape, shape))
+        return xp.broadcast_to(truth, np.broadcast_shapes(truth.shape, shape))
 
     @no_type_check
     def layout(

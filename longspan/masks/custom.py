@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._constants import constant
 from longspan._types import no_type_check
 from longspan.masks.base import BY_POSITION, Extent, Mask, rule
 from longspan.masks.checks import check_bools, check_custom, check_truth, takes_rows_and_heads
@@ -77,14 +78,14 @@ class Custom(Mask):
 
     def allowed(self, q, kv):
         # The user's function may use jax.numpy, whatever namespace the caller plans in.
-        arrays = [jnp.asarray(a) if hasattr(a, "shape") else a for a in self._arrays(q)]
-        given = [jnp.asarray(a) for a in (*self._row_and_head(self.fn, q), q.position, kv.position)]
+        arrays = [constant(jnp, a) if hasattr(a, "shape") else a for a in self._arrays(q)]
+        given = [constant(jnp, a) for a in (*self._row_and_head(self.fn, q), q.position, kv.position)]
         truth = jnp.asarray(self.fn(*given, *arrays))
         shape = np.broadcast_shapes(*(a.shape for a in given))
         check_bools(self, "the function", truth.dtype)
         check_truth(truth.shape, shape)
-        truth = truth & jnp.full(shape, True)
-        return np.asarray(truth) if q.side.xp is np else truth
+        xp = q.side.xp
+        return xp.broadcast_to(xp.asarray(truth), np.broadcast_shapes(truth.shape, shape))
 
     def classify(self, q, kv):
         if self.bounds is None:

@@ -1,5 +1,6 @@
 """Random masks for Hypothesis: compositions of every rule."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -123,10 +124,13 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
     )
 
 
+# Jitted: outside of a program each of their operations would compile alone, for every shape.
+@jax.jit
 def _alternating(q, k):
     return (q + k) % 3 != 0
 
 
+@jax.jit
 def _alternating_bounded(q, k):
     return q + k <= 5
 
@@ -135,6 +139,7 @@ def _bounds(q, kv):
     return q.first + kv.first <= 5, q.last + kv.last <= 5
 
 
+@jax.jit
 def _by_row_and_head(b, h, q, k):
     return (q - k) * (q - k) <= (b + 2 * h) * (b + 2 * h)
 
