@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -60,8 +61,8 @@ def extend(
     long = nnx.eval_shape(lambda: type(model)(config, **_options(model), rngs=nnx.Rngs(0)))
     state, values = nnx.state(long, nnx.Param), _values(model, config)
     for path, variable in nnx.to_flat_state(state):
-        # Copies: training one of the two models must not reach into the other.
-        variable.set_value(jnp.array(values[tuple(path)]))
+        # Copies: training one of the two models must not reach into the other. `jnp.array` would compile per shape.
+        variable.set_value(jax.device_put(values[tuple(path)], may_alias=False))
     nnx.update(long, state)
     long.set_attributes(source=model.source)
     return long

@@ -169,7 +169,8 @@ def _stacked(tensors: Tensors, source: list[tuple[str, bool]], ndim: int, dtype)
     """One tensor, or those of all layers along a new first axis."""
     arrays = [array.T if transposed else array for name, transposed in source for array in [tensors.read(name)]]
     # Always a copy: what safetensors gives may be the file itself, mapped, which is closed when `load` returns.
-    return jnp.array(np.stack(arrays) if arrays[0].ndim < ndim else arrays[0], dtype)
+    array = np.stack(arrays) if arrays[0].ndim < ndim else np.array(arrays[0])
+    return jnp.asarray(array, dtype)  # not `jnp.array`, which compiles a program per shape where dtypes are the same
 
 
 @dataclass
