@@ -84,8 +84,8 @@ class Custom(Mask):
         shape = np.broadcast_shapes(*(a.shape for a in given))
         check_bools(self, "the function", truth.dtype)
         check_truth(truth.shape, shape)
-        xp = q.side.xp
-        return xp.broadcast_to(xp.asarray(truth), np.broadcast_shapes(truth.shape, shape))
+        shape = np.broadcast_shapes(truth.shape, shape)
+        return np.broadcast_to(np.asarray(truth), shape) if q.side.xp is np else jnp.broadcast_to(truth, shape)
 
     def classify(self, q, kv):
         if self.bounds is None:
