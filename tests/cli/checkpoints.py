@@ -1,10 +1,10 @@
 """Small checkpoints with tokenizers, for the commands that read them."""
 
-from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from longspan import hf
 from longspan.models import BertConfig, CausalLM, Encoder, LlamaConfig, LongformerConfig, MistralConfig
+from tests.made import made
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{n}" for n in range(27))]
 
@@ -39,19 +39,19 @@ SMALL = dict(hidden_size=6, num_attention_heads=2, num_hidden_layers=2, intermed
 
 def bert(directory):
     config = BertConfig(vocab_size=len(WORDS), max_position_embeddings=90, **SMALL)
-    return save(Encoder(config, rngs=nnx.Rngs(0)), directory, words())
+    return save(made(Encoder, config), directory, words())
 
 
 def longformer(directory):
     config = LongformerConfig(vocab_size=len(WORDS), max_position_embeddings=92, window=(3, 5), **SMALL)
-    return save(Encoder(config, rngs=nnx.Rngs(0)), directory, words())
+    return save(made(Encoder, config), directory, words())
 
 
 def llama(directory):
     config = LlamaConfig(vocab_size=256, max_position_embeddings=100, **(SMALL | dict(hidden_size=8)))
-    return save(CausalLM(config, rngs=nnx.Rngs(0)), directory, byte_level())
+    return save(made(CausalLM, config), directory, byte_level())
 
 
 def mistral(directory):
     config = MistralConfig(vocab_size=256, sliding_window=16, num_key_value_heads=1, **(SMALL | dict(hidden_size=8)))
-    return save(CausalLM(config, rngs=nnx.Rngs(0)), directory, byte_level())
+    return save(made(CausalLM, config), directory, byte_level())

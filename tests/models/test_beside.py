@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from longspan import hf, models
+from tests.made import made
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BERTS = {"vocab.txt": "[PAD]\n", "tokenizer_config.json": '{"a": 1}', "special_tokens_map.json": "{}"}
@@ -77,7 +78,7 @@ def test_a_model_remembers_its_directory_whatever_becomes_of_it(change, source, 
 def test_a_directory_is_no_parameter(source):
     model = hf.load(source)
     assert len(jax.tree.leaves(nnx.state(model))) == len(jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert models.Encoder(models.BertConfig(**SIZES), rngs=nnx.Rngs(0)).source is None
+    assert made(models.Encoder, models.BertConfig(**SIZES)).source is None
 
 
 def test_a_tokenizer_that_is_there_stays(source, tmp_path):
@@ -97,12 +98,12 @@ def test_a_tokenizer_that_is_named_takes_the_place_of_one_that_is_there(source, 
 
 
 def test_no_tokenizer_is_a_warning(source, tmp_path):
-    made = models.Encoder(models.BertConfig(**SIZES), rngs=nnx.Rngs(0))
+    model = made(models.Encoder, models.BertConfig(**SIZES))
     with pytest.warns(UserWarning, match=r"No tokenizer is saved: the model was not loaded.*Pass `tokenizer=`"):
-        hf.save(made, tmp_path / "made")
+        hf.save(model, tmp_path / "made")
     with pytest.warns(UserWarning, match=r"No tokenizer is saved: .*bertModel has none"):
         hf.save(hf.load(GOLDEN / "bertModel"), tmp_path / "bare")
-    hf.save(made, tmp_path / "made", tokenizer=source)
+    hf.save(model, tmp_path / "made", tokenizer=source)
     assert beside(tmp_path / "made") == BERTS
     model = hf.load(source)
     shutil.rmtree(source)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from longspan import models
+from tests.made import made
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "byte_decoder.py"
 
@@ -28,7 +29,7 @@ def example():
 
 def make(example, **changes):
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2) | changes
-    return models.CausalLM(example["Bytes"](**sizes, initializer_range=0.3), rngs=nnx.Rngs(0))
+    return made(models.CausalLM, example["Bytes"](**sizes, initializer_range=0.3))
 
 
 def test_it_learns(example, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from longspan import models
+from tests.made import made
 
 SIZES = dict(
     vocab_size=19, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=10,
@@ -18,7 +19,7 @@ IDS = jnp.asarray(np.random.default_rng(0).integers(3, 19, (2, 13)))
 
 
 def make(kind=models.TokenClassifier, **changes):
-    return kind(models.LongformerConfig(**SIZES, window=3, **changes), rngs=nnx.Rngs(1))
+    return made(kind, models.LongformerConfig(**SIZES, window=3, **changes), seed=1)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from longspan import hf, models
+from tests.made import made
 
 SIZES = dict(
     vocab_size=19, hidden_size=12, num_attention_heads=3, num_hidden_layers=1, intermediate_size=10,
@@ -43,7 +44,7 @@ def short(tmp_path):
     where.mkdir()
     write(where, "tokenizer.json", TOKENIZER)
     write(where, "tokenizer_config.json", dict(model_max_length=512, max_length=128, do_lower_case=True))
-    hf.save(models.Encoder(models.BertConfig(**SIZES), rngs=nnx.Rngs(0)), where)
+    hf.save(made(models.Encoder, models.BertConfig(**SIZES)), where)
     return where
 
 
@@ -143,9 +144,9 @@ def test_files_that_others_put_there_stay_and_are_reported(short, tmp_path):
 
 
 def test_a_model_that_was_never_loaded_reports_its_tokenizers_limit(short, tmp_path):
-    made = hf.extend(models.Encoder(models.BertConfig(**SIZES), rngs=nnx.Rngs(0)), max_positions=1000, window=8)
+    model = hf.extend(made(models.Encoder, models.BertConfig(**SIZES)), max_positions=1000, window=8)
     with pytest.warns(UserWarning, match=r"long/tokenizer_config\.json has model_max_length=512"):
-        hf.save(made, tmp_path / "long", tokenizer=short)
+        hf.save(model, tmp_path / "long", tokenizer=short)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_limit_below_the_models_own_stays_in_a_model_that_was_not_extended(sho
 )
 def test_the_configs_own_repetitions_of_the_limit_are_the_new_one(config, table, tmp_path):
     write(tmp_path, "tokenizer.json", TOKENIZER | dict(truncation=None, padding=None))
-    hf.save(models.Encoder(config, rngs=nnx.Rngs(0)), tmp_path)
+    hf.save(made(models.Encoder, config), tmp_path)
     write(tmp_path, "config.json", read(tmp_path, "config.json") | dict(max_seq_length=512, model_max_length=table))
     hf.save(extended(tmp_path), tmp_path / "long")
     raw = read(tmp_path / "long", "config.json")

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 from longspan import hf, models
 from longspan.models.families import FAMILIES
+from tests.made import made
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = dict(vocab_size=7, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=5)
@@ -28,7 +28,7 @@ def test_no_two_families_have_the_same_name():
 @every_family
 def test_what_a_family_saves_it_loads_for_every_task(family, tmp_path):
     for task in family.tasks:
-        model = task.model(family.config(**TINY), rngs=nnx.Rngs(0))
+        model = made(task.model, family.config(**TINY))
         hf.save(model, tmp_path / task.model.task)
         again = hf.load(tmp_path / task.model.task)
         assert type(again) is task.model

@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tokenizers import Tokenizer
 
 from longspan import hf, models
 from tests.cli import checkpoints
+from tests.made import made
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fine_tune.py"
 
@@ -38,7 +38,7 @@ def model(tmp_path):
     shape = dict(vocab_size=len(checkpoints.WORDS), max_position_embeddings=200, pad_token_id=0)
     config = models.LongformerConfig(**shape, **sizes, initializer_range=0.2)
     (tmp_path / "model").mkdir()
-    return checkpoints.save(models.Encoder(config, rngs=nnx.Rngs(0)), tmp_path / "model", checkpoints.words())
+    return checkpoints.save(made(models.Encoder, config), tmp_path / "model", checkpoints.words())
 
 
 def write_texts(folder, shortest):
