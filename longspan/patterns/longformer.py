@@ -238,6 +238,7 @@ def _sort_tokens(kinds) -> _Tokens:
     )
 
 
+@partial(jax.jit, static_argnames="causal", inline=True)
 def _global_rows(tokens: _Tokens, causal: bool) -> Mask:
     """What sorted queries see: the global ones every token, the others nothing."""
     rows = Segments(padding_ids(tokens.slot < tokens.globals), padding_ids(tokens.is_token))
@@ -246,6 +247,13 @@ def _global_rows(tokens: _Tokens, causal: bool) -> Mask:
 
 def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, tiles: tuple[int, int]) -> BlockLayout:
     """What local queries see of the sorted keys: the global ones, and their window among the local ones."""
+    # One program outside of `jit`, instead of one per operation. A window that is an int is part of it.
+    static = ("dilation", "causal", "tiles", "window")[: 4 if isinstance(window, int) else 3]
+    run = jax.jit(_planned_by_kind, static_argnames=static, inline=True)
+    return run(tokens, window=window, dilation=dilation, causal=causal, near=near, tiles=tiles)
+
+
+def _planned_by_kind(tokens: _Tokens, window, dilation, causal: bool, near: Mask, tiles) -> BlockLayout:
     B, T = tokens.order.shape
     q_tile, kv_tile = tiles
     counts, globals = tokens.locals_before, tokens.globals.reshape(-1, 1, 1, 1)
