@@ -24,7 +24,8 @@ def engine():
 def arrays(B=B, T=T, N=N, K=K, H=H, dtype=jnp.float32, seed=0):
     """q, k, v, q_global, k_global, v_global."""
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.normal(size=(B, T, n, H), scale=1.5), dtype) for n in (N, K, K, N, K, K))
+    sizes = ((B, T, n, H) for n in (N, K, K, N, K, K))
+    return tuple(jnp.asarray(rng.normal(size=size, scale=1.5).astype(dtype), dtype) for size in sizes)
 
 
 def assert_close(got, wanted, units=64):
@@ -104,8 +105,9 @@ def test_window_may_be_data_one_a_row(engine):
 def seen_keys(kinds, engine, **options):
     """How often each query counts each key, [B, T, T], read off the output: all weights alike, values name keys."""
     rows, length = kinds.shape
-    zero = jnp.zeros((rows, length, 1, length))
-    v = jnp.broadcast_to(jnp.eye(length)[None, :, None], zero.shape)
+    zero = np.zeros((rows, length, 1, length), np.float32)
+    v = zero + np.eye(length, dtype=np.float32)[None, :, None]
+    zero, v = jax.device_put((zero, v))
     out = ls.longformer_attention(zero, zero, v, zero, zero, v, token_kinds=kinds, engine=engine, **options)
     share = np.asarray(out)[:, :, 0]
     unit = share.min(-1, keepdims=True, where=share > 1e-6, initial=1)
@@ -195,14 +197,15 @@ def test_new_kinds_do_not_retrace(engine):
 def test_gradients_match_a_dense_softmax(engine):
     x, kinds = arrays(), some_kinds()
     local = np.asarray(ls.longformer(3, token_kinds=kinds).dense(T, T))
-    weights = jnp.asarray(np.random.default_rng(4).normal(size=x[0].shape), x[0].dtype)
+    weights = np.random.default_rng(4).normal(size=x[0].shape).astype(np.float32)
 
     def dense(*x):
         out, out_global = (ls.attention(*qkv, mask=jnp.asarray(local), engine="reference") for qkv in (x[:3], x[3:]))
         return jnp.where(jnp.asarray(kinds > 0)[:, :, None, None], out_global, out)
 
     sparse = partial(ls.longformer_attention, window=3, token_kinds=kinds, engine=engine)
-    got, wanted = (jax.grad(lambda *x, f=f: (f(*x) * weights).sum(), tuple(range(6)))(*x) for f in (sparse, dense))
+    losses = [lambda *x, f=f: (f(*x) * weights).sum() for f in (sparse, dense)]
+    got, wanted = (jax.jit(jax.grad(loss, tuple(range(6))))(*x) for loss in losses)
     for mine, theirs in zip(got, wanted, strict=True):
         assert_close(mine, theirs, units=256)
 
@@ -228,7 +231,7 @@ def test_dropout_acts_on_local_and_global_queries_and_keeps_the_mean(engine):
     x, kinds = arrays(T=9), some_kinds(T=9, padding=0, globals=0.4)
     run = partial(ls.longformer_attention, *x, window=2, token_kinds=kinds, engine=engine)
     keys = jax.random.split(jax.random.key(0), 600)
-    draws = jax.lax.map(lambda key: run(dropout_rate=0.3, dropout_key=key), keys)
+    draws = np.asarray(jax.lax.map(lambda key: run(dropout_rate=0.3, dropout_key=key), keys))
     mean, error = draws.mean(0), draws.std(0) / np.sqrt(len(keys)).astype(np.float32)
     assert (np.abs(mean - run()) < 6 * error + 1e-3).all()
     assert (error > 0).any(axis=(2, 3)).all()
