@@ -14,9 +14,9 @@ Q, K, V = make_qkv(Shape(B=2, T=7, S=7, N=2, K=1, H=4), jnp.float32)
 
 def weights(mask, engine, **positions):
     """The output for values that are unit vectors: what each query takes of each key."""
-    units = jnp.broadcast_to(jnp.eye(7)[None, :, None], (2, 7, 1, 7))
-    q, k = (jnp.zeros((2, 7, n, 7)) for n in (2, 1))
-    return ls.attention(q, k, units, mask=mask, engine=engine, **positions)
+    units = np.broadcast_to(np.eye(7, dtype=np.float32)[None, :, None], (2, 7, 1, 7))
+    q, k = (np.zeros((2, 7, n, 7), np.float32) for n in (2, 1))
+    return ls.attention(*jax.device_put((q, k, units)), mask=mask, engine=engine, **positions)
 
 
 def seen(mask, engine, **positions):
