@@ -86,13 +86,13 @@ def test_everything_can_be_read_under_jit():
 
 def test_vmap_over_stacked_masks_and_numbers():
     infos = [MaskInfo.from_segments(ids).apply_causal() for ids in (IDS, IDS[::-1], IDS * 0)]
-    stacked, numbers = jax.tree.map(lambda *x: jnp.stack(x), *infos), jnp.array([0, 1, 2])
+    stacked, numbers = jax.tree.map(lambda *x: np.stack(x), *infos), np.array([0, 1, 2], np.int32)
     for name in ("causal", "window decode", "chunked", "types too", "lengths"):
         step = NUMBERED[name]
-        got = jax.vmap(lambda info, n, step=step: step(info, n).attention_mask)(stacked, numbers)
+        got = jax.jit(jax.vmap(lambda info, n, step=step: step(info, n).attention_mask))(stacked, numbers)
         for i, info in enumerate(infos):
-            np.testing.assert_array_equal(got[i], step(info, i).attention_mask)
-    got = jax.vmap(everything)(stacked)
+            np.testing.assert_array_equal(np.asarray(got)[i], step(info, i).attention_mask)
+    got = jax.tree.map(np.asarray, jax.vmap(everything)(jax.device_put(stacked)))  # outside of jit too
     for i, info in enumerate(infos):
         jax.tree.map(np.testing.assert_array_equal, [x[i] for x in got], everything(info))
 
