@@ -278,11 +278,12 @@ def test_a_plan_draws_what_its_cache_holds_after_each_step(name):
     length = 13
     plan = ls.cache.plan(PLANS[name], length)
     cache = ls.cache.init(plan, 1, 1, 2, jnp.float32)
-    one = jnp.ones((1, 1, 1, 2))
+    one = np.ones((1, 1, 1, 2), np.float32)
+    append = jax.jit(lambda cache: cache.append(one, one)[0])
     history = plan.show().splitlines()
     for step in range(length):
-        cache, _ = cache.append(one, one)
-        positions = np.asarray(cache.positions[0])
+        cache = append(cache)
+        positions = np.asarray(cache.positions)[0]
         held = "".join("#" if p in positions else "." for p in range(step + 1))
         assert plan.show(step).splitlines()[2] == held, step
         assert cache.show().splitlines()[2] == held
