@@ -1,5 +1,7 @@
 """`attention_fn` plugs Longspan into Flax's own attention modules."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,19 @@ from longspan.nn import nnx as in_nnx
 from tests.users_masks import Near
 
 B, T, D, N = 2, 9, 12, 3
-X = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
+X = jax.device_put(np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32))
 MASK = ls.Causal() & ls.Window(3, 0)
 DENSE = MASK.dense(T, T)
 
 
+@functools.cache
+def linen_params():
+    return jax.jit(nn.MultiHeadDotProductAttention(N).init)(jax.random.key(1), X)
+
+
 def of_linen(**options):
     """An apply function of Flax's linen module with fixed parameters, taking an `attention_fn` or not."""
-    params = nn.MultiHeadDotProductAttention(N).init(jax.random.key(1), X)
+    params = linen_params()
 
     def run(fn=None, x=X, **call):
         own = {} if fn is None else dict(attention_fn=fn)
@@ -52,11 +59,13 @@ def test_a_longspan_mask_equals_flax_with_the_dense_mask(of):
     np.testing.assert_allclose(run(linen.attention_fn(MASK)), run(mask=DENSE), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("flax_bias", [None, jnp.linspace(-1, 1, T).reshape(1, 1, 1, T)], ids=["alone", "with flax's"])
+@pytest.mark.parametrize(
+    "flax_bias", [None, np.linspace(-1, 1, T, dtype=np.float32).reshape(1, 1, 1, T)], ids=["alone", "with flax's"]
+)
 def test_a_bias_of_positions_is_added(flax_bias):
     q, k, v = (times * X.reshape(B, T, N, 4) for times in (1.0, 2.0, 3.0))
-    slopes = jnp.array([0.5, 0.25, 0.1])
-    places = jnp.arange(T, dtype=jnp.float32)
+    slopes = np.array([0.5, 0.25, 0.1], np.float32)
+    places = np.arange(T, dtype=np.float32)
     dense = -slopes.reshape(1, N, 1, 1) * abs(places.reshape(1, 1, T, 1) - places.reshape(1, 1, 1, T))
     got = linen.attention_fn(MASK, bias=ls.alibi(slopes))(q, k, v, bias=flax_bias)
     wanted = nn.dot_product_attention(q, k, v, bias=dense if flax_bias is None else dense + flax_bias, mask=DENSE)
@@ -66,11 +75,11 @@ def test_a_bias_of_positions_is_added(flax_bias):
 @KINDS
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
 def test_flax_s_own_mask_holds_too(of, dtype):
-    run, keep = of(), nn.make_attention_mask(jnp.arange(T)[None] < jnp.array([[9], [5]]), jnp.ones((B, T), bool))
-    keep = keep.swapaxes(-2, -1).astype(dtype)  # keys, not queries
-    wanted = run(mask=keep.astype(bool) & DENSE)
-    seen = np.asarray((keep.astype(bool) & DENSE).any(-1)[:, 0])
-    got = run(linen.attention_fn(MASK), mask=keep)
+    run, keep = of(), np.arange(T).reshape(1, 1, 1, T) < np.array([9, 5]).reshape(B, 1, 1, 1)  # keys, not queries
+    keep = np.broadcast_to(keep, (B, 1, T, T))
+    both = keep & np.asarray(DENSE)
+    wanted, seen = np.asarray(run(mask=jnp.asarray(both, bool))), both.any(-1)[:, 0]
+    got = np.asarray(run(linen.attention_fn(MASK), mask=jnp.asarray(keep.astype(dtype), dtype)))
     np.testing.assert_allclose(got[seen], wanted[seen], rtol=1e-5, atol=1e-6)
 
 
@@ -89,8 +98,8 @@ def test_is_causal_of_nnx_holds():
 
 @KINDS
 def test_a_maskinfo_brings_its_segments_and_positions(of):
-    ids = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    info = ls.MaskInfo.from_segments(jnp.broadcast_to(ids, (B, T))).apply_causal()
+    ids = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 1]], np.int32)
+    info = ls.MaskInfo.from_segments(np.repeat(ids, B, axis=0)).apply_causal()
     run, dense = of(), (ls.Segments(ids) & ls.Causal()).dense(T, T)
     np.testing.assert_allclose(run(linen.attention_fn(info)), run(mask=dense), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(run(linen.attention_fn(info), mask=DENSE), run(mask=dense & DENSE), rtol=1e-5, atol=1e-6)
@@ -134,7 +143,7 @@ def test_dtype_of_the_module_is_kept(of):
 def test_gradients_equal_flax_s(of):
     run = of()
     mine, theirs = (
-        jax.grad(lambda x, c=c: (run(x=x, **c) ** 2).sum())(X)
+        jax.jit(jax.grad(lambda x, c=c: (run(x=x, **c) ** 2).sum()))(X)
         for c in (dict(fn=linen.attention_fn(MASK)), dict(mask=DENSE))
     )
     np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -167,7 +176,7 @@ def test_flax_s_decoding_is_refused_where_positions_would_be_wrong():
     layer = nn.MultiHeadDotProductAttention(N, decode=True, attention_fn=linen.attention_fn(ls.Causal()))
     plain = nn.MultiHeadDotProductAttention(N, decode=True, attention_fn=linen.attention_fn())
     flax_s = nn.MultiHeadDotProductAttention(N, decode=True)
-    variables = flax_s.init(jax.random.key(0), X)
+    variables = jax.jit(flax_s.init)(jax.random.key(0), X)
     with pytest.raises(NotImplementedError, match="look like Flax's `decode=True`, where Causal\\(\\) would take"):
         layer.apply(variables, X[:, :1], mutable=["cache"])
     got, wanted = (m.apply(variables, X[:, :1], mutable=["cache"])[0] for m in (plain, flax_s))
