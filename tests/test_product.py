@@ -15,11 +15,12 @@ LAYERS = 3
 
 
 def draw(*shape, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype), dtype)
 
 
 def exact(x, matrix, layer, by_outer):
-    own = np.asarray(matrix[layer] if matrix.ndim == 3 else matrix, np.float64)
+    matrix = np.asarray(matrix, np.float64)
+    own = matrix[layer] if matrix.ndim == 3 else matrix
     return np.asarray(x, np.float64) @ (own.T if by_outer else own)
 
 

@@ -16,14 +16,15 @@ needs_native = pytest.mark.skipif(library.missing() is not None, reason="the nat
 
 
 def draw(*shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype), dtype)
 
 
 def stacks(dtype=jnp.float32):
     """q, and keys and values of which all layers but one are NaN."""
-    other = (np.arange(LAYERS) != 1)[:, None, None, None, None]
-    k, v = draw(LAYERS, B, S, K, H, dtype=dtype), draw(LAYERS, B, S, K, V, dtype=dtype)
-    return draw(B, T, N, H, dtype=dtype), *(jnp.where(other, jnp.asarray(jnp.nan, dtype), x) for x in (k, v))
+    k, v = (np.array(draw(LAYERS, B, S, K, size, dtype=dtype)) for size in (H, V))
+    for x in (k, v):
+        x[[0, 2]] = np.nan
+    return draw(B, T, N, H, dtype=dtype), *jax.device_put((k, v))
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
@@ -33,10 +34,11 @@ def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype, native, monkeypatch
         monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     q, k, v = stacks(dtype)
     mask, options = ls.Causal() & ls.Window(20, 0), dict(scale=0.3, soft_cap=4.0)
-    where = dict(q_positions=jnp.array([[S - 1], [25]]), kv_positions=jnp.arange(S))
-    layout = planned(q, k[1], v[1], mask=mask, **where, **options)
+    where = jax.device_put(dict(q_positions=np.array([[S - 1], [25]]), kv_positions=np.arange(S)))
+    own = jax.device_put((np.asarray(k)[1], np.asarray(v)[1]))
+    layout = planned(q, *own, mask=mask, **where, **options)
     got = jax.jit(lambda q, k, v, layer: attention_of_layer(q, k, v, layer, mask=layout, **options))(q, k, v, 1)
-    want = ls.attention(q, k[1], v[1], mask=mask, **where, **options)
+    want = ls.attention(q, *own, mask=mask, **where, **options)
     assert got.dtype == dtype and np.isfinite(np.asarray(got, np.float32)).all()
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
