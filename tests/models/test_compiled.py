@@ -11,6 +11,7 @@ from flax import nnx
 
 from longspan import hf, models
 from longspan.models.encoders import encoder
+from tests.made import made
 
 SIZES = dict(
     vocab_size=19, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=10,
@@ -25,7 +26,7 @@ CONFIGS = {
 
 
 def make(kind=models.TokenClassifier, family="longformer", seed=1):
-    return kind(CONFIGS[family], rngs=nnx.Rngs(seed))
+    return made(kind, CONFIGS[family], seed=seed)
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_it_runs_inside_of_jit_and_grad():
     def loss(state):
         return jnp.sum(models.compiled(nnx.merge(graph, state))(IDS).logits ** 2)
 
-    want = jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(IDS).logits ** 2))(state)
+    want = jax.jit(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(IDS).logits ** 2)))(state)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), jax.jit(jax.grad(loss))(state), want
     )
