@@ -68,16 +68,16 @@ MASKS: dict[str, Callable[[np.random.Generator, Shape], ls.Mask | None]] = {
 FEATURES: dict[str, Callable[[np.random.Generator, Shape, object], dict]] = {
     "plain": lambda rng, s, dtype: {},
     "head bias, sinks, scale and cap": lambda rng, s, dtype: dict(
-        bias=jnp.asarray(rng.normal(size=(1, s.N, 1, s.S)), dtype),
-        sinks=jnp.asarray(rng.normal(size=s.N), dtype),
+        bias=normal(rng, (1, s.N, 1, s.S), dtype),
+        sinks=normal(rng, s.N, dtype),
         scale=0.7,
         soft_cap=2.5,
     ),
     "row bias, dropout and positions": lambda rng, s, dtype: dict(
-        bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype), **DROPPED, **moved(rng, s)
+        bias=normal(rng, (s.B, 1, s.T, 1), dtype), **DROPPED, **moved(rng, s)
     ),
     "all": lambda rng, s, dtype: dict(
-        sinks=jnp.asarray(rng.normal(size=s.N), dtype),
+        sinks=normal(rng, s.N, dtype),
         bias=holes(rng, rng.normal(size=(s.B, s.N, s.T, s.S)), dtype),
         soft_cap=3.0,
         dropout_rate=0.2,
@@ -86,32 +86,30 @@ FEATURES: dict[str, Callable[[np.random.Generator, Shape, object], dict]] = {
 }
 APART: dict[str, Callable[[np.random.Generator, Shape, object], dict]] = {  # by themselves, in the whole product
     "head bias, scale and cap": lambda rng, s, dtype: dict(
-        bias=jnp.asarray(rng.normal(size=(1, s.N, 1, s.S)), dtype), scale=0.7, soft_cap=2.5
+        bias=normal(rng, (1, s.N, 1, s.S), dtype), scale=0.7, soft_cap=2.5
     ),
     "row bias and sinks": lambda rng, s, dtype: dict(
-        bias=jnp.asarray(rng.normal(size=(s.B, 1, s.T, 1)), dtype), sinks=jnp.asarray(rng.normal(size=s.N), dtype)
+        bias=normal(rng, (s.B, 1, s.T, 1), dtype), sinks=normal(rng, s.N, dtype)
     ),
     "dropout and positions": lambda rng, s, dtype: dict(**DROPPED, **moved(rng, s)),
 }
 COMPUTED: dict[str, Callable[[np.random.Generator, Shape, object], dict]] = {
     "alibi": lambda rng, s, dtype: dict(
-        bias=ls.alibi(jnp.asarray(rng.uniform(0.05, 0.5, s.N), dtype)),
-        sinks=jnp.asarray(rng.normal(size=s.N), dtype),
+        bias=ls.alibi(as_jax(rng.uniform(0.05, 0.5, s.N), dtype)),
+        sinks=normal(rng, s.N, dtype),
         q_positions=rng.integers(0, s.S, (s.B, s.T)),
     ),
     "relative": lambda rng, s, dtype: dict(
         bias=(
             ls.relative_bias(holes(rng, rng.normal(size=(16, s.N)), dtype), max_distance=19),
-            jnp.asarray(rng.normal(size=(s.B, 1, s.T, s.S)), dtype),
+            normal(rng, (s.B, 1, s.T, s.S), dtype),
         ),
         soft_cap=2.5,
     ),
     "score": lambda rng, s, dtype: dict(
         bias=(
-            ls.alibi(jnp.asarray(rng.uniform(0.05, 0.5, s.N), dtype)),
-            ls.ScoreBias(
-                cells, jnp.asarray(rng.normal(size=(s.N, 5)), dtype), rng.integers(1, 4, s.B).astype(np.int32)
-            ),
+            ls.alibi(as_jax(rng.uniform(0.05, 0.5, s.N), dtype)),
+            ls.ScoreBias(cells, normal(rng, (s.N, 5), dtype), rng.integers(1, 4, s.B).astype(np.int32)),
         ),
         dropout_rate=0.2,
         dropout_key=jax.random.key(7),
@@ -135,6 +133,15 @@ SOME_COMPUTED = [  # the others are in the whole product
     ("lengths", "B3-T37-S29-N4-K4-H17-Hv11", "score", "bf16", "own tiles"),
 ]
 TESTED = [name for name in ENGINES if name != "reference"]
+
+
+def as_jax(values, dtype):
+    """Rounded in NumPy: JAX would compile a program per shape."""
+    return jnp.asarray(values.astype(dtype), dtype)
+
+
+def normal(rng, size, dtype):
+    return as_jax(rng.normal(size=size), dtype)
 
 
 def ids(rng, batch, length):
@@ -161,7 +168,7 @@ def cells(b, h, q, k, table, every):
 
 
 def holes(rng, values, dtype):
-    return jnp.asarray(np.where(rng.random(values.shape) < 0.1, -np.inf, values), dtype)
+    return as_jax(np.where(rng.random(values.shape) < 0.1, -np.inf, values), dtype)
 
 
 def by_row_and_head(b, h, q, k):
