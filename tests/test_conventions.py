@@ -28,7 +28,7 @@ def grads(engine, q, k, v, **arguments):
         out = ls.attention(q, k, v, engine=engine, **arguments)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,7 +32,7 @@ def both(name, **more):
     own, _ = MODULES[name]
     bias = dict(bias_init=nn.initializers.normal(1.0))
     layer = getattr(in_linen, name)(**{**SIZES, **bias, **own, **more})
-    params = jax.jit(layer.clone(dropout_rate=0.0).init)(jax.random.key(3), X)["params"]
+    params = layer.clone(dropout_rate=0.0).init(jax.random.key(3), X)["params"]
     twin = getattr(in_nnx, name)(**{**SIZES, **bias, **own, **more}, in_features=D, rngs=nnx.Rngs(4, dropout=5))
     state = nnx.state(twin, nnx.Param)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(state)) == jax.tree.map(jnp.shape, params)
@@ -88,8 +88,8 @@ def test_parameter_trees_name_the_projections(name):
 def test_gradients_agree(name):
     layer, params, twin = both(name)
     call = MODULES[name][1]
-    mine = jax.jit(jax.grad(lambda params: (apply(layer, params, X, **call) ** 2).sum()))(params)
-    theirs = nnx.jit(nnx.grad(lambda twin: (twin(X, **call) ** 2).sum()))(twin)
+    mine = jax.grad(lambda params: (apply(layer, params, X, **call) ** 2).sum())(params)
+    theirs = nnx.grad(lambda twin: (twin(X, **call) ** 2).sum())(twin)
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(nnx.to_pure_dict(theirs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
