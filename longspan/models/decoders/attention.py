@@ -15,11 +15,10 @@ from longspan.engines.cpu.put import put
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig
-from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import linear_each
-from longspan.models.layers import linear
+from longspan.models.layers import linear, rms_norm
+from longspan.nn._rope import turned
 from longspan.parallel.shared import ALONE, Shared
-from longspan.rope import rotate
 
 
 class Tokens(NamedTuple):
@@ -48,8 +47,8 @@ class Attention(nnx.Module):
             self.value = linear(config, wide, kv_heads * size, use_bias=qkv_bias, **kinds)
         self.out = linear(config, heads * size, wide, use_bias=out_bias, **kinds)
         if config.family.qk_norm:
-            self.query_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
-            self.key_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
+            self.query_norm = rms_norm(config, size, dtype=dtype, param_dtype=param_dtype)
+            self.key_norm = rms_norm(config, size, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: Any = None
@@ -59,8 +58,7 @@ class Attention(nnx.Module):
         What is kept is that of the layer, or, if `at` is traced, stacks as the parameters are.
         """
         q, k, v = self._project(x, at)
-        (inv_freq, factor), places = tokens.ropes[self.kind], tokens.positions
-        q, k = (rotate(x, places, inv_freq, attention_factor=factor) for x in (q, k))
+        q, k = turned(tokens.ropes[self.kind], False, tokens.positions, q, k)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         options |= dict(mask=tokens.masks[self.kind])
         step = None if tokens.steps is None else tokens.steps[self.kind]

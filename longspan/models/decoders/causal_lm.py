@@ -17,9 +17,8 @@ from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
 from longspan.models.decoders.kept import Kept, Stacks
 from longspan.models.decoders.layer import loop_layers, run_layers, stack, step_layers
-from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import is_native, is_plain, times
-from longspan.models.layers import embed, linear
+from longspan.models.layers import embed, linear, rms_norm
 from longspan.models.output import Output
 from longspan.parallel.shared import Shared
 
@@ -64,7 +63,7 @@ class CausalLM(nnx.Module):
         self.layers = nnx.List(
             stack(config, kind, run.count, **kinds, rngs=rngs) for run in config.runs for kind in run.kinds
         )
-        self.norm = RMSNorm(config, config.hidden_size, **kinds)
+        self.norm = rms_norm(config, config.hidden_size, **kinds)
         shape = config.hidden_size, config.vocab_size
         tied = config.tie_word_embeddings
         self.head = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds, rngs=rngs)

@@ -13,10 +13,9 @@ from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Attention, Tokens
 from longspan.models.decoders.kept import Stacks
-from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import linear_each
 from longspan.models.decoders.runs import Run
-from longspan.models.layers import by_pieces, linear
+from longspan.models.layers import by_pieces, linear, rms_norm
 
 
 class Layer(nnx.Module):
@@ -25,13 +24,13 @@ class Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, kind: str, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.config = config
-        self.attention_norm = RMSNorm(config, config.hidden_size, **kinds)
+        self.attention_norm = rms_norm(config, config.hidden_size, **kinds)
         self.attention = Attention(config, kind, **kinds, rngs=rngs)
-        self.mlp_norm = RMSNorm(config, config.hidden_size, **kinds)
+        self.mlp_norm = rms_norm(config, config.hidden_size, **kinds)
         self.mlp = GatedMLP(config, **kinds, rngs=rngs)
         if config.family.branch_norms:
-            self.attention_out_norm = RMSNorm(config, config.hidden_size, **kinds)
-            self.mlp_out_norm = RMSNorm(config, config.hidden_size, **kinds)
+            self.attention_out_norm = rms_norm(config, config.hidden_size, **kinds)
+            self.mlp_out_norm = rms_norm(config, config.hidden_size, **kinds)
 
     def __call__(
         self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: Any = None
