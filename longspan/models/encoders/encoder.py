@@ -92,8 +92,8 @@ class Encoder(nnx.Module):
                 first True.
             attention_type: "block_sparse" or "original_full", instead of the config's. BigBird only.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
-            rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. It may be an
-                argument of a jitted step that a loss inside of it closes over.
+            rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. Inside of
+                `nnx.jit` and `nnx.grad` it must be an argument of the function that they transform.
             mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
             axis: the mesh axis that shares it.
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Any but "contiguous" needs
