@@ -112,9 +112,9 @@ class CausalLM(nnx.Module):
             cache=cache,
         )
         check_inputs(self.config, **arrays, shared=shared)
-        columns = columns_of(self.head, self.embed)
-        return placed(CausalLM._answered, self, arrays, columns=columns, remat=remat, shared=shared)
+        return self._answered(arrays, remat=remat, shared=shared)
 
+    @placed
     def _answered(
         self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *, remat: bool, shared: Shared
     ) -> Output:
@@ -156,6 +156,11 @@ class CausalLM(nnx.Module):
             [(5, 100, 2, 4), (5, 100, 2, 4), (5, 100, 2, 4)]
         """
         return empty_caches(self.config, batch, length, self.dtype if dtype is None else dtype)
+
+    @property
+    def _columns(self) -> Any:
+        """The mesh axes that logits are split over, besides those of tokens."""
+        return columns_of(self.head, self.embed)
 
     def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
         if inputs_embeds is not None:

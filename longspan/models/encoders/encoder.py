@@ -113,8 +113,9 @@ class Encoder(nnx.Module):
             self.config, self.deterministic if deterministic is None else deterministic, rngs
         )
         options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
-        return placed(Encoder._encoded, self, arrays, **options)
+        return self._encoded(arrays, **options)
 
+    @placed
     def _encoded(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
         attention_type: str | None, remat: bool, shared: Shared,
@@ -132,6 +133,11 @@ class Encoder(nnx.Module):
         x = _run_layers(graph, remat, parameters, x, tokens, keys and keys[1])[:, :T]
         pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
         return Output(last_hidden_state=x, pooler_output=pooled)
+
+    @property
+    def _columns(self) -> Any:
+        """The mesh axes that logits are split over: it has none."""
+        return None
 
 
 class Embeddings(nnx.Module):
