@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from longspan._attention import attention_of_layer
 from longspan.cache.store import Step
-from longspan.engines.cpu.put import put
+from longspan.engines import put
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig

@@ -11,18 +11,19 @@ from jaxtyping import Float, Int, Shaped
 
 from longspan import cache as caches
 from longspan._types import Array as AnyArray
+from longspan.engines import multiply, reads_in_place
 from longspan.models._placed import columns_of, placed
 from longspan.models._rngs import check_rngs
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
 from longspan.models.decoders.kept import Kept, Stacks
 from longspan.models.decoders.layer import loop_layers, run_layers, stack, step_layers
-from longspan.models.decoders.products import is_native, is_plain, times
+from longspan.models.decoders.products import is_plain
 from longspan.models.layers import embed, linear, rms_norm
 from longspan.models.output import Output
 from longspan.parallel.shared import Shared
 
-FEW = 64  # tokens of a step of decoding, at most: `MOST_ROWS` in longspan/engines/cpu/product.py
+FEW = 64  # tokens of a step of decoding, at most
 
 
 class CausalLM(nnx.Module):
@@ -189,7 +190,7 @@ class CausalLM(nnx.Module):
             return True
         table = self.embed.embedding.get_raw_value()
         devices = jax.device_count() if isinstance(table, Tracer) else len(table.sharding.device_set)
-        return devices == 1 and is_native(count, self.dtype, table.dtype)
+        return devices == 1 and reads_in_place(count, self.dtype, table.dtype)
 
     def _output(self, x, cache, *, step: bool = False) -> Output:
         x = self.norm(x)
@@ -200,9 +201,9 @@ class CausalLM(nnx.Module):
         if not step or not is_plain(head, x) or getattr(head, "bias", None) is not None:
             logits = self.embed.attend(x) if self.head is None else self.head(x)
         elif self.head is None:
-            logits = times(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
+            logits = multiply(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
         else:
-            logits = times(x, [self.head.kernel[...]])[0].astype(self.dtype)
+            logits = multiply(x, [self.head.kernel[...]])[0].astype(self.dtype)
         cap = self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
