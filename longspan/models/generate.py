@@ -18,7 +18,7 @@ from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.requests import (
     ROWS,
     bucket,
-    check_kept,
+    check_cache,
     check_lengths,
     check_model,
     check_options,
@@ -120,16 +120,16 @@ def _bursts(
     params, rules = on_auto_mesh((params, rules))
     of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
     check_room(model.config, len(rows), length, model.dtype)
-    kept, last = _run(start, model.config, len(rows), length, model.dtype)
+    cache, last = _run(start, model.config, len(rows), length, model.dtype)
     for ids, lengths in chunks(rows, chunk):
-        kept, last = _run(prefill, of, params, kept, last, ids, lengths, rules.ropes)
-    check_kept(model.config, kept)
+        cache, last = _run(prefill, of, params, cache, last, ids, lengths, rules.ropes)
+    check_cache(model.config, cache)
     seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
     left = np.array([most if len(row) else 0 for row in rows], np.int32)
     state = State(last, np.zeros_like(left), left, np.int32(0), seen)
     while np.asarray(state.left).any():
-        kept, state, tokens = _run(burst, of, params, kept, state, rules)
-        check_kept(model.config, kept)
+        cache, state, tokens = _run(burst, of, params, cache, state, rules)
+        check_cache(model.config, cache)
         found = np.asarray(tokens)
         yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NOTHING)]
 

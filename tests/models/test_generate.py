@@ -158,10 +158,10 @@ def loop(model: models.CausalLM, batch: int = 1) -> tuple:
     """The arguments of the loop that decodes, `steps.burst`, before its first token."""
     graph, params = nnx.split(model)
     of = steps.Compiled(room.Graph(graph), model._reads_in_place(batch))
-    kept, last = steps.start(model.config, batch, 4096, model.dtype)
+    cache, last = steps.start(model.config, batch, 4096, model.dtype)
     rules = steps.Rules(Sampling(), room._padded(()), None, room._ropes(model, [np.zeros(5)] * batch, 9))
     numbers = np.zeros(batch, np.int32)
-    return of, params, kept, steps.State(last, numbers, numbers + 9, np.int32(0), None), rules
+    return of, params, cache, steps.State(last, numbers, numbers + 9, np.int32(0), None), rules
 
 
 @pytest.mark.check
@@ -173,7 +173,7 @@ def test_decoding_copies_neither_parameters_nor_caches(batch, dtype):
     model = small(dtype, **sizes)
     arguments = loop(model, batch)
     memory = steps.burst.lower(*arguments).compile().memory_analysis()
-    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2].pairs))
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2].stacks))
     one_layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.layers))) // 5
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < min(one_layer, cache_bytes // 5) // 2
