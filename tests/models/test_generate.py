@@ -53,10 +53,13 @@ def test_the_size_of_chunks_changes_nothing():
 
 
 @pytest.mark.check
-@needs_native
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "xla"])
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2", "gemma3_text"])
-def test_a_step_that_reads_in_place_gives_what_the_scan_gives(name):
-    """Fused and separate projections, biases, tied heads, two norms."""
+def test_a_step_that_reads_in_place_gives_what_copies_of_layers_give(name, native, monkeypatch):
+    """Fused and separate projections, biases, tied heads, two norms; without the library as on an accelerator."""
+    if not native:
+        monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+        jax.clear_caches()  # or a program with native calls would be found
     model = load(name)
     ids = np.stack([prompt[:3] for prompt in peers.prompts()])
     cache = model(np.stack([prompt[3:9] for prompt in peers.prompts()]), cache=model.init_cache(2, 20)).cache

@@ -35,8 +35,8 @@ class DecoderCache:
 
     A pytree of static shapes, which a call takes and returns in `output.cache`; donate it to `jit` to have it updated
     in place. Keys and values are stacked as the parameters of layers are, so that a step is one loop over layers.
-    Layers of one kind hold the same positions in the same slots, which are stored once. `cache[i]`, a
-    `longspan.cache.Cache`, is a copy of layer i's.
+    Layers of one kind hold the same positions in the same slots, which are stored once. `cache[i]` is the
+    `longspan.cache.Cache` of layer i.
 
     Example:
         >>> from flax import nnx
@@ -130,11 +130,11 @@ def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> D
     check_dtype(dtype)
     batch, (_, kv_heads, size) = check_static_size("batch", batch, 1), config.heads
     plans = {kind: caches.plan(config.mask(kind), length) for kind in dict.fromkeys(config.kinds)}
-    shapes = [
-        (run.count, batch, plans[kind].capacity, kv_heads, size) for run in config.runs for kind in run.kinds
-    ]  # fmt: skip
-    stacks = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
-    return DecoderCache(stacks, {kind: without_keys(plan, batch) for kind, plan in plans.items()}, config.runs)
+    stacks = []
+    for count, kind in [(run.count, kind) for run in config.runs for kind in run.kinds]:
+        shape = count, batch, plans[kind].capacity, kv_heads, size
+        stacks.append((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+    return DecoderCache(tuple(stacks), {kind: without_keys(plan, batch) for kind, plan in plans.items()}, config.runs)
 
 
 def attend_cached(
