@@ -32,13 +32,14 @@ def step_of(model):
     return jax.jit(step, donate_argnums=2), params
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma3Config])
 def test_a_step_from_outside_is_as_long_with_48_layers_as_with_6(kind, count):
     def sizes(layers):
         config = kind(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers)
-        step, params = step_of(nnx.eval_shape(lambda: models.CausalLM(config, rngs=nnx.Rngs(0))))
         model = nnx.eval_shape(lambda: models.CausalLM(config, rngs=nnx.Rngs(0)))
+        step, params = step_of(model)
         cache = jax.eval_shape(lambda: model.init_cache(2, 40))
         traced = step.trace(params, jax.ShapeDtypeStruct((2, count), jnp.int32), cache)
         return str(traced.jaxpr).count(" = "), traced.lower().as_text().count("\n")
@@ -46,6 +47,7 @@ def test_a_step_from_outside_is_as_long_with_48_layers_as_with_6(kind, count):
     assert sizes(48) == sizes(6)
 
 
+@pytest.mark.check
 @needs_native
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_step_from_outside_copies_neither_parameters_nor_the_cache(dtype):
