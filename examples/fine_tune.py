@@ -51,12 +51,12 @@ def announced(what: str, call):
 
 @nnx.jit
 def step(model, optimizer, rngs, ids, mask, labels):
-    def loss(model):
+    def loss(model, rngs):
         logits = model(ids, attention_mask=mask, rngs=rngs, remat=ids.shape[1] > 2048).logits
         each = optax.softmax_cross_entropy_with_integer_labels(logits, labels.clip(0))
         return each.mean(where=labels >= 0)
 
-    value, gradients = nnx.value_and_grad(loss)(model)
+    value, gradients = nnx.value_and_grad(loss)(model, rngs)
     optimizer.update(model, gradients)
     return value
 

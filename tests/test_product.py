@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspan.engines import multiply
 from longspan.engines.cpu import library
 from longspan.engines.cpu.product import MOST_ROWS, can_multiply, products
-from longspan.models.decoders.products import times
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="the native library is not there")
 SETS = () if library.missing() else library.instruction_sets()
@@ -109,12 +109,12 @@ def test_gradients_and_vmap_are_those_of_the_plain_product(by_outer):
 
     def loss(x, matrix, native):
         own = matrix[1].T if by_outer else matrix[1]
-        y = times(x, [matrix], 1, by_outer=by_outer)[0] if native else x @ own
+        y = multiply(x, [matrix], 1, by_outer=by_outer)[0] if native else x @ own
         return jnp.sum(jnp.sin(y))
 
     for number in (0, 1):
         got, want = (jax.grad(loss, number)(x, matrix, native) for native in (True, False))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     several = draw(3, 2, 1, 9)
-    got = jax.vmap(lambda x: times(x, [matrix], 1, by_outer=by_outer)[0])(several)
-    np.testing.assert_allclose(got, times(several, [matrix], 1, by_outer=by_outer)[0], rtol=1e-5, atol=1e-6)
+    got = jax.vmap(lambda x: multiply(x, [matrix], 1, by_outer=by_outer)[0])(several)
+    np.testing.assert_allclose(got, multiply(several, [matrix], 1, by_outer=by_outer)[0], rtol=1e-5, atol=1e-6)

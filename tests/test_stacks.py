@@ -7,8 +7,9 @@ import pytest
 
 import longspan as ls
 from longspan._attention import attention_of_layer, planned
+from longspan.engines import put
 from longspan.engines.cpu import library
-from longspan.engines.cpu.put import put
+from longspan.engines.cpu.put import put as native_put
 
 LAYERS, B, T, S, N, K, H, V = 3, 2, 1, 37, 6, 2, 7, 5
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -27,11 +28,17 @@ def stacks(dtype=jnp.float32):
     return draw(B, T, N, H, dtype=dtype), *jax.device_put((k, v))
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype, native, monkeypatch):
-    if not native:
+@pytest.fixture(params=[pytest.param(True, marks=needs_native), False], ids=["native", "xla"])
+def native(request, monkeypatch):
+    """With the native library, and without it."""
+    if not request.param:
         monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+    return request.param
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype):
     q, k, v = stacks(dtype)
     mask, options = ls.Causal() & ls.Window(20, 0), dict(scale=0.3, soft_cap=4.0)
     where = jax.device_put(dict(q_positions=np.array([[S - 1], [25]]), kv_positions=np.arange(S)))
@@ -43,15 +50,27 @@ def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype, native, monkeypatch
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-@needs_native
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_are_put_into_their_slots_and_nowhere_else(dtype):
     stack, new = draw(LAYERS, B, S, K, H, dtype=dtype), draw(B, 2, K, H, dtype=dtype)
     slots = jnp.array([[4, S], [S - 1, -1]], jnp.int32)  # those that are not there take nothing
     want = np.array(stack)
     want[2, 0, 4], want[2, 1, S - 1] = new[0, 0], new[1, 0]
-    np.testing.assert_array_equal(np.asarray(jax.jit(put)(stack, 2, slots, new)), want)
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda *all: put(*all))(stack, 2, slots, new)), want)
     np.testing.assert_array_equal(np.asarray(put(stack, 2, slots, new)), want)  # and the operand is still what it was
+
+
+@pytest.mark.usefixtures("native")
+def test_what_is_overwritten_has_no_gradient_and_what_is_new_has_that_of_its_slot():
+    stack, new, weights = draw(LAYERS, B, S, K, H), draw(B, 2, K, H), draw(LAYERS, B, S, K, H)
+    slots = jnp.array([[4, S], [S - 1, -1]], jnp.int32)
+    of_stack, of_new = jax.jit(jax.grad(lambda *x: jnp.sum(weights * put(x[0], 2, slots, x[1])), (0, 1)))(stack, new)
+    want, wanted = np.array(weights), np.zeros(new.shape, np.float32)
+    for row, slot in ((0, 4), (1, S - 1)):
+        want[2, row, slot], wanted[row, 0] = 0, weights[2, row, slot]
+    np.testing.assert_array_equal(of_stack, want)
+    np.testing.assert_array_equal(of_new, wanted)
 
 
 @needs_native
@@ -81,4 +100,4 @@ def test_a_loop_puts_rows_in_place(dtype):
 )
 def test_rows_that_do_not_fit_are_an_error_not_a_crash(stack, layer, slots, new, says):
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
-        jax.block_until_ready(put(jnp.ones(stack), layer, jnp.zeros(slots, jnp.int32), jnp.ones(new)))
+        jax.block_until_ready(native_put(jnp.ones(stack), layer, jnp.zeros(slots, jnp.int32), jnp.ones(new)))

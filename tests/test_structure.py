@@ -38,6 +38,13 @@ def test_module_level_imports_point_downwards():
     assert not complaints, "\n" + "\n".join(complaints)
 
 
+def test_models_and_modules_name_no_engine():
+    """What an engine does for them they ask of `longspan.engines`, which knows the engines that there are."""
+    above = [i for i in imports_of(PACKAGE) if room(i.importer) in ("nn", "models", "hf")]
+    named = [f"{i.importer}, line {i.line}: {i.target}" for i in above if re.match(r"longspan\.engines\.", i.target)]
+    assert not named, "\n" + "\n".join(named)
+
+
 def test_every_module_has_a_place_in_the_order():
     strangers = {room(name) for name in modules_of(PACKAGE)} - {*ORDER, "", "__main__"}
     assert not strangers, (

@@ -276,14 +276,13 @@ class Cache:
             >>> ls.cache.init(plan, 1, 2, 8, jnp.float32).fork(jnp.zeros(3, int)).k.shape
             (3, 100, 2, 8)
         """
-        batch = self.k.shape[0]
+        batch = self.length.shape[0]
         rows = check_rows(rows, batch)
         inside = jnp.clip(rows, 0, batch - 1)
-        names = ("k", "v", "positions", "length", "furthest", "overflowed")
-        taken = {name: jnp.take(getattr(self, name), inside, axis=0) for name in names}
+        taken = jax.tree.map(lambda x: jnp.take(x, inside, axis=0), replace(self, tables=None))
         # The tables, too: either of the two caches can be donated.
         tables = jax.tree.map(jnp.copy, self.tables)
-        return replace(self, **taken | dict(overflowed=taken["overflowed"] | (rows != inside), tables=tables))
+        return replace(taken, overflowed=taken.overflowed | (rows != inside), tables=tables)
 
     def show(self, step: int | None = None, *, batch: int = 0, most: int = 64) -> str:
         """A picture in characters of the positions that a row holds, and of those that were evicted.
@@ -348,9 +347,16 @@ def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_
     sizes = [check_static_size(n, x, 1) for n, x in zip(names, (batch, kv_heads, head_dim), strict=True)]
     v_size = sizes[2] if v_head_dim is None else check_static_size("v_head_dim", v_head_dim, 1)
     batch, kv_heads, size = sizes
+    k, v = (jnp.zeros((batch, plan.capacity, kv_heads, n), dtype) for n in (size, v_size))
+    return replace(without_keys(plan, batch), k=k, v=v)
+
+
+def without_keys(plan: Plan, batch: int) -> Cache:
+    """An empty cache of a plan's slots that stores positions, but no keys and values."""
+    nothing: Any = None
     return Cache(
-        k=jnp.zeros((batch, plan.capacity, kv_heads, size), dtype),
-        v=jnp.zeros((batch, plan.capacity, kv_heads, v_size), dtype),
+        k=nothing,
+        v=nothing,
         positions=jnp.full((batch, plan.capacity), FREE, np.int32),
         length=jnp.zeros((batch,), np.int32),
         furthest=jnp.zeros((batch,), np.int32),

@@ -210,7 +210,7 @@ def _decoder(stage: Stage, sizes: Sizes, seconds: float) -> None:
     stage.say(f"{len(losses)} steps: from {first:.2f} to {last:.2f} bits per byte.")
     _draw_losses(stage, losses)
     kept = [model.init_cache(1, length) for length in (1000, 1_000_000)]
-    short, long = (sum(x.nbytes for cache in caches for x in (cache.k, cache.v)) for caches in kept)
+    short, long = (cache.nbytes for cache in kept)
     stage.say(f"Its cache takes {short / 1e3:,.0f} kB for 1,000 tokens and {long / 1e3:,.0f} kB for 1,000,000:")
     stage.say(f"a layer keeps {kept[1][0].k.shape[1]} keys, since its mask will not look at others again.")
     stage.check("the cache of a million tokens is no larger than that of a thousand", short == long)

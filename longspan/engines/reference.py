@@ -11,7 +11,6 @@ from longspan._types import statistics_dtype
 from longspan.biases import apart, together, total
 from longspan.dropout import keep
 from longspan.engines._contract import Engine, Request
-from longspan.engines._groups import repeat_heads
 from longspan.layout import BlockLayout
 
 
@@ -77,7 +76,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(request: Request, layout: BlockLayout) -> _Pairs:
-    B, T, S, N = (request.dims[axis] for axis in "BTSN")
+    B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
     dtype, bias, kept = statistics_dtype(request.q.dtype), None, None
     q_side, kv_side = layout.sides(batch=B, heads=N)
     q_slots, kv_slots = q_side.slots(), kv_side.slots()
@@ -91,7 +90,7 @@ def _pairs(request: Request, layout: BlockLayout) -> _Pairs:
     # Where nobody looks there may be anything, NaN included: zeroed here, so that 0 * NaN never happens.
     q = jnp.where(allowed.any(-1).swapaxes(1, 2)[..., None], request.q.astype(dtype), 0)
     seen = allowed.any(2).swapaxes(1, 2)[..., None]
-    k, v = (jnp.where(seen, repeat_heads(x.astype(dtype), N), 0) for x in (request.k, request.v))
+    k, v = (jnp.where(seen, jnp.repeat(x.astype(dtype), N // K, axis=2), 0) for x in (request.k, request.v))
     if request.dropout is not None:
         rows, heads = request.dropout.rows.reshape(B, 1, 1, 1), request.dropout.heads.reshape(1, N, 1, 1)
         kept = keep(request.dropout, rows, heads, q_slots.position, kv_slots.position)

@@ -18,6 +18,7 @@ from longspan._optional import needs
 needs(__name__, "flax", extra="flax")
 
 from longspan.models.compiled import compiled as compiled
+from longspan.models.decoders.cache import DecoderCache as DecoderCache
 from longspan.models.decoders.causal_lm import CausalLM as CausalLM
 from longspan.models.decoders.gemma2 import Gemma2Config as Gemma2Config
 from longspan.models.decoders.gemma3 import Gemma3Config as Gemma3Config

@@ -1,5 +1,6 @@
 """A model's structure as what jit compiles by."""
 
+import copy
 from typing import Any
 
 
@@ -14,3 +15,13 @@ class Graph:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def without_source(model: Any) -> Any:
+    """The same parameters without the directory they come from, or each checkpoint would have programs of its own."""
+    bare = copy.copy(model)
+    # Not by assignment, which Flax refuses where the model comes from outside of a transformation: this is a copy.
+    vars(bare).update(source=None)
+    if hasattr(model, "encoder"):
+        vars(bare).update(encoder=without_source(model.encoder))
+    return bare

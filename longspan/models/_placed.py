@@ -1,5 +1,6 @@
 """A model's call where types say how its parameters or inputs lie: on a mesh with explicit axes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,25 +13,22 @@ from longspan.models.output import Output
 from longspan.parallel.shared import Shared
 
 
-def placed(
-    call: Callable[..., Output],
-    model: Any,
-    arrays: dict[str, Any],
-    *,
-    shared: Shared,
-    columns: Any = None,
-    **options: Any,
-) -> Output:
-    """call(model, **arrays, shared=shared, **options), where XLA places what is in between, as on all other meshes.
+def placed(call: Callable[..., Output]) -> Callable[..., Output]:
+    """A model's method `call(self, **arrays, **options)` as one that is called with `arrays` as a dict.
 
-    Results lie like the inputs, by rows and by tokens; logits of tokens also by `columns`, as the matrix does that
-    makes them, and a cache like the one that was given.
+    XLA places what is in between, as on all other meshes. Results lie like the inputs, by rows and by tokens; logits
+    of tokens also by the model's `_columns`, as the matrix does that makes them; a cache like the one that was given.
     """
-    graph, state = nnx.split(model)
-    if explicit_mesh(state, arrays) is None:
-        return call(model, **arrays, shared=shared, **options)
-    options = options | dict(shared=shared.on_auto_axes())
-    return on_auto_axes(_run, _specs, (call, graph, columns, tuple(options.items())), (state, arrays))
+
+    @functools.wraps(call)
+    def method(model: Any, arrays: dict[str, Any], *, shared: Shared, **options: Any) -> Output:
+        graph, state = nnx.split(model)
+        if explicit_mesh(state, arrays) is None:
+            return call(model, **arrays, shared=shared, **options)
+        options = options | dict(shared=shared.on_auto_axes())
+        return on_auto_axes(_run, _specs, (call, graph, model._columns, tuple(options.items())), (state, arrays))
+
+    return method
 
 
 def _run(call: Callable[..., Output], graph: Any, columns: Any, options: tuple, state: Any, arrays: Any) -> Output:

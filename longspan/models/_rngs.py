@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.core import Tracer
 
 
 class Drawn(NamedTuple):
@@ -56,30 +55,15 @@ def dropout_stream(rngs: Rngs | None) -> nnx.RngStream | Drawn:
 
 
 def next_key(stream: nnx.RngStream | Drawn) -> jax.Array:
-    """The next key of a stream, also of one that a function under `grad` closes over.
-
-    Flax refuses to count on there, since what an inner transformation computes must not leak out of it. Under `grad`
-    nothing does: the count is no function of what is differentiated, so JAX computes the next one outside as well.
-    """
-    if isinstance(stream, Drawn):
-        return stream()
+    """The next key of a stream."""
     try:
         return stream()
     except TraceContextError as error:
-        count: Any = stream.count.get_raw_value()
-        following = count + jnp.ones_like(count)
-        if _trace(following) is not _trace(count):
-            raise ValueError(
-                "`rngs` was made outside of the function that is transformed here, which cannot count it on. Pass it "
-                "as an argument: `nnx.jit(step)(model, rngs, ...)`, or pass a key."
-            ) from error
-        key = jax.random.fold_in(stream.key[...], count)
-        object.__setattr__(stream.count, "_raw_value", following)  # around Flax's check, which the one above replaces
-        return key
-
-
-def _trace(value: Any) -> Any:
-    return value._trace if isinstance(value, Tracer) else None
+        raise ValueError(
+            "`rngs` was made outside of the function that is transformed here, where Flax does not count its keys. "
+            "Pass it as an argument, `nnx.jit(step)(model, rngs, ...)` and `nnx.value_and_grad(loss)(model, rngs)`, or "
+            "draw a key outside: `key = rngs.dropout()`, and `model(..., rngs=key)` inside."
+        ) from error
 
 
 def _is_key(value: Any) -> bool:

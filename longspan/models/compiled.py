@@ -1,6 +1,5 @@
 """`compiled`: a model's call as one program, whose parameters are arguments and never results."""
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any, ParamSpec
 import jax
 from flax import nnx
 
-from longspan.models._graph import Graph
+from longspan.models._graph import Graph, without_source
 from longspan.models._rngs import check_call_rngs, dropout_stream
 from longspan.models.encoders.encoder import Encoder
 from longspan.models.encoders.inputs import check_inputs
@@ -95,7 +94,7 @@ class _Parts:
         return self._graph, jax.tree.unflatten(self._tree, [x.get_raw_value() for x in self._variables])
 
     def _split(self) -> None:
-        graph, state = nnx.split(_without_source(self.model))
+        graph, state = nnx.split(without_source(self.model))
         self._graph, self._tree = Graph(graph), jax.tree.structure(state)
         nodes = dict(nnx.iter_graph(self.model))
         self._variables = [nodes[path] for path, _ in nnx.to_flat_state(state)]
@@ -106,16 +105,6 @@ class _Parts:
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
     return len(now) == len(then) and all(name in now and now[name] is value for name, value in then.items())
-
-
-def _without_source(model: Any) -> Any:
-    """The same parameters without the directory they come from, or each checkpoint would have programs of its own."""
-    bare = copy.copy(model)
-    # Not by assignment, which Flax refuses where the model comes from outside of a transformation: this is a copy.
-    vars(bare).update(source=None)
-    if isinstance(model, Model):
-        vars(bare).update(encoder=_without_source(model.encoder))
-    return bare
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

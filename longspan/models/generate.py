@@ -1,6 +1,5 @@
 """`generate`: a decoder goes on from prompts, with caches allocated from its layers' masks."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +12,12 @@ from jaxtyping import Int
 
 from longspan._axes import auto_mesh, on_auto_mesh
 from longspan._types import Array, no_type_check
-from longspan.models._graph import Graph
+from longspan.models._graph import Graph, without_source
 from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.requests import (
     ROWS,
     bucket,
-    check_kept,
+    check_cache,
     check_lengths,
     check_model,
     check_options,
@@ -116,20 +115,20 @@ def _bursts(
     model: CausalLM, rows: list[np.ndarray], length: int, most: int, rules: Rules, chunk: int
 ) -> Iterator[list[tuple[int, int]]]:
     """(row, token) of all answers, a few at a time. Rows without a prompt fill the batch up, and have no answer."""
-    graph, params = nnx.split(_without_source(model))
+    graph, params = nnx.split(without_source(model))
     params, rules = on_auto_mesh((params, rules))
     of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
     check_room(model.config, len(rows), length, model.dtype)
-    kept, last = _run(start, model.config, len(rows), length, model.dtype)
+    cache, last = _run(start, model.config, len(rows), length, model.dtype)
     for ids, lengths in chunks(rows, chunk):
-        kept, last = _run(prefill, of, params, kept, last, ids, lengths, rules.ropes)
-    check_kept(model.config, kept)
+        cache, last = _run(prefill, of, params, cache, last, ids, lengths, rules.ropes)
+    check_cache(model.config, cache)
     seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
     left = np.array([most if len(row) else 0 for row in rows], np.int32)
     state = State(last, np.zeros_like(left), left, np.int32(0), seen)
     while np.asarray(state.left).any():
-        kept, state, tokens = _run(burst, of, params, kept, state, rules)
-        check_kept(model.config, kept)
+        cache, state, tokens = _run(burst, of, params, cache, state, rules)
+        check_cache(model.config, cache)
         found = np.asarray(tokens)
         yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NOTHING)]
 
@@ -206,10 +205,3 @@ def _seen(rows: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
     for own, row in zip(seen, rows, strict=True):
         own[row] = True
     return seen
-
-
-def _without_source(model: CausalLM) -> CausalLM:
-    """The same parameters without the directory they come from, or each checkpoint would have programs of its own."""
-    bare = copy.copy(model)
-    vars(bare).update(source=None)
-    return bare

@@ -9,6 +9,8 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from longspan.nn.nnx import RMSNorm
+
 # A layer reads a few numbers of a config, whichever family's it is.
 Config: TypeAlias = Any
 PIECE, LEAST = 1024, 256  # tokens of all rows of a batch together, but at least so many of each row
@@ -28,6 +30,13 @@ def embed(config: Config, rows: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> n
     """Flax's table of embeddings with normal initial values."""
     init = nnx.initializers.normal(config.initializer_range)
     return nnx.Embed(rows, config.hidden_size, embedding_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+def rms_norm(config: Config, size: int, *, dtype, param_dtype) -> RMSNorm:
+    """The root mean square norm, as the config's family rounds it."""
+    adds_one = config.family.norm_adds_one
+    kinds: dict[str, Any] = dict(dtype=jnp.dtype(dtype), param_dtype=param_dtype)
+    return RMSNorm(size, config.rms_norm_eps, **kinds, adds_one=adds_one, rounds_first=not adds_one)
 
 
 class LayerNorm(nnx.Module):

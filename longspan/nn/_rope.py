@@ -15,7 +15,7 @@ from longspan.rope import frequencies, rotate
 def settled(rope: Any) -> Any:
     """A constructor's `rope` as a module keeps it: parameters or frequencies that hash, as modules must under jit."""
     if rope is None or isinstance(rope, Mapping):
-        return _frozen(rope)
+        return frozen(rope)
     inv_freq, factor = _pair(rope)
     if is_abstract(inv_freq) or is_abstract(factor) or np.ndim(inv_freq) != 1:
         raise ValueError(
@@ -23,6 +23,13 @@ def settled(rope: Any) -> Any:
             "ones, or frequencies [B, D/2], to the call."
         )
     return tuple(map(float, np.asarray(inv_freq, np.float32))), float(factor)
+
+
+def frozen(value: Any) -> Any:
+    """The same parameters as a module or a config keeps them, which hashes."""
+    if isinstance(value, Mapping):
+        return FrozenDict({name: frozen(inner) for name, inner in value.items()})
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple | np.ndarray) else value
 
 
 def resolved(of_module: Any, of_call: Any, head_dim: int) -> tuple[Any, Any] | None:
@@ -66,12 +73,6 @@ def rope_places(rope: Any, positions: Any, rope_positions: Any) -> Any:
             "slots. Give one of them."
         )
     return positions if rope_positions is None else rope_positions
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return FrozenDict({name: _frozen(inner) for name, inner in value.items()})
-    return tuple(value) if isinstance(value, list | np.ndarray) else value
 
 
 def _pair(rope: Any) -> tuple[Any, Any]:

@@ -70,12 +70,26 @@ def split_of(name: str, mesh_axis: str | None, heads: Heads) -> Split | None:
     return Split((None, axis, None), (axis, None))
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root mean square norm, x / √(mean(x²) + eps) · scale over the last axis: in float32 at least, rounded once."""
-    wide = statistics_dtype(x.dtype)
-    y, scale = x.astype(wide), scale.astype(wide).reshape(*[1] * (x.ndim - 1), -1)
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, *, dtype: Any = None, adds_one: bool = False, rounds_first: bool = False
+) -> jax.Array:
+    """Root mean square norm, x / √(mean(x²) + eps) · scale over the last axis: in float32 at least, rounded once.
+
+    Args:
+        x: [..., D].
+        scale: [D].
+        eps: a small number.
+        dtype: of the result; by default that of `x`.
+        adds_one: whether to multiply by 1 + scale.
+        rounds_first: whether the quotient is rounded to `dtype`, and then multiplied there.
+    """
+    wide, dtype = statistics_dtype(x.dtype), x.dtype if dtype is None else dtype
+    y, scale = x.astype(wide), scale.reshape(*[1] * (x.ndim - 1), -1)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    return (y * scale).astype(x.dtype)
+    if rounds_first:
+        y, wide = y.astype(dtype), dtype
+    scale = scale.astype(wide)
+    return (y * (1 + scale if adds_one else scale)).astype(dtype)
 
 
 def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):

@@ -139,8 +139,8 @@ class SelfAttention(_Attention):
     ):
         super().__init__(mesh_axis=mesh_axis, param_dtype=param_dtype, **common)
         heads, size, _ = self.out.kernel.shape
-        self.query_norm = _Norm(size, qk_norm_eps, param_dtype) if qk_norm else None
-        self.key_norm = _Norm(size, qk_norm_eps, param_dtype) if qk_norm else None
+        self.query_norm = RMSNorm(size, qk_norm_eps, param_dtype=param_dtype) if qk_norm else None
+        self.key_norm = RMSNorm(size, qk_norm_eps, param_dtype=param_dtype) if qk_norm else None
         split = {} if mesh_axis is None else _metadata((mesh_axis,))
         self.sink = nnx.Param(jnp.zeros(heads, param_dtype), **split) if sinks else None
 
@@ -333,14 +333,27 @@ class BigBirdSelfAttention(_Attention):
         return self.out(out)
 
 
-class _Norm(nnx.Module):
-    """The root mean square norm of a head."""
+class RMSNorm(nnx.Module):
+    """The root mean square norm, of heads here and of whole tokens in `longspan.models`; see `rms_norm`."""
 
-    def __init__(self, size: int, eps: float, param_dtype: Any):
-        self.eps, self.scale = eps, nnx.Param(jnp.ones(size, param_dtype))
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        adds_one: bool = False,
+        rounds_first: bool = False,
+    ):
+        self.eps, self.dtype, self.adds_one, self.rounds_first = eps, dtype, adds_one, rounds_first
+        self.scale = nnx.Param((jnp.zeros if adds_one else jnp.ones)(size, param_dtype))
 
-    def __call__(self, x):
-        return rms_norm(x, self.scale[...], self.eps)
+    def __call__(self, x: Float[Array, "... D"], at: Any = None) -> Float[Array, "... D"]:
+        """The norm; if it is a stack of them, that of layer `at`."""
+        scale = self.scale[... if at is None else at]
+        how = dict(dtype=self.dtype, adds_one=self.adds_one, rounds_first=self.rounds_first)
+        return rms_norm(x, scale, self.eps, **how)
 
 
 def _metadata(axes: tuple[str | None, ...]) -> dict[str, Any]:

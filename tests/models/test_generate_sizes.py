@@ -130,14 +130,14 @@ def test_rows_that_fill_a_batch_take_no_step_and_are_not_heard(monkeypatch):
 def test_an_unused_row_holds_no_position():
     """Its cache stays empty, so that nothing of it can overflow."""
     model, seen = load("gemma2"), []
-    room_check = room.check_kept
+    room_check = room.check_cache
 
-    def look(config, kept):
-        seen.append({kind: np.asarray(cache.length).tolist() for kind, cache in kept.slots.items()})
-        room_check(config, kept)
+    def look(config, cache):
+        seen.append({kind: np.asarray(slots.length).tolist() for kind, slots in cache.slots.items()})
+        room_check(config, cache)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "check_kept", look)
+        patch.setattr(room, "check_cache", look)
         ls.generate(model, PROMPTS[:3], max_new_tokens=10, stop_tokens=())
     assert all(lengths[3] == 0 for by_kind in seen for lengths in by_kind.values())
     assert {tuple(lengths) for lengths in seen[-1].values()} == {(3 + 9, 19 + 9, 1 + 9, 0)}

@@ -1,6 +1,7 @@
 """A few rows times matrices that are read where they lie: what decoding spends its time on."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,29 @@ def products(
         layer: which of each stack, an int or a traced one: a loop over layers copies nothing either.
         by_outer: whether they are transposed, [layers, outer, inner].
     """
+    found: Any = _products(by_outer, jnp.asarray(layer, np.int32), x, tuple(matrices))
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(by_outer: bool, layer, x, matrices):
     sizes = [matrix.shape[-2 if by_outer else -1] for matrix in matrices]
     results = tuple(jax.ShapeDtypeStruct((x.shape[0], size), np.float32) for size in sizes)
-    operands = (x, jnp.asarray(layer, np.int32), *matrices)
-    return tuple(library.call("longspan_product", results, operands, by_outer=np.int64(by_outer)))
+    return tuple(library.call("longspan_product", results, (x, layer, *matrices), by_outer=np.int64(by_outer)))
+
+
+def _plain(by_outer: bool, layer, x, matrices):
+    ours = [(matrix[layer] if matrix.ndim == 3 else matrix).astype(x.dtype) for matrix in matrices]
+    return tuple(x @ (matrix.T if by_outer else matrix) for matrix in ours)
+
+
+def _forward(by_outer: bool, layer, x, matrices):
+    return _products(by_outer, layer, x, matrices), (layer, x, matrices)
+
+
+def _backward(by_outer: bool, operands, cotangents):
+    layer, *floats = operands
+    return None, *jax.vjp(partial(_plain, by_outer, layer), *floats)[1](cotangents)
+
+
+_products.defvjp(_forward, _backward)

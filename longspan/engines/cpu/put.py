@@ -20,5 +20,25 @@ def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.A
         slots: int32 [B, n].
         new: [B, n, ...], of the stack's dtype.
     """
-    operands = (stack, jnp.asarray(layer, np.int32), slots, new)
-    return library.call("longspan_put", jax.ShapeDtypeStruct(stack.shape, stack.dtype), operands, in_place={0: 0})
+    return _put(stack, jnp.asarray(layer, np.int32), slots, new)
+
+
+@jax.custom_vjp
+def _put(stack, layer, slots, new):
+    result = jax.ShapeDtypeStruct(stack.shape, stack.dtype)
+    return library.call("longspan_put", result, (stack, layer, slots, new), in_place={0: 0})
+
+
+def _forward(stack, layer, slots, new):
+    return _put(stack, layer, slots, new), (layer, slots)
+
+
+def _backward(operands, cotangent):
+    """What was overwritten has no gradient, what is new has that of its slot."""
+    layer, slots = operands
+    there = jnp.where(slots < 0, cotangent.shape[2], slots)
+    new = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(cotangent[layer], there)
+    return _put(cotangent, layer, slots, jnp.zeros_like(new)), None, None, new
+
+
+_put.defvjp(_forward, _backward)

@@ -9,17 +9,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from longspan._attention import attention_of_layer
 from longspan.cache.store import Step
-from longspan.engines.cpu.put import put
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders._family import DecoderConfig
-from longspan.models.decoders.norm import RMSNorm
+from longspan.models.decoders.cache import attend_cached
 from longspan.models.decoders.products import linear_each
-from longspan.models.layers import linear
+from longspan.models.layers import linear, rms_norm
+from longspan.nn._rope import turned
 from longspan.parallel.shared import ALONE, Shared
-from longspan.rope import rotate
 
 
 class Tokens(NamedTuple):
@@ -48,33 +46,32 @@ class Attention(nnx.Module):
             self.value = linear(config, wide, kv_heads * size, use_bias=qkv_bias, **kinds)
         self.out = linear(config, heads * size, wide, use_bias=out_bias, **kinds)
         if config.family.qk_norm:
-            self.query_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
-            self.key_norm = RMSNorm(config, size, dtype=dtype, param_dtype=param_dtype)
+            self.query_norm = rms_norm(config, size, dtype=dtype, param_dtype=param_dtype)
+            self.key_norm = rms_norm(config, size, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: Any = None
+        self, x: Float[Array, "B T D"], tokens: Tokens, stack: Any = None, layer: Any = None, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`.
+        """The output, and the stack of keys and values with the new ones.
 
-        What is kept is that of the layer, or, if `at` is traced, stacks as the parameters are.
+        Args:
+            x: the input.
+            tokens: what all layers know of the batch.
+            stack: keys and values of several layers; None without a cache.
+            layer: which layer of it this is.
+            at: which one of its parameters, if these are a stack too, and read where they lie.
         """
         q, k, v = self._project(x, at)
-        (inv_freq, factor), places = tokens.ropes[self.kind], tokens.positions
-        q, k = (rotate(x, places, inv_freq, attention_factor=factor) for x in (q, k))
+        q, k = turned(tokens.ropes[self.kind], False, tokens.positions, q, k)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         options |= dict(mask=tokens.masks[self.kind])
-        step = None if tokens.steps is None else tokens.steps[self.kind]
-        if step is None:
+        if tokens.steps is None:
             out = tokens.shared.attention(q, k, v, **options)
-        elif isinstance(at, jax.Array):
-            assert step.order is None  # of one token: what the cache holds then is what it sees
-            kept_k, kept_v = (put(x, at, step.slots, new.astype(x.dtype)) for x, new in zip(kept, (k, v), strict=True))
-            kept, out = (kept_k, kept_v), attention_of_layer(q, kept_k, kept_v, at, **options)
         else:
-            (kept_k, k), (kept_v, v) = step.write(kept[0], k), step.write(kept[1], v)
-            kept, out = (kept_k, kept_v), tokens.shared.attention(q, k.astype(q.dtype), v.astype(q.dtype), **options)
+            options |= dict(in_place=at is not None)
+            stack, out = attend_cached(tokens.steps[self.kind], stack, layer, q, k, v, **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
-        return out, kept
+        return out, stack
 
     def _project(self, x: Float[Array, "B T D"], at: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads, kv_heads, size = self.config.heads

@@ -1,6 +1,7 @@
 """The decoder that all families share: embeddings, layers, and the logits of the next token."""
 
 import functools
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -9,21 +10,20 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
-from longspan import cache as caches
 from longspan._types import Array as AnyArray
+from longspan.engines import multiply, reads_in_place
 from longspan.models._placed import columns_of, placed
 from longspan.models._rngs import check_rngs
 from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.cache import DecoderCache, empty_cache
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
-from longspan.models.decoders.kept import Kept, Stacks
-from longspan.models.decoders.layer import loop_layers, run_layers, stack, step_layers
-from longspan.models.decoders.norm import RMSNorm
-from longspan.models.decoders.products import is_native, is_plain, times
-from longspan.models.layers import embed, linear
+from longspan.models.decoders.layer import run_layers, stack
+from longspan.models.decoders.products import is_plain
+from longspan.models.layers import embed, linear, rms_norm
 from longspan.models.output import Output
 from longspan.parallel.shared import Shared
 
-FEW = 64  # tokens of a step of decoding, at most: `MOST_ROWS` in longspan/engines/cpu/product.py
+FEW = 64  # tokens of a step of decoding, at most
 
 
 class CausalLM(nnx.Module):
@@ -64,7 +64,7 @@ class CausalLM(nnx.Module):
         self.layers = nnx.List(
             stack(config, kind, run.count, **kinds, rngs=rngs) for run in config.runs for kind in run.kinds
         )
-        self.norm = RMSNorm(config, config.hidden_size, **kinds)
+        self.norm = rms_norm(config, config.hidden_size, **kinds)
         shape = config.hidden_size, config.vocab_size
         tied = config.tie_word_embeddings
         self.head = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds, rngs=rngs)
@@ -76,7 +76,7 @@ class CausalLM(nnx.Module):
         positions: Int[AnyArray, "B_or_1 T"] | None = None,
         inputs_embeds: Float[AnyArray, "B T D"] | None = None,
         segment_ids: Int[AnyArray, "B T"] | None = None,
-        cache: Any = None,
+        cache: DecoderCache | None = None,
         *,
         remat: bool = False,
         mesh: Any = None,
@@ -113,9 +113,9 @@ class CausalLM(nnx.Module):
             cache=cache,
         )
         check_inputs(self.config, **arrays, shared=shared)
-        columns = columns_of(self.head, self.embed)
-        return placed(CausalLM._answered, self, arrays, columns=columns, remat=remat, shared=shared)
+        return self._answered(arrays, remat=remat, shared=shared)
 
+    @placed
     def _answered(
         self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *, remat: bool, shared: Shared
     ) -> Output:
@@ -123,20 +123,20 @@ class CausalLM(nnx.Module):
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
             tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, shared)
-            return self._output(*self._run(x, tokens, None, remat=remat))
+            return self._output(self._run(x, tokens, remat=remat)[0], None)
         step, tokens_before, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
         if attention_mask is not None:
             # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
             tokens_before, lengths = tokens_first(attention_mask)
             x = jnp.take_along_axis(x, tokens_before[..., None], axis=1)
-        tokens, kept = cached_tokens_of(config, shape, Kept.of(config, cache), lengths, self.dtype)
-        x, pairs = self._run(x, tokens, kept.pairs, step=step, remat=remat)
+        tokens, cache = cached_tokens_of(config, shape, cache, lengths, self.dtype)
+        x, stacks = self._run(x, tokens, cache.stacks, step=step, remat=remat)
         if tokens_before is not None:
             x = jnp.take_along_axis(x, jnp.argsort(tokens_before, axis=1)[..., None], axis=1)
-        return self._output(x, kept._replace(pairs=pairs).caches(config), step=step)
+        return self._output(x, replace(cache, stacks=stacks), step=step)
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None) -> tuple:
-        """Empty caches of all layers, for `batch` rows of up to `length` tokens each.
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> DecoderCache:
+        """An empty cache of all layers, for `batch` rows of up to `length` tokens each.
 
         A layer keeps what its mask will look at again: a sliding one its window, whatever the length.
 
@@ -146,17 +146,23 @@ class CausalLM(nnx.Module):
             dtype: of keys and values; by default the model's.
 
         Returns:
-            The `Cache` of each layer. A call gives them back in `output.cache`; donate them to a jitted one.
+            What a call takes as `cache`, and gives back in `output.cache` with its tokens; donate it to a jitted one.
 
         Example:
             >>> from flax import nnx
             >>> from longspan import models
             >>> config = models.LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=3)
             >>> model = models.CausalLM(config, rngs=nnx.Rngs(0))
-            >>> [cache.k.shape for cache in model.init_cache(batch=5, length=100)]
+            >>> cache = model.init_cache(batch=5, length=100)
+            >>> [layer.k.shape for layer in cache]
             [(5, 100, 2, 4), (5, 100, 2, 4), (5, 100, 2, 4)]
         """
-        return empty_caches(self.config, batch, length, self.dtype if dtype is None else dtype)
+        return empty_cache(self.config, batch, length, self.dtype if dtype is None else dtype)
+
+    @property
+    def _columns(self) -> Any:
+        """The mesh axes that logits are split over, besides those of tokens."""
+        return columns_of(self.head, self.embed)
 
     def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
         if inputs_embeds is not None:
@@ -167,15 +173,12 @@ class CausalLM(nnx.Module):
         # Rounded first, as the families do that scale: √2304 is 48 in float32 as well as in bfloat16, √3072 is not.
         return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
 
-    def _run(self, x, tokens, kept, *, step: bool = False, remat: bool = False) -> tuple[jax.Array, Any]:
-        parts = iter([nnx.split(layer) for layer in self.layers])
-        groups = [[next(parts) for _ in run.kinds] for run in self.config.runs]
-        graphs = tuple(tuple(graph for graph, _ in group) for group in groups)
-        states = tuple(tuple(state for _, state in group) for group in groups)
-        if not step:
-            return _run_layers(graphs, self.config.runs, remat, states, x, tokens, kept)
-        in_place = _loop_layers if isinstance(kept, Stacks) else _step_layers
-        return in_place(graphs, self.config.runs, states, x, tokens, kept)
+    def _run(
+        self, x, tokens, stacks: Any = None, *, step: bool = False, remat: bool = False
+    ) -> tuple[jax.Array, tuple]:
+        graphs, states = zip(*map(nnx.split, self.layers), strict=True)
+        stacks = (None,) * len(graphs) if stacks is None else stacks
+        return _run_layers(graphs, self.config.runs, step, remat, states, x, tokens, stacks)
 
     def _reads_in_place(self, count: int) -> bool:
         """Whether so many tokens are a step of decoding, which is not scanned: that would copy matrices and caches."""
@@ -185,7 +188,7 @@ class CausalLM(nnx.Module):
             return True
         table = self.embed.embedding.get_raw_value()
         devices = jax.device_count() if isinstance(table, Tracer) else len(table.sharding.device_set)
-        return devices == 1 and is_native(count, self.dtype, table.dtype)
+        return devices == 1 and reads_in_place(count, self.dtype, table.dtype)
 
     def _output(self, x, cache, *, step: bool = False) -> Output:
         x = self.norm(x)
@@ -196,21 +199,12 @@ class CausalLM(nnx.Module):
         if not step or not is_plain(head, x) or getattr(head, "bias", None) is not None:
             logits = self.embed.attend(x) if self.head is None else self.head(x)
         elif self.head is None:
-            logits = times(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
+            logits = multiply(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
         else:
-            logits = times(x, [self.head.kernel[...]])[0].astype(self.dtype)
+            logits = multiply(x, [self.head.kernel[...]])[0].astype(self.dtype)
         cap = self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
-def empty_caches(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[caches.Cache, ...]:
-    """A cache for each layer, planned from its mask."""
-    _, kv_heads, size = config.heads
-    plans = {kind: caches.plan(config.mask(kind), length) for kind in dict.fromkeys(config.kinds)}
-    return tuple(caches.init(plans[kind], batch, kv_heads, size, dtype) for kind in config.kinds)
-
-
-# Jitted, or a call outside of `jit` would compile the scans every time: their bodies are new functions in each.
-_run_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2))(run_layers)
-_step_layers = functools.partial(jax.jit, static_argnums=(0, 1))(step_layers)
-_loop_layers = functools.partial(jax.jit, static_argnums=(0, 1))(loop_layers)
+# Jitted, or a call outside of `jit` would compile the loops every time: their bodies are new functions in each.
+_run_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(run_layers)

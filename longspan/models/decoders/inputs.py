@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import is_int, is_known
-from longspan.cache import Cache
 from longspan.masks import positions_from_segments
 from longspan.models._inputs import check_shape, shape_of_input
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Tokens
-from longspan.models.decoders.kept import Kept, layouts
+from longspan.models.decoders.cache import DecoderCache, layouts
 from longspan.parallel.shared import ALONE, Shared
 
 
@@ -73,12 +72,14 @@ def _counted(length: int, ids, shared: Shared) -> Any:
     return positions_from_segments(ids) if at is None else positions_from_segments(ids[:, np.argsort(at)])[:, at]
 
 
-def cached_tokens_of(config: DecoderConfig, shape: tuple[int, int], kept: Kept, lengths, dtype, ropes=None):
-    """The new tokens, whose positions are those that the caches give them, and what is kept, with those."""
-    at = kept.length[:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
-    kept, steps = kept.advanced(shape[1], lengths)
-    ropes = ropes_of(config, kept.capacity) if ropes is None else ropes
-    return Tokens(layouts(config, steps, dtype), ropes, at, steps), kept
+def cached_tokens_of(
+    config: DecoderConfig, shape: tuple[int, int], cache: DecoderCache, lengths, dtype, ropes=None
+) -> tuple[Tokens, DecoderCache]:
+    """The new tokens, whose positions are those that the cache gives them, and the cache with those."""
+    at = cache.length[:, None] + jnp.arange(shape[1], dtype=np.int32)[None]
+    cache, steps = cache.advanced(shape[1], lengths)
+    ropes = ropes_of(config, cache.max_length) if ropes is None else ropes
+    return Tokens(layouts(config, steps, dtype), ropes, at, steps), cache
 
 
 def ropes_of(config: DecoderConfig, seq_len: int) -> dict[str, tuple[Any, Any]]:
@@ -101,16 +102,19 @@ def _documents(shape: tuple[int, int], attention_mask, segment_ids) -> jax.Array
 
 
 def _check_cache(config: DecoderConfig, cache: Any, shape: tuple[int, int], attention_mask: Any) -> None:
-    is_ours = isinstance(cache, tuple) and len(cache) == config.num_hidden_layers
-    if not is_ours or not all(isinstance(one, Cache) for one in cache):
+    if not isinstance(cache, DecoderCache):
         raise TypeError(f"`cache` must be what `model.init_cache(batch, length)` gives, got {type(cache).__name__}.")
-    first = cache[0]
-    if first.length.shape[0] != shape[0]:
-        raise ValueError(f"`cache` has {first.length.shape[0]} rows and the input {shape[0]}. Give each row its own.")
-    new = shape[1] if attention_mask is None else jnp.asarray(attention_mask).astype(bool).sum(axis=1)
-    total = first.length + new
-    if is_known(total) and int(total.max()) > first.plan.length:
+    if cache.runs != config.runs:
         raise ValueError(
-            f"The cache was made for {first.plan.length} tokens, and {int(total.max())} are asked for. Make a longer "
+            f"`cache` was made for {len(cache)} layers of another model, and this one has {config.num_hidden_layers}. "
+            "Make one with its own `model.init_cache(batch, length)`."
+        )
+    if cache.length.shape[0] != shape[0]:
+        raise ValueError(f"`cache` has {cache.length.shape[0]} rows and the input {shape[0]}. Give each row its own.")
+    new = shape[1] if attention_mask is None else jnp.asarray(attention_mask).astype(bool).sum(axis=1)
+    total = cache.length + new
+    if is_known(total) and int(total.max()) > cache.max_length:
+        raise ValueError(
+            f"The cache was made for {cache.max_length} tokens, and {int(total.max())} are asked for. Make a longer "
             "one: `model.init_cache(batch, length)`."
         )

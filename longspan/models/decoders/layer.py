@@ -12,11 +12,9 @@ from jaxtyping import Array, Float
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Attention, Tokens
-from longspan.models.decoders.kept import Stacks
-from longspan.models.decoders.norm import RMSNorm
 from longspan.models.decoders.products import linear_each
-from longspan.models.decoders.runs import Run
-from longspan.models.layers import by_pieces, linear
+from longspan.models.decoders.runs import Run, by_run
+from longspan.models.layers import by_pieces, linear, rms_norm
 
 
 class Layer(nnx.Module):
@@ -25,22 +23,22 @@ class Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, kind: str, *, dtype, param_dtype, rngs: nnx.Rngs):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.config = config
-        self.attention_norm = RMSNorm(config, config.hidden_size, **kinds)
+        self.attention_norm = rms_norm(config, config.hidden_size, **kinds)
         self.attention = Attention(config, kind, **kinds, rngs=rngs)
-        self.mlp_norm = RMSNorm(config, config.hidden_size, **kinds)
+        self.mlp_norm = rms_norm(config, config.hidden_size, **kinds)
         self.mlp = GatedMLP(config, **kinds, rngs=rngs)
         if config.family.branch_norms:
-            self.attention_out_norm = RMSNorm(config, config.hidden_size, **kinds)
-            self.mlp_out_norm = RMSNorm(config, config.hidden_size, **kinds)
+            self.attention_out_norm = rms_norm(config, config.hidden_size, **kinds)
+            self.mlp_out_norm = rms_norm(config, config.hidden_size, **kinds)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, kept: Any, at: Any = None
+        self, x: Float[Array, "B T D"], tokens: Tokens, stack: Any = None, layer: Any = None, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The output, and the kept keys and values with the new ones; of a stack, that of layer `at`."""
-        attended, kept = self.attention(self.attention_norm(x, at), tokens, kept, at)
+        """The output, and the stack of keys and values with the new ones; see `Attention`."""
+        attended, stack = self.attention(self.attention_norm(x, at), tokens, stack, layer, at)
         x = x + (self.attention_out_norm(attended, at) if self.config.family.branch_norms else attended)
         hidden = by_pieces(partial(self.mlp, at=at), self.mlp_norm(x, at))
-        return x + (self.mlp_out_norm(hidden, at) if self.config.family.branch_norms else hidden), kept
+        return x + (self.mlp_out_norm(hidden, at) if self.config.family.branch_norms else hidden), stack
 
 
 class GatedMLP(nnx.Module):
@@ -78,68 +76,46 @@ def stack(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, r
     return make(rngs)
 
 
-def run_layers(graphs: tuple, runs: tuple[Run, ...], remat: bool, states: Any, x: jax.Array, tokens: Tokens, kept):
-    """What all layers make of x, and their keys and values.
+def run_layers(
+    graphs: tuple,
+    runs: tuple[Run, ...],
+    in_place: bool,
+    remat: bool,
+    states: tuple,
+    x: jax.Array,
+    tokens: Tokens,
+    stacks,
+) -> tuple[jax.Array, tuple]:
+    """What all layers make of x, and the stacks of their keys and values.
 
-    By scans: each pattern is compiled once, and with `remat` the results of one are in memory at a time.
+    One loop for each repeating pattern, which is compiled once; with `remat` the results of one step are in memory at
+    a time.
 
     Args:
-        graphs: the structures of the stacks, by run.
+        graphs: the structures of the stacks of layers.
         runs: the layers by their repeating pattern.
+        in_place: whether layers read parameters, keys and values where they lie, for few tokens: copying them out of
+            their stacks would take longer than reading them.
         remat: whether the backward pass computes each step again.
-        states: the parameters of the stacks, by run.
+        states: the parameters of the stacks of layers.
         x: embeddings.
         tokens: what all layers know of the batch.
-        kept: keys and values of each layer, or `Stacks` of them; or None.
+        stacks: keys and values, stacked as the layers are; None for each without a cache.
     """
-    stacks = None if kept is None else Stacks.of(runs, kept)
     after: list[Any] = []
-    for number, (run, graph, state) in enumerate(zip(runs, graphs, states, strict=True)):
+    for run, *parts in zip(runs, *(by_run(runs, each) for each in (graphs, states, stacks)), strict=True):
+        graph, state, own = parts
 
-        def step(x, one, graph=graph):
-            state, pairs = one
+        def step(carry, sliced, graph=graph, state=state):
+            layer, x, own = carry
             new = []
-            for place, structure in enumerate(graph):
-                x, pair = nnx.merge(structure, state[place])(x, tokens, None if pairs is None else pairs[place])
-                new.append(pair)
-            return x, None if pairs is None else tuple(new)
+            for structure, parameters, stack in zip(graph, state if in_place else sliced, own, strict=True):
+                one = nnx.merge(structure, parameters)
+                x, stack = one(x, tokens, stack, layer, layer if in_place else None)
+                new.append(stack)
+            return (layer + 1, x, tuple(new)), None
 
-        own = None if stacks is None else stacks.by_run[number]
-        x, new = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (state, own), run.count)
-        after.append(new)
-    if stacks is None:
-        return x, None
-    return x, Stacks(tuple(after)) if stacks is kept else Stacks(tuple(after)).pairs(runs)
-
-
-def loop_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, stacks: Stacks):
-    """`run_layers` for one new token of each row, by loops in which layers read and write where their stacks lie.
-
-    A scan would copy every layer's matrices and caches out of the stacks, which takes longer than reading them.
-    """
-    after = []
-    for run, graph, state, own in zip(runs, graphs, states, stacks.by_run, strict=True):
-
-        def step(at, carry, graph=graph, state=state):
-            x, pairs = carry
-            new = []
-            for structure, one, pair in zip(graph, state, pairs, strict=True):
-                x, pair = nnx.merge(structure, one)(x, tokens, pair, at)
-                new.append(pair)
-            return x, tuple(new)
-
-        x, new = jax.lax.fori_loop(np.int32(0), np.int32(run.count), step, (x, own))
-        after.append(new)
-    return x, Stacks(tuple(after))
-
-
-def step_layers(graphs: tuple, runs: tuple[Run, ...], states: Any, x: jax.Array, tokens: Tokens, kept):
-    """`run_layers` one after another, where caches are not stacked: nothing is copied, but every layer is compiled."""
-    after: dict[int, Any] = {}
-    for run, graph, state in zip(runs, graphs, states, strict=True):
-        layers = [nnx.merge(structure, own) for structure, own in zip(graph, state, strict=True)]
-        for at in range(run.count):
-            for place, layer in enumerate(layers):
-                number = run.numbers(place)[at]
-                x, after[number] = layer(x, tokens, kept[number], at)
-    return x, tuple(after[number] for number in range(len(after)))
+        carry, sliced = (np.int32(0), x, own), None if in_place else state
+        (_, x, own), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, carry, sliced, run.count)
+        after += own
+    return x, tuple(after)

@@ -12,8 +12,8 @@ from jax.core import Tracer
 
 from longspan._checks import check_static_size
 from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.cache import DecoderCache
 from longspan.models.decoders.causal_lm import CausalLM
-from longspan.models.decoders.kept import Kept
 
 # Programs are compiled for few sizes: powers of two up to the second number, then multiples of it.
 ROWS = 1, 8
@@ -31,10 +31,10 @@ def check_model(model: Any) -> None:
         raise TypeError("`generate` compiles its own programs: call it outside of `jit`, with a model of arrays.")
 
 
-def check_kept(config: DecoderConfig, kept: Kept) -> None:
+def check_cache(config: DecoderConfig, cache: DecoderCache) -> None:
     """Raises if a cache could not take what it was given; inside jit it only notes that."""
-    for kind, cache in kept.slots.items():
-        if np.asarray(cache.overflowed).any():
+    for kind, slots in cache.slots.items():
+        if np.asarray(slots.overflowed).any():
             raise ValueError(
                 f"{config.mask(kind)!r} lets a token see tokens after it, which must then be computed together: a "
                 "prompt must hold all of a prefix, in one chunk (`prefill_chunk`), and new tokens come one by one. "

@@ -100,13 +100,6 @@ def both_spellings(rope: Mapping[str, Any]) -> dict[str, Any]:
     return dict(rope_parameters=plain, rope_theta=plain["rope_theta"], rope_scaling=plain if scaled else None)
 
 
-def frozen(value: Any) -> Any:
-    """The same parameters as a config keeps them, which hashes."""
-    if isinstance(value, Mapping):
-        return FrozenDict({name: frozen(inner) for name, inner in value.items()})
-    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
-
-
 def _check_number(value: Any, key: str, where: str, *, zero: bool = False) -> None:
     """Raises for a number that no rope has; null means the same as a missing key."""
     if value is None or is_positive(value) or (zero and is_number(value) and value == 0):

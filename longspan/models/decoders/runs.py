@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 LONGEST = 12  # layers of a pattern; real ones have 1 to 6
 LOOP = 4  # what a loop costs, in layers: at this price five local layers and a global one stay one pattern
 
@@ -34,6 +35,17 @@ def runs(kinds: Sequence[str]) -> tuple[Run, ...]:
         [(('a', 'a', 'b'), 3), (('a',), 2)]
     """
     return _runs(tuple(kinds))
+
+
+def by_run(runs: Sequence[Run], stacks: Sequence[T]) -> list[tuple[T, ...]]:
+    """What there is for each stack of layers, one for each place of each pattern, by run.
+
+    Example:
+        >>> by_run(runs("aabaabaabaa"), range(4))
+        [(0, 1, 2), (3,)]
+    """
+    left = iter(stacks)
+    return [tuple(next(left) for _ in run.kinds) for run in runs]
 
 
 @lru_cache(maxsize=64)

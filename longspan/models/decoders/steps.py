@@ -1,6 +1,6 @@
-"""The compiled programs of generation: prompts go into the caches chunk by chunk, then tokens come out a few at a time.
+"""The compiled programs of generation: prompts go into the cache chunk by chunk, then tokens come out a few at a time.
 
-Parameters are arguments, caches are donated: neither is copied.
+Parameters are arguments, the cache is donated: neither is copied.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from flax import nnx
 
 from longspan.models._graph import Graph
 from longspan.models.decoders._family import DecoderConfig
-from longspan.models.decoders.causal_lm import CausalLM, empty_caches
+from longspan.models.decoders.cache import DecoderCache, empty_cache
+from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.inputs import cached_tokens_of
-from longspan.models.decoders.kept import Kept, Stacks
 from longspan.models.decoders.sampling import Sampling, choose
 
 BURST = 8  # tokens of a row between two looks of the host
@@ -38,7 +38,7 @@ class State:
     """Where the rows of a batch are."""
 
     last: Any  # [B, D]: the hidden state of each prompt's last token
-    tokens: Any  # int32 [B]: the newest, not in the caches yet
+    tokens: Any  # int32 [B]: the newest, not in the cache yet
     left: Any  # int32 [B]: how many may still come; 0: finished
     number: Any  # int32: how many came
     seen: Any  # bool [B, vocab_size], or None
@@ -48,39 +48,38 @@ class Compiled(NamedTuple):
     """What the programs of a model are compiled by."""
 
     graph: Graph
-    step: bool  # whether a token is computed with matrices and caches read in place
+    step: bool  # whether a token is computed with matrices, keys and values read in place
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def start(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[Kept, jax.Array]:
-    """Caches without tokens, and room for what the last token of each prompt becomes."""
-    kept = Kept.of(config, empty_caches(config, batch, length, dtype))
-    if jax.default_backend() == "cpu":  # elsewhere nothing reads a layer of a stack in place
-        kept = kept._replace(pairs=Stacks.of(config.runs, kept.pairs))
-    return kept, jnp.zeros((batch, config.hidden_size), dtype)
+def start(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[DecoderCache, jax.Array]:
+    """A cache without tokens, and room for what the last token of each prompt becomes."""
+    return empty_cache(config, batch, length, dtype), jnp.zeros((batch, config.hidden_size), dtype)
 
 
 @partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
-def prefill(of: Compiled, params, kept: Kept, last, ids, lengths, ropes) -> tuple[Kept, jax.Array]:
-    """The caches with some tokens more of each row, and `last` of the rows that had any: their last hidden state.
+def prefill(of: Compiled, params, cache: DecoderCache, last, ids, lengths, ropes) -> tuple[DecoderCache, jax.Array]:
+    """The cache with some tokens more of each row, and `last` of the rows that had any: their last hidden state.
 
     Args:
         of: the program.
         params: the model's.
-        kept: the caches.
+        cache: the cache.
         last: [B, D].
         ids: int32 [B, n].
         lengths: int32 [B]: how many of them each row has.
         ropes: as in `Rules`.
     """
     model = nnx.merge(of.graph.graph, params)
-    x, kept = _hidden(model, kept, ids, lengths, ropes, step=False)
+    x, cache = _hidden(model, cache, ids, lengths, ropes, step=False)
     newest = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    return kept, jnp.where(lengths[:, None] > 0, newest, last)
+    return cache, jnp.where(lengths[:, None] > 0, newest, last)
 
 
 @partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
-def burst(of: Compiled, params, kept: Kept, state: State, rules: Rules) -> tuple[Kept, State, jax.Array]:
+def burst(
+    of: Compiled, params, cache: DecoderCache, state: State, rules: Rules
+) -> tuple[DecoderCache, State, jax.Array]:
     """The first token of each answer, or up to `BURST` more, int32 [BURST, B]; `NOTHING` where a row has finished.
 
     One program for both: its first call returns one token, so that it can be streamed at once.
@@ -96,23 +95,23 @@ def burst(of: Compiled, params, kept: Kept, state: State, rules: Rules) -> tuple
         return (number < BURST) & ~is_first & jnp.any(state.left > 0)
 
     def one(carry):
-        number, kept, state, tokens = carry
+        number, cache, state, tokens = carry
         alive = state.left > 0
-        x, kept = _hidden(model, kept, state.tokens[:, None], alive.astype(np.int32), rules.ropes, step=of.step)
+        x, cache = _hidden(model, cache, state.tokens[:, None], alive.astype(np.int32), rules.ropes, step=of.step)
         state = _chosen(model, x, state, rules, of.step)
-        return number + 1, kept, state, tokens.at[number].set(jnp.where(alive, state.tokens, np.int32(NOTHING)))
+        return number + 1, cache, state, tokens.at[number].set(jnp.where(alive, state.tokens, np.int32(NOTHING)))
 
     begins = is_first & (state.left > 0)
     state = jax.lax.cond(is_first, with_first, lambda state: state, state)
     tokens = jnp.full((BURST, batch), NOTHING, np.int32).at[0].set(jnp.where(begins, state.tokens, np.int32(NOTHING)))
-    _, kept, state, tokens = jax.lax.while_loop(more, one, (np.int32(0), kept, state, tokens))
-    return kept, state, tokens
+    _, cache, state, tokens = jax.lax.while_loop(more, one, (np.int32(0), cache, state, tokens))
+    return cache, state, tokens
 
 
-def _hidden(model: CausalLM, kept: Kept, ids, lengths, ropes, *, step: bool) -> tuple[jax.Array, Kept]:
-    tokens, kept = cached_tokens_of(model.config, ids.shape, kept, lengths, model.dtype, ropes)
-    x, pairs = model._run(model._embedded(ids, None), tokens, kept.pairs, step=step)
-    return x, kept._replace(pairs=pairs)
+def _hidden(model: CausalLM, cache: DecoderCache, ids, lengths, ropes, *, step: bool) -> tuple[jax.Array, DecoderCache]:
+    tokens, cache = cached_tokens_of(model.config, ids.shape, cache, lengths, model.dtype, ropes)
+    x, stacks = model._run(model._embedded(ids, None), tokens, cache.stacks, step=step)
+    return x, replace(cache, stacks=stacks)
 
 
 def _chosen(model: CausalLM, x: jax.Array, state: State, rules: Rules, step: bool) -> State:

@@ -92,8 +92,8 @@ class Encoder(nnx.Module):
                 first True.
             attention_type: "block_sparse" or "original_full", instead of the config's. BigBird only.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
-            rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. It may be an
-                argument of a jitted step that a loss inside of it closes over.
+            rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. Inside of
+                `nnx.jit` and `nnx.grad` it must be an argument of the function that they transform.
             mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
             axis: the mesh axis that shares it.
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Any but "contiguous" needs
@@ -113,8 +113,9 @@ class Encoder(nnx.Module):
             self.config, self.deterministic if deterministic is None else deterministic, rngs
         )
         options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
-        return placed(Encoder._encoded, self, arrays, **options)
+        return self._encoded(arrays, **options)
 
+    @placed
     def _encoded(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
         attention_type: str | None, remat: bool, shared: Shared,
@@ -132,6 +133,11 @@ class Encoder(nnx.Module):
         x = _run_layers(graph, remat, parameters, x, tokens, keys and keys[1])[:, :T]
         pooled = None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0]))
         return Output(last_hidden_state=x, pooler_output=pooled)
+
+    @property
+    def _columns(self) -> Any:
+        """The mesh axes that logits are split over: it has none."""
+        return None
 
 
 class Embeddings(nnx.Module):

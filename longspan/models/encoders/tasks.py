@@ -75,8 +75,9 @@ class Model(nnx.Module):
         own = next_key(dropout_stream(rngs)) if drops_any(self.config, deterministic) else None
         arrays["keys"] = own, next_key(dropout_stream(rngs)) if drops else None
         options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
-        return placed(Model._answered, self, arrays, columns=self._columns(), deterministic=deterministic, **options)
+        return self._answered(arrays, deterministic=deterministic, **options)
 
+    @placed
     def _answered(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
         deterministic: bool, shared: Shared, **options,
@@ -105,6 +106,7 @@ class Model(nnx.Module):
         keys = [None, None] if of_head is None else jax.random.split(of_head, 2)
         return dataclasses.replace(output, **self.head(output, input_ids, keys, at))
 
+    @property
     def _columns(self) -> Any:
         """The mesh axes that its logits are split over, besides those of tokens."""
         return None
@@ -146,7 +148,8 @@ class MaskedLM(Model):
         tied, shape = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
         self.decoder = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds)
 
-    def _columns(self):
+    @property
+    def _columns(self) -> Any:
         return columns_of(self.decoder, self.encoder.embeddings.word)
 
     def head(self, output, input_ids, keys, at):
