@@ -353,7 +353,7 @@ def two_sides(
     if numbers is not None:
         places = Places(rows, head, batch, heads)
         rows, head = (n[: at.size].reshape(at.shape) for n, at in zip(numbers, (rows, head), strict=True))
-    q_positions, kv_positions = (_as_positions(p, xp) for p in (q_positions, kv_positions))
+    q_positions, kv_positions = (as_positions(p, xp) for p in (q_positions, kv_positions))
     return (
         Side(QUERIES, q_len, q_positions, rows, head, xp, places=places),
         Side(KEYS, kv_len, kv_positions, rows, head, xp, places=places),
@@ -392,7 +392,8 @@ def search_rows(xp: Namespace, sorted_rows, values, side: Literal["left", "right
     return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side).astype(np.int32))(sorted_rows, values)
 
 
-def _as_positions(positions, xp: Namespace):
+def as_positions(positions, xp: Namespace):
+    """Positions as sides hold them: int32 [B or 1, length] within ±FAR, or None."""
     if positions is None:
         return None
     positions = xp.clip(to_int32(positions, xp), -FAR, FAR)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import Namespace
+from longspan.layout import sides_of
 from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION, Listing
 from longspan.masks.sides import Side, two_sides
@@ -112,7 +113,7 @@ class Lists(NamedTuple):
 
 def lists(mask: Mask, of: Exchange, device: Any, numbers: Any, blocks: int, length: int, heads: int) -> Lists:
     """The `Lists` of one device, whose shard has so many blocks; the mask's arrays are tables and nothing else."""
-    q, kv = mask._sides(length, length, None, None, jnp, numbers)
+    q, kv = sides_of(mask, length, length, numbers=numbers)
     low, high, common = _intervals(mask, q, kv, of.shards, blocks, of.unit)
     shape = (min(heads, low.shape[0]), -1, of.shards, blocks)
     mine = device * np.int32(blocks)
