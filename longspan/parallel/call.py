@@ -26,7 +26,7 @@ from longspan.masks import Mask
 from longspan.parallel.arrays import laid_out, lettered
 from longspan.parallel.order import Order, check_length, check_order, padded, stored
 from longspan.parallel.parts import Setting
-from longspan.parallel.plan import Plan, planned
+from longspan.parallel.plan import Asked, Plan, planned
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 
@@ -161,7 +161,8 @@ def attention(
             arrays [B, T] of the mask, biases by query or by key and positions are in that order; rules about slots
             (`Blocks`, `Dense`, `Between`) and biases [T, T] are refused.
         global_capacity: how many tokens the flags of a `Global` may name before all keys are sent; by default 128.
-        plan: a plan made earlier, by default this call's; one for another mask, length or order is refused.
+        plan: a plan made earlier, which is used as it is; one for another mask, length or order is refused. By default
+            this call's own: plans of masks without arrays are remembered, the 64 used last.
         bias: as for `ls.attention`; rows of arrays lie where their queries do.
         scale: as for `ls.attention`.
         soft_cap: as for `ls.attention`.
@@ -272,9 +273,13 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
             f"This plan is for {given.length} tokens on {given.shards} devices, but the call has {length} on {shards}. "
             "Make another one."
         )
-    # Different masks may look alike without their arrays: what would be planned now must be the same.
-    wanted = planned(request.mask, length, shards, order, global_capacity=given.capacity or capacity, **more)
-    if given != wanted:
+    if capacity is not None and given.capacity not in (0, capacity):
+        raise ValueError(
+            f"This plan is for global_capacity={given.capacity}, but the call has global_capacity={capacity}. "
+            "Leave one of them out."
+        )
+    # Not planned again: a plan says what it was made of, and masks with the same structure have the same plan.
+    if given.key != Asked.of(request.mask, length, shards, order, **more, capacity=capacity).key():
         raise ValueError(
             f"This plan is for {given.text}, but the call, with its heads, positions and bias, is another: "
             f"{request.mask!r}. "
