@@ -119,13 +119,17 @@ class Side:
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
-        if array.shape[0] == 1:
+        return self.rows_among(array.shape[0])
+
+    def rows_among(self, count: int):
+        """Which of `count` batch rows (all, those here, or one for all) are looked at."""
+        if count == 1:
             return self.xp.zeros_like(self.batch)
-        # An array of all rows, of which only some are here, holds them at their numbers.
-        return self.places.row if self.places is not None and array.shape[0] == self.places.rows else self.batch
+        # Of all rows, of which only some are here, these are found by their numbers.
+        return self.places.row if self.places is not None and count == self.places.rows else self.batch
 
     def heads_of(self, count: int):
-        """Which of `count` heads (all, or one for all) are looked at."""
+        """Which of `count` heads (all, those here, or one for all) are looked at."""
         if count == 1:
             return self.xp.zeros_like(self.head)
         return self.places.head if self.places is not None and count == self.places.heads else self.head

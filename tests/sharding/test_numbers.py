@@ -100,9 +100,29 @@ def test_a_mask_of_each_head_here_is_that_of_every_such_head(engine):
     ids=["others", "none"],
 )
 def test_axes_that_are_not_named_change_nothing(names, check):
-    options = dict(dropout_rate=0.4, dropout_key=jax.random.key(3))
-    mask = ls.Custom(by_number, batch=2, heads=2)
-    out, _ = whole(lambda: (mask, None, 0.4), engine="xla", check=check, **names)
+    out, _ = whole(lambda: (PER_PART, None, 0.4), engine="xla", check=check, **names)
+    want = counted_from_0(PER_PART, dropout_rate=0.4, dropout_key=jax.random.key(3))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+@every_engine
+@pytest.mark.parametrize("planned", [False, True], ids=["mask", "layout"])
+def test_a_rule_that_tells_as_many_rows_and_heads_apart_as_are_here_is_told_these(engine, planned):
+    mask = PER_PART.layout(19, 19, q_tile=8, kv_tile=4) if planned else PER_PART
+    out, _ = whole(lambda: (mask, None, 0.0), engine=engine)
+    np.testing.assert_allclose(out, counted_from_0(PER_PART), rtol=1e-5, atol=1e-5)
+
+
+PER_PART = ls.Custom(
+    lambda b, h, q, k: (k <= q + 3 * h - 4 * b) & by_number(b, h, q, k),
+    bounds=lambda b, h, q, k: (k.first <= q.last + 3 * h - 4 * b, q.last < 0),
+    batch=2,
+    heads=2,
+)
+
+
+def counted_from_0(mask, **options):
+    """A call in parts of 2 rows and 2 heads, each of which counts its own from 0."""
     parts = [
         [
             ls.attention(
@@ -117,8 +137,7 @@ def test_axes_that_are_not_named_change_nothing(names, check):
         ]
         for b in (0, 2)
     ]
-    want = jnp.concatenate([jnp.concatenate(row, axis=2) for row in parts], axis=0)
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    return jnp.concatenate([jnp.concatenate(row, axis=2) for row in parts], axis=0)
 
 
 def test_what_fits_neither_a_part_nor_the_whole_is_refused(unchecked):
