@@ -331,12 +331,7 @@ def _split(request: Request, plan: Plan, axes: Axes) -> tuple[Request, Request, 
         q_positions=None if request.q_positions is None else request.q_positions.reshape(-1, T),
         kv_positions=None if request.kv_positions is None else request.kv_positions.reshape(-1, T),
     )
-    known = unfolded(_known(request))
-    letters = [each for each, _ in lettered(known, T)]
-    leaves, tree = jax.tree.flatten(known)
-    pairs = list(zip(letters, leaves, strict=True))
-    known = tree.unflatten([_padded(jnp.asarray(x), x.ndim - 1, more) if n[-1:] == "t" else x for n, x in pairs])
-    known_specs = tree.unflatten([axes.spec(names, np.shape(x)) for names, x in pairs])
+    known, known_specs, letters = _split_known(unfolded(_known(request)), T, more, axes)
     here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
     specs: Any = replace(
         request,
@@ -346,6 +341,15 @@ def _split(request: Request, plan: Plan, axes: Axes) -> tuple[Request, Request, 
         **dict(zip(KNOWN, known_specs, strict=True)),
     )
     return replace(request, **dict(zip(KNOWN, known, strict=True))), specs, letters
+
+
+def _split_known(known: Any, length: int, more: int, axes: Axes) -> tuple[Any, Any, list[str]]:
+    """A mask and positions, those arrays padded that are split like the tokens; how each is split; its axes."""
+    letters = [each for each, _ in lettered(known, length)]
+    leaves, tree = jax.tree.flatten(known)
+    pairs = list(zip(letters, leaves, strict=True))
+    leaves = [_padded(jnp.asarray(x), x.ndim - 1, more) if names[-1:] == "t" else x for names, x in pairs]
+    return tree.unflatten(leaves), tree.unflatten([axes.spec(names, np.shape(x)) for names, x in pairs]), letters
 
 
 KNOWN = ("mask", "q_positions", "kv_positions")  # what every device knows of all tokens, as far as it needs it

@@ -28,8 +28,8 @@ class Setting:
     everybody: tuple[str, ...]  # all axes of the mesh
 
 
-class Tokens(NamedTuple):
-    """Which tokens of the sequence some queries, or some keys, are."""
+class Selection(NamedTuple):
+    """Some tokens of the sequence, as queries or as keys."""
 
     slots: Any  # int32 [B or 1, n]; may lie outside of the sequence
     hidden: Any = None  # bool [B or 1, n]: queries that are computed elsewhere, keys that come by another way
@@ -53,14 +53,14 @@ def place_of(plan: Plan, slots: Any) -> tuple[Any, Any]:
     return device, within + jnp.where(run, np.int32(size), np.int32(0))
 
 
-def attended(setting: Setting, call: Request, queries: Tokens, keys: Tokens) -> Result:
+def attended(setting: Setting, call: Request, queries: Selection, keys: Selection) -> Result:
     """Some queries over some keys, which the call holds; its mask, positions and bias are those of all tokens."""
     engine, part = _asked(setting, call, queries, keys)
     out, lse, residual, _ = engine.forward(part, part.layout)  # type: ignore[arg-type]
     return Result(out.astype(lse.dtype), lse, jnp.zeros_like(lse) if residual is None else residual)
 
 
-def gradients(setting: Setting, call: Request, queries: Tokens, keys: Tokens, whole: Result, delta, dout):
+def gradients(setting: Setting, call: Request, queries: Selection, keys: Selection, whole: Result, delta, dout):
     """(dq, (dk, dv), dbias) of the same, for the lse and delta of all keys; dbias for all columns."""
     engine, part = _asked(setting, call, queries, keys)
     given = Result(None, whole.lse, whole.lse_residual)
@@ -69,7 +69,7 @@ def gradients(setting: Setting, call: Request, queries: Tokens, keys: Tokens, wh
     return dq.astype(statistics_dtype(call.q.dtype)), (dk, dv), _into_columns(call.bias, dbias, slots)
 
 
-def _asked(setting: Setting, call: Request, queries: Tokens, keys: Tokens) -> tuple[Engine, Request]:
+def _asked(setting: Setting, call: Request, queries: Selection, keys: Selection) -> tuple[Engine, Request]:
     """The engine and the request of some queries over some keys: the mask is cut to them, and sinks join later."""
     length = setting.plan.length
     q_slots, kv_slots = (jnp.clip(tokens.slots, 0, length - 1) for tokens in (queries, keys))

@@ -17,7 +17,7 @@ from longspan.masks import Mask
 from longspan.parallel.by_head import bias_of_all, of_head, one_head, over_heads, side_by_side
 from longspan.parallel.collectives import Columns, Halo, Listed, gathered, reach, ring, ring_back, scattered, tokens
 from longspan.parallel.exchange import Lists, lists, tables_only
-from longspan.parallel.parts import Setting, Tokens, attended, gradients, nothing, slots_of
+from longspan.parallel.parts import Selection, Setting, attended, gradients, nothing, slots_of
 from longspan.parallel.plan import Plan
 
 
@@ -36,7 +36,7 @@ class Device(NamedTuple):
     setting: Setting
     number: Any  # int32 []: which shard this is
     call: Request
-    own: Tokens  # its queries
+    own: Selection  # its queries
     columns: Any  # (slots, real) of the keys that everybody sees, or None
     rows: Any  # (slots, real) of the queries that see everything, or None
     lists: Lists | None  # the blocks that are exchanged
@@ -45,12 +45,12 @@ class Device(NamedTuple):
         """Keys that everybody sees come by themselves to all but their owner."""
         return None if self.columns is None else foreign & _one_of(slots, *self.columns)
 
-    def shard(self, distance) -> Tokens:
+    def shard(self, distance) -> Selection:
         """The keys of the device that is so many before this one."""
         plan = self.setting.plan
         slots = slots_of(plan, (self.number - distance) % np.int32(plan.shards))
         inside = plan.rows * plan.shards == plan.length
-        return Tokens(slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
+        return Selection(slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
 
     def ways(self) -> tuple[Halo | None, Columns | None, Listed | None]:
         """How keys come to this device, besides the ring."""
@@ -60,17 +60,19 @@ class Device(NamedTuple):
             None if self.lists is None else Listed(self.setting, self.lists),
         )
 
-    def foreign(self, way: Any) -> Tokens:
+    def foreign(self, way: Any) -> Selection:
         """The keys that come one way."""
         if isinstance(way, Columns):
-            return Tokens(way.slots, way.hidden(), inside=True)
+            return Selection(way.slots, way.hidden(), inside=True)
         slots = way.slots()
         hidden = self.hidden_keys(slots, True)
         if isinstance(way, Listed):
             hidden = way.hidden() if hidden is None else way.hidden() | hidden
-        return Tokens(slots, hidden)
+        return Selection(slots, hidden)
 
-    def over(self, kv: Any, keys: Tokens, call: Request | None = None) -> tuple[Setting, Request, Tokens, Tokens]:
+    def over(
+        self, kv: Any, keys: Selection, call: Request | None = None
+    ) -> tuple[Setting, Request, Selection, Selection]:
         """What is asked of an engine: this device's queries, or those of one head, over some keys."""
         call = self.call if call is None else call
         return self.setting, replace(call, k=kv[0], v=kv[1]), self.own, keys
@@ -137,7 +139,7 @@ def _here(setting: Setting, call: Request) -> tuple[Device, Mask, Any]:
     if plan.exchange is not None:
         blocks = _lists(plan, call, number, rest)
         beyond = jnp.maximum(beyond, blocks.beyond)
-    return Device(setting, number, call, Tokens(slots, hidden), columns, rows, blocks), rest, beyond
+    return Device(setting, number, call, Selection(slots, hidden), columns, rows, blocks), rest, beyond
 
 
 def _rest(plan: Plan, mask: Mask) -> Mask:
@@ -244,12 +246,12 @@ def _row_part(device: Device, part: Result) -> tuple[Result, Any]:
     return combine([part, placed]), (q, _with_sinks(whole, call.sinks)._replace(out=None))
 
 
-def _travelling(device: Device, q: Any) -> tuple[Setting, Request, Tokens, Tokens]:
+def _travelling(device: Device, q: Any) -> tuple[Setting, Request, Selection, Selection]:
     """What is asked of an engine: queries that see everything over this device's keys."""
     slots, real = device.rows
     # Arrays along the queries cannot travel: plans keep such queries at home.
     call = replace(device.call, q=q)
-    return device.setting, call, Tokens(slots, ~real), device.shard(0)._replace(hidden=None)
+    return device.setting, call, Selection(slots, ~real), device.shard(0)._replace(hidden=None)
 
 
 def _backward(setting: Setting, call: Request, result: Result, delta, dout) -> tuple[Any, Any, Any, Any]:
