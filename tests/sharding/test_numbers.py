@@ -1,5 +1,7 @@
 """Rows and heads of a part of a call: they keep the numbers that they have in the whole."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +151,16 @@ def test_what_fits_neither_a_part_nor_the_whole_is_refused(unchecked):
         ls.attention(Q, K, V, batch_axes=("x", "y"), head_axis="x")
     with pytest.raises(TypeError, match="`head_axis` must be the name of a mesh axis or several of them, got 3"):
         ls.attention(Q, K, V, head_axis=3)
+
+
+def test_the_names_of_axes_are_the_same_everywhere():
+    for function in (ls.attention, ls.explain, ls.parallel.attention, ls.parallel.shard_batch):
+        names = inspect.signature(function).parameters
+        assert names["batch_axes"].default == ("dp", "fsdp")
+        assert "head_axis" not in names or names["head_axis"].default == "tp"
+    info = ls.MaskInfo.from_segments(IDS)
+    assert (info.batch_axis_name, info.qheads_axis_name, info.kvheads_axis_name) == (("dp", "fsdp"), "tp", "tp")
+    assert ls.parallel.mesh().axis_names == ("dp", "fsdp", "tp", "sp")
 
 
 def test_explain_inside_a_shard_map_counts_tiles_unless_numbers_decide_them():
