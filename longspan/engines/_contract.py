@@ -62,8 +62,8 @@ class Engine(ABC):
 
         There `out` may keep more bits, `lse_residual` is what lse lost by rounding (with scores near -1e9, as people
         mask with, a float32 lse holds nothing of the logarithm of the sum), and `residuals` are arrays of the engine's
-        own. Where `jit` splits rows and heads over devices, residuals are kept if they name both of them in
-        `array_axes`, as a dataclass with `array_axes = {"sums": "BNT"}` does.
+        own. Where `jit` splits rows and heads over devices, residuals are kept if every array has all batch rows (B)
+        and query heads (N) and says so in `array_axes`, as a dataclass with `array_axes = {"sums": "BNT"}` does.
         """
         return Result(*self.run(request, layout))
 

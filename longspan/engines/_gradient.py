@@ -42,7 +42,7 @@ def attend(engine: Engine, request: Request) -> tuple[jax.Array, jax.Array]:
         return Result(*engine.run(request, request.layout))[:2]  # type: ignore[arg-type]
 
     def run(request: Request, layout: Any) -> Any:
-        # No more than is asked for: a result that nobody uses keeps XLA from splitting a call well.
+        # No more than is asked for: of a call that is split, XLA drops no results.
         return engine.run(request, layout)[:2]
 
     passes = Passes(

@@ -34,13 +34,18 @@ def forward_apart(run: Callable, request: Request) -> Result:
 
     def told_apart(request: Request) -> Result:
         result = Result(*run(request, request.layout))
-        named = [set(axes) for axes in axes_of(result.residuals)]
-        # Of what does not say which rows and heads it is of, devices would not know their part: it is left out.
-        keep = all("B" in axes and axes & {"N", "K"} for axes in named)
-        return result if keep else result._replace(residuals=None)
+        return result if _by_row_and_head(result.residuals, request) else result._replace(residuals=None)
 
     given = _numbered(request)
     return _call(told_apart, (given,), axes_of(given), _axes_of_result)
+
+
+def _by_row_and_head(residuals: Any, request: Request) -> bool:
+    """Whether every array has all batch rows and query heads, and says so: of others devices would share a part."""
+    named = zip(axes_of(residuals), jax.tree.leaves(residuals), strict=True)
+    return all(
+        letter in axes and x.shape[axes.index(letter)] == request.dims[letter] for axes, x in named for letter in "BN"
+    )
 
 
 def backward_apart(run: Callable, request: Request, result: Result, delta, dout) -> tuple[Any, ...]:

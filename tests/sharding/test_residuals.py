@@ -22,14 +22,14 @@ SHAPE = Shape(B=4, T=19, S=19, N=4, K=2, H=5)
 class Named:
     array_axes: ClassVar = {"first": "BNT", "keys": "BSKH"}
     first: Any
-    keys: Any
+    keys: Any = None
 
 
 @dataclass(frozen=True)
 class Keeping(Engine):
-    """The xla engine, whose backward pass reads keys from the residuals of its forward pass, if there are any."""
+    """The xla engine, whose backward pass reads the residuals of its forward pass, if there are any."""
 
-    named: bool
+    kind: str
     seen: list
     name = "keeping"
 
@@ -41,25 +41,25 @@ class Keeping(Engine):
 
     def forward(self, request, layout):
         first = request.q[..., 0].swapaxes(1, 2)
-        residuals = Named(first, request.k) if self.named else (first, request.k)
-        return ENGINES["xla"].forward(request, layout)._replace(residuals=residuals)
+        kinds = {"named": Named(first), "unnamed": (first,), "of a kv head": Named(first, request.k)}
+        kinds["of one row for all"] = Named(first[:1])
+        return ENGINES["xla"].forward(request, layout)._replace(residuals=kinds[self.kind])
 
     def backward(self, request, layout, result, delta, dout):
         self.seen.append(None if result.residuals is None else result.residuals.first.shape)
         dq, dk, dv, dbias = ENGINES["xla"].backward(request, layout, result, delta, dout)
         if result.residuals is None:
             return dq, dk, dv, dbias
-        first, keys = result.residuals.first, result.residuals.keys  # this device's own
-        dq = dq + (first.swapaxes(1, 2) - request.q[..., 0])[..., None]
-        return dq, dk + keys - request.k, dv, dbias
+        first = result.residuals.first.swapaxes(1, 2)  # this device's own
+        return dq + (first - request.q[..., 0])[..., None], dk, dv, dbias
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-def test_residuals_that_name_rows_and_heads_are_kept_and_others_left_out(named):
+@pytest.mark.parametrize("kind", ["named", "unnamed", "of a kv head", "of one row for all"])
+def test_residuals_that_name_rows_and_heads_are_kept_and_others_left_out(kind):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     here = NamedSharding(mesh, P("x", None, "y"))
     qkv = make_qkv(SHAPE, jnp.float32)
-    engine = Keeping(named, [])
+    engine = Keeping(kind, [])
 
     def gradients(*qkv, engine):
         return jax.grad(lambda *x: jnp.sin(ls.attention(*x, mask=ls.Causal(), engine=engine)).sum(), (0, 1, 2))(*qkv)
@@ -68,4 +68,4 @@ def test_residuals_that_name_rows_and_heads_are_kept_and_others_left_out(named):
     assert "all-gather" not in program.as_text()
     for got, want in zip(program(*qkv), gradients(*qkv, engine="reference"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    assert set(engine.seen) == ({(4, 4, 19), (2, 2, 19)} if named else {None})
+    assert set(engine.seen) == ({(4, 4, 19), (2, 2, 19)} if kind == "named" else {None})
