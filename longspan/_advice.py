@@ -14,7 +14,6 @@ import numpy as np
 from longspan._kinds import classify_tiles, read_tiles, sample_partial
 from longspan._work import short, work
 from longspan.engines import Engine, Request
-from longspan.engines._contract import is_dense
 from longspan.engines._varying import varying_axes
 from longspan.layout import BlockLayout, Counts, count_tiles, plan, planes_of
 from longspan.maskinfo import MaskInfo
@@ -55,9 +54,10 @@ class Planned(NamedTuple):
 
 
 def in_numpy(request: Request) -> Request:
-    """A request whose mask and positions are NumPy's, so that planning it compiles nothing."""
-    names = ("mask", "q_positions", "kv_positions")
-    return replace(request, **{name: jax.tree.map(np.asarray, getattr(request, name)) for name in names})
+    """A request whose mask, positions and layout are NumPy's, so that planning it compiles nothing."""
+    names = ("mask", "q_positions", "kv_positions", "layout")
+    known = {name: jax.tree.map(np.asarray, getattr(request, name)) for name in names}
+    return replace(request, **known, rows=None, heads=None)
 
 
 def facts(request: Request, is_known: bool, shared: bool) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def estimate(counts: Counts | None) -> tuple[str, ...]:
 
 def advice(call: Planned) -> tuple[str, ...]:
     """What lowers the executed FLOPs of a call; that they are many, where nothing is known to."""
-    if is_dense(call.engine):
+    if call.engine.dense:
         return ()
     found = [said for said in (bounds(call),) if said]
     if not call.useful or call.executed <= WASTEFUL * call.useful or call.layout.q_tiles * call.layout.kv_tiles == 1:

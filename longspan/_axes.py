@@ -1,14 +1,66 @@
-"""Meshes whose axes are part of types (`AxisType.Explicit`): computing where XLA places values by itself."""
+"""Mesh axes: which split batch rows and heads; and those that are part of types (`AxisType.Explicit`)."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from longspan._programs import jit_by_function
+
+BATCH_AXES, HEAD_AXIS = ("dp", "fsdp"), "tp"  # the mesh axes that split rows and heads, as `parallel.mesh` has them
+
+
+def axis_names(argument: str, given: Any) -> tuple[str, ...]:
+    """The mesh axes that an argument names: one, several or, if it is None, no one."""
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else given
+    if names is None:
+        return ()
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`{argument}` must be the name of a mesh axis or several of them, got {given!r}.")
+    return names
+
+
+class Numbers(NamedTuple):
+    """Which batch rows and heads of a whole a call has, inside of a `shard_map` that splits them."""
+
+    rows: Any  # int32 [B]
+    heads: Any  # int32 [N]
+    all_rows: int  # how many there are
+    all_heads: int
+
+
+def numbers_of(q: Any, batch_axes: Any, head_axis: Any) -> Numbers | None:
+    """The numbers of the rows and heads of queries [B, T, N, H]; None if no axis of such a name splits them here."""
+    named = axis_names("batch_axes", batch_axes), axis_names("head_axis", head_axis)
+    twice = sorted(name for name in {*named[0], *named[1]} if (*named[0], *named[1]).count(name) > 1)
+    if twice:
+        raise ValueError(f"The mesh axis {twice[0]!r} is named twice, as `batch_axes` or `head_axis`.")
+    mesh = jax.sharding.get_abstract_mesh()
+    here = [tuple(name for name in names if name in mesh.manual_axes and _differs(q, name)) for names in named]
+    if not any(here):
+        return None
+    sizes = q.shape[0], q.shape[2]
+    rows, heads = (_counted(names, size) for names, size in zip(here, sizes, strict=True))
+    whole = [size * prod(mesh.shape[name] for name in names) for names, size in zip(here, sizes, strict=True)]
+    return Numbers(rows, heads, *whole)
+
+
+def _counted(names: tuple[str, ...], size: int) -> Any:
+    """The numbers of `size` things of which every device of some axes has as many others."""
+    first = jax.lax.axis_index(names).astype(np.int32) * np.int32(size) if names else np.int32(0)
+    return first + jnp.arange(size, dtype=np.int32)
+
+
+def _differs(x: Any, axis: str) -> bool:
+    """Whether an array is another on every device of a manual axis; where JAX keeps no track of it, taken to be."""
+    tracked = axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying
+    return not tracked or isinstance(x, jax.ShapeDtypeStruct) or axis in jax.typeof(x).mat.varying
 
 
 def explicit_mesh(*trees: Any) -> AbstractMesh | None:

@@ -40,11 +40,11 @@ def check_tiles(q_tile: Any, kv_tile: Any) -> None:
 
 
 def check_extents(
-    mask: Any, *, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None, some: bool = False
+    mask: Any, *, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None, whole: Any = None
 ) -> None:
     """The sizes that a mask's arrays fix agree with each other and with the call.
 
-    Of `some` rows and heads of a call, arrays may have just these, and rules by number tell all apart.
+    If its rows and heads are some of a `whole` of so many, arrays may have just these, or all.
     """
     lengths = {"T": q_len, "S": kv_len}
     names = {"T": "queries", "S": "keys", "B": "batch rows", "N": "query heads"}
@@ -61,13 +61,31 @@ def check_extents(
                 )
             continue
         wanted = batch if axis == "B" else heads
-        if size == 1 or some:
+        if size == 1:
+            continue
+        if whole is not None:
+            most = whole["BN".index(axis)]
+            if size not in (wanted, most):
+                raise ValueError(
+                    f"{name} has {size} {names[axis]}, but the call has {wanted} of {most}. Give one, {wanted} or "
+                    f"{most}."
+                )
             continue
         if wanted is not None and size != wanted:
             raise ValueError(f"{name} has {size} {names[axis]}, but the call has {wanted}. Give one, or {wanted}.")
         other = seen.setdefault(axis, extent)
         if other.size != size:
             raise ValueError(f"{name} has {size} {names[axis]}, but {other.name} has {other.size}. They must agree.")
+
+
+def check_sides(mask: Any, q_len: Any, kv_len: Any, q_positions: Any, kv_positions: Any) -> int:
+    """Lengths, a mask's arrays and positions that agree; returns how many batch rows they tell apart."""
+    check_lengths(q_len, kv_len)
+    check_extents(mask, q_len=q_len, kv_len=kv_len)
+    batch = mask.batch
+    for name, positions, length in (("q_positions", q_positions, q_len), ("kv_positions", kv_positions, kv_len)):
+        batch = max(batch, check_positions(name, positions, length, None if batch == 1 else batch))
+    return batch
 
 
 def check_positions(name: str, positions: Any, length: int, batch: int | None) -> int:

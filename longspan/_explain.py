@@ -11,14 +11,13 @@ from jaxtyping import Bool, Float
 
 from longspan import cache
 from longspan._advice import Planned, advice, estimate, facts, in_numpy
-from longspan._attention import bind
+from longspan._axes import BATCH_AXES, HEAD_AXIS
 from longspan._checks import is_abstract
 from longspan._types import Array, EngineName, Key, Positions, Query, Real, Value, no_type_check
 from longspan._work import short, work
 from longspan.biases import AnyBias
 from longspan.engines import ENGINES, Engine, Request, choose
-from longspan.engines._contract import temporary_bytes
-from longspan.layout import BlockLayout, count, plan
+from longspan.layout import BlockLayout, count
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.parallel.order import Order, check_mesh
@@ -46,8 +45,8 @@ def explain(
     return_lse: bool = False,
     mesh: Mesh | AbstractMesh | None = None,
     axis: str = "sp",
-    batch_axes: str | Sequence[str] = ("dp", "fsdp"),
-    head_axis: str | None = "tp",
+    batch_axes: str | Sequence[str] = BATCH_AXES,
+    head_axis: str | None = HEAD_AXIS,
     order: Order = "contiguous",
     global_capacity: int | None = None,
 ) -> "Explanation":
@@ -64,7 +63,11 @@ def explain(
         >>> report.sent_bytes, report.sent_bytes_backward, report.bound_bytes, report.gather_bytes
         (31744, 31744, 31744, 917504)
     """
-    request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
+    request = Request.of(
+        q=q, k=k, v=v, mask=mask, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, q_positions=q_positions, kv_positions=kv_positions,
+        batch_axes=batch_axes, head_axis=head_axis,
+    )  # fmt: skip
     check_mesh(order, mesh)
     chosen, refused = choose(engine, request)
     layout, dims = request.layout, request.dims
@@ -74,7 +77,7 @@ def explain(
     if is_known and 0 not in dims.values():
         with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
             known = in_numpy(request)
-            layout = _planned(known, q_tile, kv_tile) if layout is None else jax.tree.map(np.asarray, layout)
+            layout = known.planned(q_tile, kv_tile, xp=np)
             counts = count(layout)
             done = work(dims, layout, counts)
             flops = done["useful_flops"], done["executed_flops"]
@@ -87,7 +90,7 @@ def explain(
         q_tile=q_tile,
         kv_tile=kv_tile,
         notes=(*facts(request, is_known, mesh is not None), *chosen.notes(request), *estimate(counts), *advised),
-        temporary_bytes=temporary_bytes(chosen, request),
+        temporary_bytes=chosen.temporary_bytes(request),
         **_cache(request),
         **(
             {} if mesh is None else sending(request, Axes.of(mesh, axis, batch_axes, head_axis), order, global_capacity)
@@ -103,16 +106,11 @@ def _reason(asked: str | Engine) -> str:
     return f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
 
 
-def _planned(request: Request, q_tile: int, kv_tile: int) -> BlockLayout:
-    """The layout of a request whose arrays are NumPy's."""
-    positions = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
-    return plan(request.mask, request.dims["T"], request.dims["S"], q_tile, kv_tile, **positions, xp=np)
-
-
 def _is_known(request: Request) -> bool:
-    """Whether the arrays that decide what is visited have values here."""
+    """Whether what decides which tiles are visited has values here: arrays, and numbers if the mask tells by them."""
     deciding = (request.mask, request.layout, request.q_positions, request.kv_positions)
-    return not any(is_abstract(leaf) for leaf in jax.tree.leaves(deciding))
+    by_number = request.mask.batch > request.dims["B"] or request.mask.heads > request.dims["N"]
+    return not by_number and not any(is_abstract(leaf) for leaf in jax.tree.leaves(deciding))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,29 @@
 """`merge`: attention over disjoint sets of keys, joined to attention over all of them."""
 
 from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspan._types import Array, LogSumExp, Output, no_type_check, statistics_dtype
+
+
+class Result(NamedTuple):
+    """Attention over some keys: what a forward pass gives, and what its backward pass gets.
+
+    Example:
+        >>> from longspan.engines import Result
+        >>> Result(out=jnp.zeros((1, 3, 2, 4)), lse=jnp.zeros((1, 3, 2))).lse_residual is None
+        True
+    """
+
+    out: Any  # [B, T, N, Hv], in the dtype of q or wider
+    lse: Any  # [B, T, N], float32 or 64
+    lse_residual: Any = None  # [B, T, N]: what lse lost by rounding; None: not known, taken for 0
+    residuals: Any = None  # arrays that an engine's own backward pass reads besides
 
 
 @no_type_check
@@ -44,26 +61,60 @@ def merge(
     outs, lses = tuple(outs), tuple(lses)
     _check_parts(outs, lses, sinks)
     dtype = statistics_dtype(outs[0].dtype)
-    levels = [jnp.asarray(lse).astype(dtype) for lse in lses]
+    parts = [Result(out, jnp.asarray(lse).astype(dtype)) for out, lse in zip(outs, lses, strict=True)]
     if sinks is not None:
-        levels.append(jnp.broadcast_to(jnp.asarray(sinks).astype(dtype).reshape(1, 1, -1), levels[0].shape))
-    most = jax.lax.stop_gradient(jnp.max(jnp.stack(levels), axis=0))
+        logits = jnp.asarray(sinks).astype(dtype).reshape(1, 1, -1)
+        parts.append(Result(None, jnp.broadcast_to(logits, parts[0].lse.shape)))
+    out, lse, *_ = combine(parts)
+    return out.astype(outs[0].dtype), lse
+
+
+def combine(parts: Sequence[Result], *, across: str | None = None) -> Result:
+    """Attention over the union of disjoint sets of keys: of some parts, or of those of all devices of a mesh axis.
+
+    A part may be empty, for some queries or for all: then its lse is -inf, and its out may hold anything. A part
+    without `out` is a logit that has no value, such as a sink. It is differentiable, if it is not `across` devices.
+    """
+    most = jax.lax.stop_gradient(reduce(jnp.maximum, [part.lse for part in parts]))
+    most = most if across is None else jax.lax.pmax(most, across)
     most = jnp.where(jnp.isfinite(most), most, 0)
-    # Not just exp(-inf - most) = 0: its derivative must be 0 too, where a query sees nothing at all.
-    seen = [level != -jnp.inf for level in levels]  # NaN is seen: it must show
-    powers = [
-        jnp.where(some, jnp.exp(jnp.where(some, level, 0) - most), 0) for some, level in zip(seen, levels, strict=True)
-    ]
-    total = sum(powers[1:], powers[0])
+    seen = [part.lse != -jnp.inf for part in parts]  # NaN is seen: it must show
+    weights = [_weight(part, some, most) for part, some in zip(parts, seen, strict=True)]
+    valued = [each for each in zip(parts, seen, weights, strict=True) if each[0].out is not None]
+    total = reduce(jnp.add, weights)
+    out = reduce(jnp.add, [_weighted(*each) for each in valued])
+    if across is not None:
+        total, out = jax.lax.psum((total, out), across)
+    result = normalised(most, total, out)
+    if len(valued) == len(parts):
+        return result
+    # Queries that see no key have no value either, be a sink's logit what it may: infinite, or NaN.
+    some = reduce(jnp.logical_or, [some for _, some, _ in valued])
+    out, residual = jnp.where(some[..., None], result.out, 0), jnp.where(some, result.lse_residual, 0)
+    return result._replace(out=out, lse_residual=residual)
+
+
+def normalised(most, total, out) -> Result:
+    """The result of sums over keys: `total` [...] of exp(score - most), `out` [..., H] of that times the values."""
     empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, most + jnp.log(jnp.where(empty, 1, total)))
-    weights = [power / jnp.where(empty, 1, total) for power in powers]
-    # A part that sees nothing has nothing to add, whatever it holds.
-    parts = [
-        jnp.where(some[..., None], out, 0).astype(dtype) * weight[..., None]
-        for some, out, weight in zip(seen, outs, weights, strict=False)
-    ]
-    return sum(parts[1:], parts[0]).astype(outs[0].dtype), lse
+    total = jnp.where(empty, 1, total)
+    log_total = jnp.log(total)
+    lse = most + log_total
+    # Where scores are -1e9, as people mask with, rounding takes the whole logarithm.
+    residual = jnp.where(empty, 0, log_total - (lse - most))
+    return Result(out / total[..., None], jnp.where(empty, -jnp.inf, lse), residual)
+
+
+def _weight(part: Result, some, most):
+    """exp(lse - most) of a part, 0 where it is empty."""
+    # Not just exp(-inf - most) = 0: its derivative must be 0 too, where a query sees nothing at all.
+    level = jnp.where(some, part.lse, 0) - most
+    return jnp.where(some, jnp.exp(level if part.lse_residual is None else level + part.lse_residual), 0)
+
+
+def _weighted(part: Result, some, weight):
+    """A part's values times its weight; where it is empty, there is nothing to add, whatever it holds."""
+    return jnp.where(some[..., None], part.out, 0).astype(weight.dtype) * weight[..., None]
 
 
 def _check_parts(outs: Sequence, lses: Sequence, sinks) -> None:

@@ -14,17 +14,16 @@ from jaxtyping import Bool
 
 from longspan._types import Array
 
-BATCH_AXES, HEAD_AXES = ("dp", "fsdp"), ("tp",)  # the mesh axes that split rows and heads, as `parallel.mesh` has them
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-    """What to drop: two random words from the key, the rate, and the counters of the batch rows and heads."""
+    """What to drop: the rate, two random words from a key, and the numbers of the batch rows and heads."""
 
     array_axes: ClassVar = dict(rows="B", heads="N")
 
-    words: Any = None  # uint32 [2]; None while a call is only judged
+    key: Any = None  # a JAX random key, from which `drawn` takes the words
+    words: Any = None  # uint32 [2]; None until then
     rows: Any = None  # int [B]: the number of each batch row
     heads: Any = None  # int [N]: the number of each head
     rate: float = field(default=0.0, metadata=dict(static=True))
@@ -34,36 +33,11 @@ class Dropout:
         """A weight is dropped if its hash lies below this."""
         return min(round(self.rate * 2**32), 2**32 - 1)
 
-
-def make_dropout(key, rate: float, batch: Any, heads: Any) -> Dropout | None:
-    """The dropout of one call of so many batch rows and heads, or of rows [B] and heads [N] of such numbers.
-
-    None if nothing is dropped.
-    """
-    if rate == 0.0:
-        return None
-    words = jax.random.bits(key, (2,), "uint32")
-    rows, heads = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (batch, heads))
-    return Dropout(words, rows, heads, rate)
-
-
-def numbers_of(q) -> tuple[Any, Any]:
-    """The numbers of a call's batch rows and heads: inside of a `shard_map` over axes of such names, in the whole."""
-    return _numbers(q, q.shape[0], BATCH_AXES), _numbers(q, q.shape[2], HEAD_AXES)
-
-
-def _numbers(q, size: int, names: tuple[str, ...]) -> Any:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    mine = tuple(name for name in names if name in manual and _differs(q, name))
-    if not mine:
-        return size
-    return jax.lax.axis_index(mine).astype(np.int32) * np.int32(size) + jnp.arange(size, dtype=np.int32)
-
-
-def _differs(x, axis: str) -> bool:
-    """Whether an array is another on every device of a manual axis; where JAX keeps no track of it, taken to be."""
-    tracked = axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying
-    return axis in jax.typeof(x).mat.varying or not tracked
+    def drawn(self, rows: Any, heads: Any) -> "Dropout":
+        """The dropout of one call, of rows [B] and heads [N] of these numbers, or of so many, numbered from 0."""
+        words = jax.random.bits(self.key, (2,), "uint32")
+        rows, heads = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (rows, heads))
+        return Dropout(words=words, rows=rows, heads=heads, rate=self.rate)
 
 
 def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from longspan._axes import entries, explicit_mesh, on_auto_axes
-from longspan._checks import check_tiles
+from longspan._checks import check_sides, check_tiles
 from longspan._constants import on_host, unfolded
 from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
 from longspan._kinds import Counts as Counts
@@ -25,7 +25,7 @@ from longspan._pairs import count_by_query
 from longspan._types import Namespace, Positions, no_type_check
 from longspan.masks import Mask
 from longspan.masks.pytree import axes_of, short
-from longspan.masks.sides import Side, Tiles, two_sides
+from longspan.masks.sides import Side, Tiles, as_positions, two_sides
 from longspan.masks.spans import Spans, running_max
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -109,18 +109,10 @@ class BlockLayout:
 
     def sides(self, *, batch: int | None = None, heads: int | None = None, xp: Namespace = jnp) -> tuple[Side, Side]:
         """Both sides as rules see them."""
-        known = [self.mask.batch, *(p.shape[0] for p in (self.q_positions, self.kv_positions) if p is not None)]
+        positions = dict(q_positions=self.q_positions, kv_positions=self.kv_positions)
         numbers = None if self.rows is None else (self.rows, self.heads)
-        return two_sides(
-            self.q_len,
-            self.kv_len,
-            batch=max(known) if batch is None else batch,
-            heads=self.mask.heads if heads is None else heads,
-            q_positions=self.q_positions,
-            kv_positions=self.kv_positions,
-            numbers=numbers,
-            xp=xp,
-        )
+        sizes = dict(batch=batch, heads=heads)
+        return sides_of(self.mask, self.q_len, self.kv_len, **positions, numbers=numbers, **sizes, xp=xp)
 
     def visits(self) -> int:
         """How many tiles are visited, over the batch rows and heads that the layout tells apart (host only)."""
@@ -202,11 +194,17 @@ def plan(
     *,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
-    rows: Any = None,
-    heads: Any = None,
     xp: Namespace | None = None,
 ) -> BlockLayout:
-    """The layout of a mask, with NumPy's arrays if all that it reads is static, and with JAX's otherwise.
+    """The layout of a mask, with NumPy's arrays if all that it reads is static, and with JAX's otherwise."""
+    check_sides(mask, q_len, kv_len, q_positions, kv_positions)
+    return lay_out(mask, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions, xp=xp)
+
+
+def lay_out(
+    mask: Mask, q_len, kv_len, q_tile, kv_tile, *, q_positions=None, kv_positions=None, rows=None, heads=None, xp=None
+) -> BlockLayout:
+    """`plan` of a mask and positions that were checked.
 
     `rows` [B] and `heads` [N] are the numbers of these rows and heads, if they are some of a call's: both or neither.
     """
@@ -216,14 +214,13 @@ def plan(
         data: Any = dict(mask=mask, q_positions=q_positions, kv_positions=kv_positions, rows=rows, heads=heads)
         known = on_host(data) if xp is jnp else None
         if known is not None:
-            layout = plan(q_len=q_len, kv_len=kv_len, q_tile=q_tile, kv_tile=kv_tile, **known, xp=np)
+            layout = lay_out(q_len=q_len, kv_len=kv_len, q_tile=q_tile, kv_tile=kv_tile, **known, xp=np)
             return replace(jax.device_put(layout), mask=mask)
-    numbers = None if rows is None else (rows, heads)
-    q, kv = mask._sides(q_len, kv_len, q_positions, kv_positions, xp, numbers)
 
     def tables_of(*given):
         mask, q_at, kv_at, *numbers = given if xp is np else unfolded(given)
-        sides = mask._sides(q_len, kv_len, q_at, kv_at, xp, None if rows is None else tuple(numbers))
+        known = dict(q_positions=q_at, kv_positions=kv_at, numbers=None if rows is None else tuple(numbers))
+        sides = sides_of(mask, q_len, kv_len, **known, xp=xp)
         spans = mask.kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
         return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
 
@@ -231,8 +228,8 @@ def plan(
     return BlockLayout(
         mask,
         **tables._asdict(),
-        q_positions=q.positions,
-        kv_positions=kv.positions,
+        q_positions=as_positions(q_positions, xp),
+        kv_positions=as_positions(kv_positions, xp),
         forward=None,
         q_len=q_len,
         kv_len=kv_len,
@@ -241,6 +238,24 @@ def plan(
         rows=rows,
         heads=heads,
     )
+
+
+def sides_of(
+    mask: Mask, q_len, kv_len, *, q_positions=None, kv_positions=None, numbers=None, batch=None, heads=None,
+    xp: Namespace = jnp,
+) -> tuple[Side, Side]:  # fmt: skip
+    """Both sides as a mask sees them, of all batch rows and heads that it and the positions tell apart, or of so many.
+
+    `numbers` are those of rows [B] and of heads [N], if they are some of a call's.
+    """
+    told = mask.batch, mask.heads
+    if numbers is not None:
+        told = tuple(min(count, len(here)) for count, here in zip(told, numbers, strict=True))
+    rows = [p.shape[0] for p in (q_positions, kv_positions) if p is not None and p.ndim == 2]
+    batch = max([told[0], *rows]) if batch is None else batch
+    heads = told[1] if heads is None else heads
+    positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+    return two_sides(q_len, kv_len, batch=batch, heads=heads, **positions, numbers=numbers, xp=xp)
 
 
 def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:

@@ -225,19 +225,19 @@ def test_rules_beside_one_that_travels_as_bits_make_them_fewer_as_advised():
     x = jax.ShapeDtypeStruct((1, 1 << 17, 1, 16), jnp.float32)
     refused = (
         ls.explain(x, x, x, mask=ls.Custom(near)).refused["cpu"]
-        if ENGINES["cpu"].unsupported(Request(x, x, x, ls.Causal())) is None
+        if ENGINES["cpu"].unsupported(Request.of(q=x, k=x, v=x, mask=ls.Causal())) is None
         else pytest.skip("needs the native library")
     )
     assert "a static `Window` or `Chunk` beside the rule, with `&`, makes them fewer" in refused
     cpu = ENGINES["cpu"]
     for beside in (ls.Window(40, 40), ls.Chunk(1024)):
-        request = Request(x, x, x, beside & ls.Custom(near))
+        request = Request.of(q=x, k=x, v=x, mask=beside & ls.Custom(near))
         assert cpu.unsupported(request) is None
-        assert cpu.temporary_bytes(request) < cpu.temporary_bytes(Request(x, x, x, ls.Custom(near)))
+        assert cpu.temporary_bytes(request) < cpu.temporary_bytes(Request.of(q=x, k=x, v=x, mask=ls.Custom(near)))
 
 
 def test_the_native_library_is_used_again_as_advised(monkeypatch):
-    if ENGINES["cpu"].unsupported(Request(*call(), ls.Causal())):
+    if ENGINES["cpu"].unsupported(Request.of(**dict(zip("qkv", call(), strict=True)))):
         pytest.skip("needs the native library")
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     assert "unset it to use it" in ls.explain(*call()).refused["cpu"]

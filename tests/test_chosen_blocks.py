@@ -31,7 +31,8 @@ def example():
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    reason = ENGINES[request.param].unsupported(Request(*make_qkv(SHAPE, jnp.float32), ls.Full()))
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    reason = ENGINES[request.param].unsupported(Request.of(q=q, k=k, v=v))
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -52,9 +52,8 @@ def plain(fn, batch=B, heads=N):
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    reason = ENGINES[request.param].unsupported(
-        ls.engines.Request(*make_qkv(SHAPE, jnp.float32), ls.Causal(), scale=1.0)
-    )
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    reason = ENGINES[request.param].unsupported(ls.engines.Request.of(q=q, k=k, v=v, mask=ls.Causal()))
     if reason is not None:
         pytest.skip(reason)
     return request.param

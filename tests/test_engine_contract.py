@@ -1,7 +1,8 @@
 """The contract between `attention` and engines: given statistics, engines from outside, who differentiates what."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,9 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan._attention import bind
-from longspan.dropout import make_dropout
-from longspan.engines import ENGINES, Engine, Request, choose
-from longspan.layout import plan
+from longspan import _checks
+from longspan._attention import answer
+from longspan.engines import ENGINES, Engine, Request, Result, _request, choose
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 from tests.engines import every_engine, every_sparse_engine
 from tests.selection import one_in
@@ -35,30 +35,23 @@ FEATURES = {
 }
 
 
-def request_of(q, k, v, slots, *, dropout_rate=0.0, dropout_key=None, bias=None, sinks=None, **features) -> Request:
+def request_of(q, k, v, slots, *, bias=None, **features) -> Request:
     """A part of a call, the keys in some slots, as a ring over devices would ask for it."""
-    options = dict(scale=None, soft_cap=None) | features
-    request = bind(
-        q,
-        k[:, slots],
-        v[:, slots],
+    return Request.of(
+        q=q,
+        k=k[:, slots],
+        v=v[:, slots],
         mask=MASK,
         bias=bias[..., slots] if isinstance(bias, jax.Array) else bias,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        q_positions=None,
         kv_positions=np.asarray(slots, np.int32),
-        **options,
+        **features,
     )
-    if dropout_rate:
-        request = replace(request, dropout=make_dropout(dropout_key, dropout_rate, q.shape[0], q.shape[2]))
-    return request
 
 
-def layout_of(engine: Engine, request: Request):
-    q_len, kv_len = request.dims["T"], request.dims["S"]
-    return plan(request.mask, q_len, kv_len, *engine.tiles(request), kv_positions=request.kv_positions, xp=jnp)
+def ready(engine: Engine, request: Request) -> tuple[Request, ls.BlockLayout]:
+    """The arguments of an engine's passes."""
+    request = request.with_layout(*engine.tiles(request))
+    return request, request.layout
 
 
 @every_engine
@@ -82,7 +75,7 @@ def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature
     @partial(jax.jit, static_argnums=0)
     def part(kept, lse, delta, dout):
         request = request_of(q, k, v, list(kept), **{**features, "sinks": None})
-        return chosen.backward(request, layout_of(chosen, request), lse, jnp.zeros_like(lse), delta, dout)
+        return chosen.backward(*ready(chosen, request), Result(None, lse, jnp.zeros_like(lse)), delta, dout)
 
     got = [part(tuple(kept), lse, delta, weights[0]) for kept in slots]
     dq = np.sum([np.asarray(g[0], np.float64) for g in got], axis=0)
@@ -105,13 +98,13 @@ def test_run_gives_out_and_lse_and_merged_parts_are_the_whole(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     chosen, slots = ENGINES[engine], [list(range(0, 23, 2)), list(range(1, 23, 2))]
     requests = [request_of(q, k, v, kept) for kept in slots]
-    parts = [chosen.run(request, layout_of(chosen, request)) for request in requests]
+    parts = [chosen.run(*ready(chosen, request))[:2] for request in requests]
     whole = ls.attention(q, k, v, mask=MASK, engine="reference", return_lse=True)
     for got, want in zip(ls.merge(*zip(*parts, strict=True)), whole, strict=True):
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
 
 
-class FiveMethods:
+class FiveMethods(Engine):
     """An engine from outside that shares no code with ours: dense, one loop per head, with a backward pass."""
 
     name = "five methods"
@@ -129,8 +122,8 @@ class FiveMethods:
         weights, lse = self._weights(request, layout)
         return jnp.einsum("bnts,bsnh->btnh", weights, self._repeated(request, request.v)), lse
 
-    def backward(self, request, layout, lse, low, delta, dout):
-        weights, _ = self._weights(request, layout, lse + low)
+    def backward(self, request, layout, result, delta, dout):
+        weights, _ = self._weights(request, layout, result.lse + result.lse_residual)
         k, v = (self._repeated(request, x) for x in (request.k, request.v))
         dscores = weights * (jnp.einsum("btnh,bsnh->bnts", dout, v) - delta.swapaxes(1, 2)[..., None])
         groups = (*request.k.shape[:3], -1, request.k.shape[3])
@@ -192,6 +185,11 @@ def test_an_engine_may_leave_out_all_but_run_and_says_what_it_lacks():
         jax.grad(lambda q: ls.attention(q, k, v, engine=Delegating()).sum())(q)
 
 
+class Nameless(Engine):
+    def run(self, request, layout):
+        raise AssertionError
+
+
 @dataclass
 class Unhashable(Delegating):
     size: int = 3
@@ -199,7 +197,7 @@ class Unhashable(Delegating):
 
 def test_what_is_no_engine_is_refused(unchecked):
     q, k, v = make_qkv(SHAPE, jnp.float32)
-    for wrong in (4, None, Delegating, object()):
+    for wrong in (4, None, Delegating, object(), Nameless()):
         with pytest.raises(TypeError, match=r"`engine` must be one of 'auto', .* or a longspan.engines.Engine, got"):
             ls.attention(q, k, v, engine=wrong)
     with pytest.raises(TypeError, match="does not hash, and an engine is part of what is compiled"):
@@ -236,11 +234,75 @@ def test_what_an_engine_returns_is_checked():
         jax.grad(lambda bias: ls.attention(q, k, v, bias=bias, engine=Wrong("")).sum())(ls.alibi(jnp.ones(6)))
 
 
+def test_an_engine_without_run_cannot_be_made():
+    with pytest.raises(TypeError, match=r"abstract method '?run'?"):
+        type("Idle", (Engine,), dict(name="idle"))()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    array_axes: ClassVar = {"weights": "BNTS"}
+    weights: Any
+
+
+class Saving(FiveMethods):
+    """An engine whose backward pass gets what its forward pass computed."""
+
+    def forward(self, request, layout):
+        weights, lse = self._weights(request, layout)
+        out = jnp.einsum("bnts,bsnh->btnh", weights, self._repeated(request, request.v))
+        return Result(out, lse, residuals=Weights(weights))
+
+    def backward(self, request, layout, result, delta, dout):
+        self.kept = result.residuals.weights, result.out.shape
+        return super().backward(request, layout, result, delta, dout)
+
+
+def test_a_backward_pass_gets_the_result_of_its_forward_pass():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    engine = Saving()
+    assert_matches_reference(engine, q, k, v, MASK)
+    jax.grad(lambda q: ls.attention(q, k, v, mask=MASK, engine=engine).sum())(q)
+    weights, shape = engine.kept
+    assert weights.shape == (2, 6, 7, 23) and shape == (2, 7, 6, 5)
+
+
 @every_sparse_engine
 def test_second_derivatives_are_refused_by_name(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     with pytest.raises(NotImplementedError, match=rf"engine='{engine}' has no second derivatives.*engine='reference'"):
         jax.grad(lambda q: jax.grad(lambda q: ls.attention(q, k, v, engine=engine).sum())(q).sum())(q)
+
+
+@every_engine
+def test_a_call_is_checked_once_and_looks_at_its_sides_once(engine, monkeypatch):
+    calls = []
+    for module, name in (
+        (_checks, "check_extents"), (_request, "check_extents"), (ls.Mask, "_sides"), (_request, "lay_out"),
+    ):  # fmt: skip
+        of = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, of=of, name=name, **y: calls.append(name) or of(*x, **y))
+    q, k, v = make_qkv(Shape(B=2, T=17, S=17, N=2, K=1, H=3), jnp.float32)
+    ls.attention(q, k, v, mask=ls.Causal() & ls.Segments(np.zeros((2, 17), int)), engine=engine)
+    assert sorted(calls) == ["check_extents", "lay_out"]
+
+
+def test_a_request_is_made_by_keyword_and_is_the_whole_call():
+    q, k, v = make_qkv(SHAPE, jnp.float32)
+    with pytest.raises(TypeError, match="positional"):
+        Request.of(q, k, v)
+    with pytest.raises(TypeError, match="positional"):
+        Request(q, k, v, MASK)
+    key, scale = jax.random.key(3), jnp.float32(0.7)
+    request = Request.of(q=q, k=k, v=v, mask=MASK.layout(7, 23), scale=scale, dropout_rate=0.3, dropout_key=key)
+    assert request.q_scale is scale and request.scale == 1.0 and request.dropout.key is key
+    assert request.layout.mask == request.mask == MASK
+    for name in ("reference", "xla"):
+        got = answer(request, name)
+        want = ls.attention(q, k, v, mask=MASK, scale=0.7, dropout_rate=0.3, dropout_key=key, return_lse=True)
+        for mine, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_request_answers_what_engines_judge():

@@ -85,8 +85,9 @@ def test_the_memory_of_bits_is_told():
     assert ENGINES["cpu"].temporary_bytes(bind_mask(ls.Causal())) is None
 
 
-def bind_mask(mask):
-    return Request(*call(), mask)
+def bind_mask(mask, **sizes):
+    q, k, v = call(**sizes)
+    return Request.of(q=q, k=k, v=v, mask=mask)
 
 
 WASTEFUL = {
@@ -151,10 +152,10 @@ def test_it_says_which_part_of_a_composition_costs_what(mask, culprit, effect):
 
 
 def test_it_asks_the_native_engine_what_travels_as_bits():
-    request = Request(*call(T=16), ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)))
+    request = bind_mask(ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)), T=16)
     notes = ENGINES["cpu"].notes(request)
     assert len(notes) == 1 and "no word for Mine()" in notes[0]
-    assert not ENGINES["cpu"].notes(Request(*call(T=16), ls.Causal() | ls.Global((0,))))
+    assert not ENGINES["cpu"].notes(bind_mask(ls.Causal() | ls.Global((0,)), T=16))
 
 
 def test_the_reason_for_an_engine_holds_whichever_it_is(monkeypatch):

@@ -51,7 +51,7 @@ def test_sparse_exhibits_compute_just_the_tiles_that_hold_a_pair(name):
 def test_attention_is_that_of_the_reference(exhibit, name):
     mask, _, q_len, kv_len = exhibit.build(**exhibit.small)
     q, k, v = make_qkv(Shape(B=1, T=q_len, S=kv_len, N=2, K=1, H=5), jnp.float32)
-    reason = ENGINES[name].unsupported(Request(q, k, v, mask))
+    reason = ENGINES[name].unsupported(Request.of(q=q, k=k, v=v, mask=mask))
     if reason is not None:
         pytest.skip(reason)
     layout = mask.layout(q_len, kv_len, q_tile=8, kv_tile=4)
@@ -65,7 +65,7 @@ def test_scores_are_changed_as_a_plain_loop_changes_them(name, engine):
     scored = SCORES[name]
     q, k, v = make_qkv(Shape(B=1, T=23, S=29, N=2, K=1, H=5), jnp.float32)
     arguments = scored.arguments(2)
-    reason = ENGINES[engine].unsupported(Request(q, k, v, ls.Full(), **arguments))
+    reason = ENGINES[engine].unsupported(Request.of(q=q, k=k, v=v, **arguments))
     if reason is not None:
         pytest.skip(reason)
     raw = np.einsum("tnh,sh->nts", np.asarray(q, np.float64)[0], np.asarray(k, np.float64)[0, :, 0]) / np.sqrt(5)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longspan as ls
+from longspan._merge import Result, combine
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 
 pytestmark = pytest.mark.quick
@@ -123,6 +124,23 @@ def test_levels_far_apart_and_far_from_zero_do_not_overflow():
         np.testing.assert_allclose(
             np.asarray(lse), np.logaddexp(np.float64(low), np.float64(np.float32(high))), rtol=1e-6
         )
+
+
+@pytest.mark.parametrize("sink", [np.inf, np.nan, -np.inf])
+def test_a_query_that_sees_nothing_has_no_value_whatever_its_sink_is(sink):
+    empty = Result(jnp.full((1, 2, 1, 3), jnp.nan), jnp.full((1, 2, 1), -jnp.inf), jnp.zeros((1, 2, 1)))
+    found = combine([empty, Result(None, jnp.full((1, 2, 1), sink, jnp.float32))])
+    assert not np.asarray(found.out).any() and not np.asarray(found.lse_residual).any()
+    np.testing.assert_array_equal(found.lse, np.full((1, 2, 1), sink, np.float32))
+
+
+def test_residuals_keep_what_a_low_lse_cannot_hold():
+    """Scores of -1e9: a float32 lse holds nothing of the logarithm of how many keys there are."""
+    parts = [Result(jnp.full((1, 1, 1, 2), x), jnp.full((1, 1, 1), -1e9), jnp.log(jnp.full((1, 1, 1), n)))
+             for x, n in ((1.0, 3.0), (5.0, 1.0))]  # fmt: skip
+    found = combine(parts)
+    np.testing.assert_allclose(found.out, np.full((1, 1, 1, 2), 2.0), rtol=1e-6)
+    np.testing.assert_allclose(found.lse_residual, np.log(np.full((1, 1, 1), 4.0)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def facts_of_machine() -> dict[str, Any]:
     from longspan.engines.cpu import library as native
 
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
-    request = Request(x, x, x, ls.Causal())
+    request = Request.of(q=x, k=x, v=x, mask=ls.Causal())
     missing = native.missing()
     return dict(
         longspan=ls.__version__,

@@ -77,7 +77,7 @@ def _engine(problem: Problem, name: str, qkv: Any) -> Contestant | str:
     from longspan.engines import ENGINES, Request
 
     q, k, v = qkv
-    reason = ENGINES[name].unsupported(Request(q, k, v, problem.mask))
+    reason = ENGINES[name].unsupported(Request.of(q=q, k=k, v=v, mask=problem.mask))
     if reason is not None:
         return reason
     if name == "reference" and problem.dense_bytes > MOST_DENSE:

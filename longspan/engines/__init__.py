@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from longspan._checks import check_choice
-from longspan.engines._contract import ENGINE_METHODS
+from longspan._merge import Result as Result
 from longspan.engines._contract import Engine as Engine
-from longspan.engines._contract import Request as Request
+from longspan.engines._request import Request as Request
 from longspan.engines.cpu import ENGINE as _CPU
 from longspan.engines.cpu import library as _library
 from longspan.engines.cpu.product import can_multiply as _can_multiply
@@ -34,7 +34,7 @@ def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, st
 
     Example:
         >>> x = jax.ShapeDtypeStruct((2, 7, 6, 5), jnp.float32)
-        >>> choose("xla", Request(x, x, x, ls.Causal()))[0].name
+        >>> choose("xla", Request.of(q=x, k=x, v=x, mask=ls.Causal()))[0].name
         'xla'
     """
     if isinstance(engine, str):
@@ -60,9 +60,8 @@ def _first(request: Request) -> tuple[Engine, dict[str, str]]:
 
 
 def _check_engine(engine: object) -> None:
-    """Something with an engine's methods, made and not just named, that can be part of a compiled program."""
-    lacking = [name for name in ENGINE_METHODS if not callable(getattr(engine, name, None))]
-    if lacking or isinstance(engine, type) or not isinstance(getattr(engine, "name", None), str):
+    """An instance of a subclass of `Engine` that can be part of a compiled program."""
+    if not isinstance(engine, Engine) or not isinstance(getattr(engine, "name", None), str):
         wanted = f"one of {', '.join(map(repr, ('auto', *ENGINES)))}, or a longspan.engines.Engine"
         raise TypeError(f"`engine` must be {wanted}, got {engine!r}.")
     try:

@@ -1,5 +1,6 @@
-"""What differentiating any engine has in common: delta, the sinks' gradient, replicated operands, what is refused."""
+"""What differentiating any forward and backward pass has in common: delta, the sinks' gradient, what is refused."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -8,11 +9,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longspan._merge import Result
 from longspan.biases import apart, together
-from longspan.engines._contract import Engine, Request, is_differentiable
+from longspan.engines._contract import Engine
 from longspan.engines._partition import backward_apart, forward_apart
+from longspan.engines._request import Request
 from longspan.engines._varying import vary, varying_axes
-from longspan.layout import BlockLayout
+
+
+class Passes(NamedTuple):
+    """The functions that compute attention and its gradient, and what messages call them."""
+
+    name: str
+    run: Callable[[Request], Any]  # (out, lse) or a `Result`, where nothing is differentiated
+    forward: Callable[[Request], Result]
+    backward: Callable[[Request, Result, Any, Any], tuple[Any, ...]]  # of delta and dout: (dq, dk, dv, dbias)
 
 
 class Floats(NamedTuple):
@@ -25,17 +36,33 @@ class Floats(NamedTuple):
     sinks: Any
 
 
-def attend(engine: Engine, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
+def attend(engine: Engine, request: Request) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a request, differentiable once through the engine's backward pass."""
-    if is_differentiable(engine):
-        return engine.run(request, layout)
+    if engine.differentiable:
+        return Result(*engine.run(request, request.layout))[:2]  # type: ignore[arg-type]
+
+    def run(request: Request, layout: Any) -> Any:
+        # No more than is asked for: of a call that is split, XLA drops no results.
+        return engine.run(request, layout)[:2]
+
+    passes = Passes(
+        f"engine={engine.name!r}",
+        partial(forward_apart, run),
+        partial(forward_apart, engine.forward),
+        partial(backward_apart, engine.backward),
+    )
+    return differentiable(passes, request)
+
+
+def differentiable(passes: Passes, request: Request) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a request, whose gradient is that of the passes; it cannot be differentiated again."""
     # A bias may hold integers too, which have no gradient.
     bias, integers = apart(request.bias)
     floats = Floats(request.q, request.k, request.v, bias, request.sinks)
-    rest = replace(request, **dict.fromkeys(Floats._fields) | dict(bias=integers)), layout
+    rest = replace(request, **dict.fromkeys(Floats._fields) | dict(bias=integers))
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
     floats = vary(floats, varying_axes(floats, rest))
-    return _attend(engine, floats, rest)
+    return _attend(passes, floats, rest)
 
 
 @contextmanager
@@ -52,54 +79,44 @@ def forward_mode_refused(engine: Engine):
         ) from error
 
 
-def _joined(floats: Floats, rest) -> tuple[Request, BlockLayout]:
-    request, layout = rest
-    return replace(request, **floats._asdict() | dict(bias=together(floats.bias, request.bias))), layout
+def _joined(floats: Floats, rest: Request) -> Request:
+    return replace(rest, **floats._asdict() | dict(bias=together(floats.bias, rest.bias)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(engine: Engine, floats: Floats, rest):
-    out, lse = forward_apart(engine.run, *_joined(floats, rest))
-    shape = (*floats.q.shape[:3], floats.v.shape[3])
-    if out.shape != shape or lse.shape != shape[:3]:
-        got = f"out {out.shape} and lse {lse.shape}"
-        raise ValueError(f"engine={engine.name!r}: run returned {got}, expected {shape} and {shape[:3]}.")
-    return out.astype(floats.q.dtype), lse
+def _attend(passes: Passes, floats: Floats, rest: Request):
+    result = _checked(passes, "run", passes.run(_joined(floats, rest)), floats)
+    return result.out.astype(floats.q.dtype), result.lse
 
 
-def _attend_fwd(engine: Engine, floats: Floats, rest):
-    out, lse, low = _forward_once(engine, floats, rest)  # type: ignore[misc]
-    return (out.astype(floats.q.dtype), lse), (floats, rest, out, lse, low)
+def _attend_fwd(passes: Passes, floats: Floats, rest: Request):
+    result: Result = _forward_once(passes, floats, rest)  # type: ignore[misc]
+    return (result.out.astype(floats.q.dtype), result.lse), (floats, rest, result)
 
 
-def _attend_bwd(engine: Engine, residuals, cotangents):
-    return _backward_once(engine, *residuals, cotangents), None
+def _attend_bwd(passes: Passes, residuals, cotangents):
+    return _backward_once(passes, *residuals, cotangents), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forward_once(engine: Engine, floats: Floats, rest):
-    forward = getattr(engine, "forward", None)
-    if forward is not None:
-        return forward_apart(forward, *_joined(floats, rest))
-    out, lse = forward_apart(engine.run, *_joined(floats, rest))
-    return out, lse, jnp.zeros_like(lse)
+def _forward_once(passes: Passes, floats: Floats, rest: Request) -> Result:
+    result = _checked(passes, "forward", passes.forward(_joined(floats, rest)), floats)
+    return result._replace(lse_residual=jnp.zeros_like(result.lse)) if result.lse_residual is None else result
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward_once(engine: Engine, floats: Floats, rest, out, lse, low, cotangents) -> Floats:
-    dout, dlse = cotangents
+def _backward_once(passes: Passes, floats: Floats, rest: Request, result: Result, cotangents) -> Floats:
+    (out, lse, low, _), (dout, dlse) = result, cotangents
     finite = jnp.isfinite(lse)
     # What the gradient of every weight in a row is measured against. A row without keys may get NaN: from lse², say.
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1) - dlse.astype(lse.dtype)
     delta = jnp.where(finite, delta, 0)
-    request, layout = _joined(floats, rest)
-    dout = dout.astype(floats.q.dtype)
-    gradients = backward_apart(engine.backward, request, layout, lse, low, delta, dout)
-    dq, dk, dv = (_like(engine, name, x, of) for name, x, of in zip("qkv", gradients[:3], floats[:3], strict=True))
-    dbias = _like_bias(engine, gradients[3], floats.bias)
+    gradients = passes.backward(_joined(floats, rest), result, delta, dout.astype(floats.q.dtype))
+    dq, dk, dv = (_like(passes, name, x, of) for name, x, of in zip("qkv", gradients[:3], floats[:3], strict=True))
+    dbias = _like_bias(passes, gradients[3], floats.bias)
     dsinks = None
     if floats.sinks is not None:
         sink = floats.sinks.astype(lse.dtype).reshape(1, 1, -1)
@@ -108,34 +125,44 @@ def _backward_once(engine: Engine, floats: Floats, rest, out, lse, low, cotangen
     return Floats(dq, dk, dv, dbias, dsinks)
 
 
-def _like_bias(engine: Engine, gradient, bias):
+def _checked(passes: Passes, name: str, result: Any, floats: Floats) -> Result:
+    """What a pass returned, if it has the right shapes."""
+    result = Result(*result)
+    shape = (*floats.q.shape[:3], floats.v.shape[3])
+    if result.out.shape != shape or result.lse.shape != shape[:3]:
+        got = f"out {result.out.shape} and lse {result.lse.shape}"
+        raise ValueError(f"{passes.name}: {name} returned {got}, expected {shape} and {shape[:3]}.")
+    return result
+
+
+def _like_bias(passes: Passes, gradient, bias):
     """The gradients of a bias's floats, each like its own."""
     try:
         places = jax.tree.map(lambda _, x: [x], bias, gradient, is_leaf=lambda x: x is None)
     except (ValueError, TypeError):
         raise ValueError(
-            f"engine={engine.name!r}: backward returned dbias {gradient!r}, expected the structure of {bias!r}."
+            f"{passes.name}: backward returned dbias {gradient!r}, expected the structure of {bias!r}."
         ) from None
-    return jax.tree.map(lambda of, x: _like(engine, "bias", x[0], of), bias, places, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda of, x: _like(passes, "bias", x[0], of), bias, places, is_leaf=lambda x: x is None)
 
 
-def _like(engine: Engine, name: str, gradient, operand):
+def _like(passes: Passes, name: str, gradient, operand):
     """A gradient in its operand's dtype; of another shape, or missing, it is the engine's mistake."""
     if operand is None:
         return None
     if getattr(gradient, "shape", None) != operand.shape:
         got = getattr(gradient, "shape", gradient)
         raise ValueError(
-            f"engine={engine.name!r}: backward returned d{name} of shape {got}, expected "
+            f"{passes.name}: backward returned d{name} of shape {got}, expected "
             f"{operand.shape}. It must return (dq, dk, dv, dbias), each like its operand."
         )
     return gradient.astype(operand.dtype)
 
 
-def _second_derivative(engine: Engine, *_):
+def _second_derivative(passes: Passes, *_):
     raise NotImplementedError(
-        f"engine={engine.name!r} has no second derivatives: its backward pass cannot itself be differentiated. "
-        "Use engine='reference' where you differentiate twice."
+        f"{passes.name} has no second derivatives: its backward pass cannot itself be differentiated. Use "
+        "`ls.attention(..., engine='reference')` where you differentiate twice."
     )
 
 

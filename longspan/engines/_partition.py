@@ -21,31 +21,47 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longspan._merge import Result
 from longspan.biases import apart
-from longspan.engines._contract import Request
-from longspan.layout import BlockLayout
+from longspan.engines._request import Request
 from longspan.masks.pytree import axes_of
 
-FORWARD = ("BTNH", "BTN", "BTN")  # out, lse, and what lse lost by rounding
 
-
-def forward_apart(run: Callable, request: Request, layout: BlockLayout) -> tuple[Any, ...]:
-    """run(request, layout) -> (out, lse, ...), on several devices by rows and heads."""
+def forward_apart(run: Callable, request: Request) -> Result:
+    """run(request, layout), a `Result` or (out, lse), on several devices by rows and heads."""
     if not on_several_devices():
-        return tuple(run(request, layout))
-    given = request, _numbered(request, layout)
-    return _call(lambda given: tuple(run(*given)), given, axes_of(given), FORWARD)
+        return Result(*run(request, request.layout))
+
+    def told_apart(request: Request) -> Result:
+        result = Result(*run(request, request.layout))
+        return result if _by_row_and_head(result.residuals, request) else result._replace(residuals=None)
+
+    given = _numbered(request)
+    return _call(told_apart, (given,), axes_of(given), _axes_of_result)
 
 
-def backward_apart(run: Callable, request: Request, layout: BlockLayout, lse, low, delta, dout) -> tuple[Any, ...]:
-    """run(request, layout, lse, low, delta, dout) -> (dq, dk, dv, dbias), on several devices by rows and heads."""
+def _by_row_and_head(residuals: Any, request: Request) -> bool:
+    """Whether every array has all batch rows and query heads, and says so: of others devices would share a part."""
+    named = zip(axes_of(residuals), jax.tree.leaves(residuals), strict=True)
+    return all(
+        letter in axes and x.shape[axes.index(letter)] == request.dims[letter] for axes, x in named for letter in "BN"
+    )
+
+
+def backward_apart(run: Callable, request: Request, result: Result, delta, dout) -> tuple[Any, ...]:
+    """run(request, layout, result, delta, dout) -> (dq, dk, dv, dbias), on several devices by rows and heads."""
     if not on_several_devices():
-        return tuple(run(request, layout, lse, low, delta, dout))
-    given = request, _numbered(request, layout)
-    axes = [*axes_of(given), "BTN", "BTN", "BTN", "BTNH"]
+        return tuple(run(request, request.layout, result, delta, dout))
+    given = _numbered(request), result, delta, dout
+    axes = [*axes_of(given[0]), *_axes_of_result(result), "BTN", "BTNH"]
     dbias = axes_of(apart(request.bias)[0], request.array_axes["bias"])
-    results = ["BTNH", "BSKH", "BSKH", *dbias]
-    return _call(lambda given: tuple(run(*given)), (*given, lse, low, delta, dout), axes, results)
+    names = ["BTNH", "BSKH", "BSKH", *dbias]
+    return _call(lambda request, *more: tuple(run(request, request.layout, *more)), given, axes, lambda _: names)
+
+
+def _axes_of_result(result: Result) -> list[str]:
+    given = (result.out, "BTNH"), (result.lse, "BTN"), (result.lse_residual, "BTN")
+    return [*(names for x, names in given if x is not None), *axes_of(result.residuals)]
 
 
 def on_several_devices() -> bool:
@@ -54,12 +70,13 @@ def on_several_devices() -> bool:
     return max(jax.device_count(), mesh.size) > 1 and not mesh.manual_axes
 
 
-def _numbered(request: Request, layout: BlockLayout) -> BlockLayout:
-    """The layout with the numbers of all rows and heads, of which each device has its own."""
-    if layout.rows is not None:
-        return layout
+def _numbered(request: Request) -> Request:
+    """The request, whose layout has the numbers of all rows and heads, of which each device has its own."""
+    layout = request.layout
+    if layout is None or layout.rows is not None:
+        return request
     rows, heads = (jnp.arange(request.dims[axis], dtype=np.int32) for axis in "BN")
-    return replace(layout, rows=rows, heads=heads)
+    return replace(request, layout=replace(layout, rows=rows, heads=heads))
 
 
 class Pass(NamedTuple):
@@ -70,24 +87,29 @@ class Pass(NamedTuple):
     results: tuple[str, ...]
 
 
-def _call(run: Callable, given: Any, axes: Sequence[str], results: Sequence[str]) -> Any:
+def _call(run: Callable, given: Any, axes: Sequence[str], names_of: Callable[[Any], Sequence[str]]) -> Any:
+    """run(*given), told to be computed apart; `names_of` gives the axes of each array that it returns."""
     leaves, tree = jax.tree.flatten(given)
     assert len(leaves) == len(axes), "every operand has named axes"
-    trees = []
+    found = []
 
     def flat(*operands):
-        found, tree_of_results = jax.tree.flatten(run(tree.unflatten(operands)))
-        trees.append(tree_of_results)
-        return found
+        results, tree_of_results = jax.tree.flatten(run(*tree.unflatten(operands)))
+        found.append((tree_of_results, names_of(tree_of_results.unflatten(results))))
+        return results
 
-    found = run_apart(Pass(flat, tuple(axes), tuple(results)), leaves)
-    return trees[0].unflatten(found)
+    closed = jax.make_jaxpr(flat)(*leaves)
+    tree_of_results, names = found[0]
+    return tree_of_results.unflatten(run_apart(Pass(flat, tuple(axes), tuple(names)), leaves, closed))
 
 
-def run_apart(of: Pass, operands: Sequence[Any]) -> Any:
-    """The results of a pass, told to be computed apart; constants that it holds become operands of the call."""
-    closed = jax.make_jaxpr(of.run)(*operands)
-    results = of.results[: len(closed.out_avals)]  # what an engine's `run` does not give comes last
+def run_apart(of: Pass, operands: Sequence[Any], closed: Any = None) -> Any:
+    """The results of a pass, told to be computed apart; constants that it holds become operands of the call.
+
+    `closed` is its jaxpr, if it was traced already.
+    """
+    closed = jax.make_jaxpr(of.run)(*operands) if closed is None else closed
+    results = of.results
     fits = [x.ndim for x in closed.out_avals] == [len(names) for names in results]
     # What a user's function prints, or a tracer that it closes over, cannot be traced again when XLA splits the call.
     # Results of another form are an engine's mistake, which is told where they are checked.

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._merge import Result
 from longspan._types import statistics_dtype
 from longspan.biases import apart, together, total
 from longspan.dropout import keep
-from longspan.engines._contract import Engine, Request
+from longspan.engines._contract import Engine
+from longspan.engines._request import Request
 from longspan.layout import BlockLayout
 
 
@@ -43,8 +45,9 @@ class Reference(Engine):
         out = jnp.einsum("bnts,bsnh->btnh", _dropped(request, pairs, weights), pairs.v)
         return out.astype(request.q.dtype), lse.swapaxes(1, 2)
 
-    def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
-        """The gradients of weights exp(score - lse - low), for a lse of these keys or of more."""
+    def backward(self, request: Request, layout: BlockLayout, result: Result, delta, dout):
+        """The gradients of weights exp(score - lse - lse_residual), for a lse of these keys or of more."""
+        lse, low = result.lse, result.lse_residual
         pairs = _pairs(request, layout)
         scores, slope = _scores(request, pairs)
         level, low, delta = (_column(jnp.where(jnp.isfinite(lse), a, 0)) for a in (lse, low, delta))

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspan._axes import BATCH_AXES, HEAD_AXIS
 from longspan._checks import check_positions, to_int32
 from longspan._types import no_type_check
 from longspan.masks import Full, Mask, Segments
 from longspan.masks.cut import Kept, gather
 
-BATCH_AXES, QHEADS_AXIS, KVHEADS_AXIS, SEQUENCE_AXIS = ("dp", "fsdp"), "tp", "tp", "sp"
+QHEADS_AXIS, KVHEADS_AXIS, SEQUENCE_AXIS = HEAD_AXIS, HEAD_AXIS, "sp"
 
 AxisName = str | tuple[str, ...] | None
 STATIC = dict(static=True)

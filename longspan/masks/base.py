@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from longspan._checks import check_extents, check_lengths, check_positions, is_known
+from longspan._checks import check_lengths, check_sides, is_known
 from longspan._constants import on_host
 from longspan._types import Array, Namespace, Positions, no_type_check
 from longspan.masks.checks import check_bools, check_slots
@@ -511,16 +511,10 @@ class Mask(Value):
         low, high = (None if end is None else side.number(end) for end in band)
         return low, high
 
-    def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace, numbers=None):
-        check_lengths(q_len, kv_len)
-        check_extents(self, q_len=q_len, kv_len=kv_len, some=numbers is not None)
-        batch, heads = self.batch, self.heads
-        if numbers is not None:  # of a call's rows and heads only these are here
-            batch, heads = (min(n, len(here)) for n, here in zip((batch, heads), numbers, strict=True))
-        for name, positions, length in (("q_positions", q_positions, q_len), ("kv_positions", kv_positions, kv_len)):
-            batch = max(batch, check_positions(name, positions, length, None if batch == 1 else batch))
+    def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
+        batch = check_sides(self, q_len, kv_len, q_positions, kv_positions)
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-        return two_sides(q_len, kv_len, batch=batch, heads=heads, **positions, numbers=numbers, xp=xp)
+        return two_sides(q_len, kv_len, batch=batch, heads=self.heads, **positions, xp=xp)
 
 
 def _of_bools(allowed: Callable) -> Callable:

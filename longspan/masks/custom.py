@@ -121,7 +121,7 @@ class Custom(Mask):
         """What a function of rows and heads is given first: nothing, if it is none."""
         if not takes_rows_and_heads(function, len(self.arrays)):
             return ()
-        numbers = ((q.side.batch, self.batch), (q.side.head, self.heads))
+        numbers = ((q.side.rows_among(self.batch), self.batch), (q.side.heads_of(self.heads), self.heads))
         return tuple(number if apart > 1 else np.zeros((1, 1, 1, 1), np.int32) for number, apart in numbers)
 
     def _arrays(self, side):

@@ -119,13 +119,17 @@ class Side:
 
     def rows_of(self, array):
         """Which rows of an array [B or 1, ...] belong to the batch rows looked at."""
-        if array.shape[0] == 1:
+        return self.rows_among(array.shape[0])
+
+    def rows_among(self, count: int):
+        """Which of `count` batch rows (all, those here, or one for all) are looked at."""
+        if count == 1:
             return self.xp.zeros_like(self.batch)
-        # An array of all rows, of which only some are here, holds them at their numbers.
-        return self.places.row if self.places is not None and array.shape[0] == self.places.rows else self.batch
+        # Of all rows, of which only some are here, these are found by their numbers.
+        return self.places.row if self.places is not None and count == self.places.rows else self.batch
 
     def heads_of(self, count: int):
-        """Which of `count` heads (all, or one for all) are looked at."""
+        """Which of `count` heads (all, those here, or one for all) are looked at."""
         if count == 1:
             return self.xp.zeros_like(self.head)
         return self.places.head if self.places is not None and count == self.places.heads else self.head
@@ -353,7 +357,7 @@ def two_sides(
     if numbers is not None:
         places = Places(rows, head, batch, heads)
         rows, head = (n[: at.size].reshape(at.shape) for n, at in zip(numbers, (rows, head), strict=True))
-    q_positions, kv_positions = (_as_positions(p, xp) for p in (q_positions, kv_positions))
+    q_positions, kv_positions = (as_positions(p, xp) for p in (q_positions, kv_positions))
     return (
         Side(QUERIES, q_len, q_positions, rows, head, xp, places=places),
         Side(KEYS, kv_len, kv_positions, rows, head, xp, places=places),
@@ -392,7 +396,8 @@ def search_rows(xp: Namespace, sorted_rows, values, side: Literal["left", "right
     return jax.vmap(lambda s, v: jnp.searchsorted(s, v, side=side).astype(np.int32))(sorted_rows, values)
 
 
-def _as_positions(positions, xp: Namespace):
+def as_positions(positions, xp: Namespace):
+    """Positions as sides hold them: int32 [B or 1, length] within ±FAR, or None."""
     if positions is None:
         return None
     positions = xp.clip(to_int32(positions, xp), -FAR, FAR)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspan._axes import entries, on_auto_axes
+from longspan._axes import BATCH_AXES, entries, on_auto_axes
 from longspan._checks import check_static_size
 from longspan._types import no_type_check
 from longspan.parallel.order import Order, check_order, padded, stored
@@ -26,7 +26,7 @@ def shard_batch(
     *,
     order: Order = "contiguous",
     axis: str = "sp",
-    batch_axes: Any = ("dp", "fsdp"),
+    batch_axes: Any = BATCH_AXES,
     fill: Mapping[str, int] | None = None,
 ) -> dict[str, jax.Array]:
     """A batch padded, put in order and placed on a mesh, once for all layers; with the tokens' positions.

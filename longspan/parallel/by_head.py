@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.biases import Bias, Whole, apart, map_terms, terms
+from longspan.engines import Request
 from longspan.masks.pytree import axes_of
-from longspan.parallel.parts import Context, Queries, Upstream
 from longspan.parallel.specs import as_data
 
 ARRAY = "BNTS"  # the axes of a bias that is an array
@@ -26,31 +26,36 @@ def side_by_side(stacked: Any) -> Any:
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:]), stacked)
 
 
-def of_head(context: Context, queries: Queries, head: Any, heads: int) -> tuple[Context, Queries]:
-    """What a device knows, and its queries, for one of its `heads` key/value heads."""
-    batch, _, count, _ = queries.q.shape
+def one_head(tree: Any, head: Any, heads: int) -> Any:
+    """Of arrays [B, n, heads · group, ...] the part [B, n, group, ...] of one of `heads` key/value heads."""
+
+    def part(x):
+        group = x.shape[2] // heads
+        return jax.lax.dynamic_slice_in_dim(x, head * np.int32(group), group, axis=2)
+
+    return jax.tree.map(part, tree)
+
+
+def of_head(call: Request, head: Any, heads: int) -> Request:
+    """The call of one of a device's `heads` key/value heads: its queries, with their own part of mask and bias."""
+    batch, _, count, _ = call.q.shape
     group = count // heads
     rows, numbers = (
         jnp.arange(size, dtype=np.int32) if given is None else given
-        for given, size in ((context.rows, batch), (context.heads, count))
+        for given, size in ((call.rows, batch), (call.heads, count))
     )
-    first, dropout = head * np.int32(group), context.dropout
-    mine = jax.lax.dynamic_slice_in_dim(numbers, first, group)
+    first, dropout = head * np.int32(group), call.dropout
     if dropout is not None:
         dropout = replace(dropout, heads=jax.lax.dynamic_slice_in_dim(dropout.heads, first, group))
-    mask = _some_heads(as_data(context.mask), first, group)
-    bias = map_terms(lambda term: _some_heads(_ready(term), first, group), queries.bias)
-    q = jax.lax.dynamic_slice_in_dim(queries.q, first, group, axis=2)
-    return (
-        replace(context, mask=mask, dropout=dropout, rows=rows, heads=mine),
-        queries._replace(q=q, bias=bias),
+    return replace(
+        call,
+        q=one_head(call.q, head, heads),
+        mask=_some_heads(as_data(call.mask), first, group),
+        bias=map_terms(lambda term: _some_heads(_ready(term), first, group), call.bias),
+        dropout=dropout,
+        rows=rows,
+        heads=jax.lax.dynamic_slice_in_dim(numbers, first, group),
     )
-
-
-def upstream_of_head(up: Upstream, head: Any, heads: int) -> Upstream:
-    """What comes back to the queries of one key/value head."""
-    group = up.lse.shape[2] // heads
-    return Upstream(*(jax.lax.dynamic_slice_in_dim(x, head * np.int32(group), group, axis=2) for x in up))
 
 
 def bias_of_all(bias: Any, stacked: Any) -> Any:

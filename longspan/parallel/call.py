@@ -13,23 +13,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
-from longspan._attention import _is_array, _scaled, bind
+from longspan._axes import BATCH_AXES, HEAD_AXIS
 from longspan._checks import check_keywords
 from longspan._constants import unfolded
 from longspan._programs import jit_by_function
 from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
 from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
-from longspan.dropout import Dropout
 from longspan.engines import Engine, Request
-from longspan.engines._contract import has_no_pairs, with_features, without_pairs
-from longspan.engines._gradient import Floats
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.parallel.arrays import laid_out, lettered
 from longspan.parallel.order import Order, check_length, check_order, padded, stored
-from longspan.parallel.parts import Context, Setting
-from longspan.parallel.plan import Plan, planned
+from longspan.parallel.parts import Setting
+from longspan.parallel.plan import Asked, Plan, planned
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 
@@ -124,8 +121,8 @@ def attention(
     mesh: Mesh | AbstractMesh,
     mask: Mask | MaskInfo | Bool[Array, "..."] | None = None,
     axis: str = "sp",
-    batch_axes: str | Sequence[str] = ("dp", "fsdp"),
-    head_axis: str | None = "tp",
+    batch_axes: str | Sequence[str] = BATCH_AXES,
+    head_axis: str | None = HEAD_AXIS,
     order: Order = "contiguous",
     global_capacity: int | None = None,
     plan: Plan | None = None,
@@ -164,7 +161,8 @@ def attention(
             arrays [B, T] of the mask, biases by query or by key and positions are in that order; rules about slots
             (`Blocks`, `Dense`, `Between`) and biases [T, T] are refused.
         global_capacity: how many tokens the flags of a `Global` may name before all keys are sent; by default 128.
-        plan: a plan made earlier, by default this call's; one for another mask, length or order is refused.
+        plan: a plan made earlier, which is used as it is; one for another mask, length or order is refused. By default
+            this call's own: plans of masks without arrays are remembered, the 64 used last.
         bias: as for `ls.attention`; rows of arrays lie where their queries do.
         scale: as for `ls.attention`.
         soft_cap: as for `ls.attention`.
@@ -193,22 +191,13 @@ def attention(
     _check_place(axes, q, k, v)
     if isinstance(mask, BlockLayout):
         raise TypeError("A BlockLayout is planned for one device. Pass its mask, `mask=layout.mask`.")
-    request = bind(q, k, v, mask, bias, scale, soft_cap, sinks, dropout_rate, dropout_key, q_positions, kv_positions)
+    request = Request.of(
+        q=q, k=k, v=v, mask=mask, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, q_positions=q_positions, kv_positions=kv_positions, batch_axes=(), head_axis=None,
+    )  # fmt: skip
     check_call(axes, request, order)
     plan = chosen_plan(plan, request, axes, order, global_capacity)
-    if _is_array(scale):
-        request = replace(request, q=_scaled(request.q, jnp.asarray(scale)))
-    words = None if request.dropout is None or dropout_key is None else jax.random.bits(dropout_key, (2,), "uint32")
-    if has_no_pairs(request):
-        out, lse = without_pairs(request)
-        out, lse = (out[0], lse[0]) if len(q.shape) == 3 else (out, lse)
-        return (out, lse) if return_lse else out
-    features, request = request.dims["Hv"], with_features(request)
-    setting = Setting(
-        plan, engine, axis, tuple(mesh.axis_names), request.scale, request.soft_cap, request.platform
-    )  # fmt: skip
-    out, lse = _run(request, words, setting=setting, axes=axes)
-    out = out if features else out[..., :0]
+    out, lse = _run(request, setting=Setting(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -284,9 +273,13 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
             f"This plan is for {given.length} tokens on {given.shards} devices, but the call has {length} on {shards}. "
             "Make another one."
         )
-    # Different masks may look alike without their arrays: what would be planned now must be the same.
-    wanted = planned(request.mask, length, shards, order, global_capacity=given.capacity or capacity, **more)
-    if given != wanted:
+    if capacity is not None and given.capacity not in (0, capacity):
+        raise ValueError(
+            f"This plan is for global_capacity={given.capacity}, but the call has global_capacity={capacity}. "
+            "Leave one of them out."
+        )
+    # Not planned again: a plan says what it was made of, and masks with the same structure have the same plan.
+    if given.key != Asked.of(request.mask, length, shards, order, **more, capacity=capacity).key():
         raise ValueError(
             f"This plan is for {given.text}, but the call, with its heads, positions and bias, is another: "
             f"{request.mask!r}. "
@@ -296,63 +289,86 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
 
 
 @partial(jit_by_function, static_argnames=("setting", "axes"))
-def _run(request: Request, words, *, setting: Setting, axes: Axes):
-    """The program on all devices, of arrays that are padded and split, and what it gives without padding."""
-    T, plan = request.dims["T"], setting.plan
-    operands, specs = _operands(request, plan, axes)
-    mask = as_data(request.mask) if axes.numbered else request.mask
-    known = mask, *(None if p is None else p.reshape(-1, T) for p in (request.q_positions, request.kv_positions))
-    known = unfolded(known)
-    letters = [each for each, _ in lettered(known, T)]
-    known, known_specs = _split(axes, known, letters, padded(T, plan.shards, plan.order) - T)
-    in_specs = specs, known_specs, None if words is None else P()
-    rate = 0.0 if request.dropout is None else request.dropout.rate
+def _run(request: Request, *, setting: Setting, axes: Axes):
+    """(out, lse) of the program on all devices, of arrays that are padded and split."""
+    if not request.has_pairs:
+        return request.without_pairs()[:2]
+    T, features = request.dims["T"], request.dims["Hv"]
+    request, specs, letters = _split(request.with_scale().with_features(), setting.plan, axes)
 
-    def local(operands: Floats, known, words):
+    def local(request: Request):
         device = jax.lax.axis_index(axes.sequence).astype(np.int32)
-        known = laid_out(setting, device, known, letters)
-        return attend(setting, operands, _context(operands.q, known, words, rate, device, axes))
+        known = laid_out(setting, device, _known(request), letters)
+        request = replace(request, **dict(zip(KNOWN, known, strict=True)))
+        return attend(setting, _numbered(request, axes))
 
     out_specs = specs.q, P(*specs.q[:3])
-    run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    given = operands, known, words
+    run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
     if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
-        given = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(axes.mesh, axes.explicit(spec))), given, in_specs)
-    out, lse = run(*given)
-    return out[:, :T], lse[:, :T]
+        request = jax.tree.map(
+            lambda x, spec: reshard(x, NamedSharding(axes.mesh, axes.explicit(spec))), request, specs
+        )
+    out, lse = run(request)
+    return out[:, :T] if features else out[:, :T, :, :0], lse[:, :T]
 
 
-def _split(axes: Axes, known: Any, letters: list[str], more: int) -> tuple[Any, Any]:
-    """A mask and positions, those arrays padded that are split like the tokens, and how each of them is split."""
-    leaves, tree = jax.tree.flatten(known)
-    pairs = list(zip(letters, leaves, strict=True))
-    leaves = [_padded(jnp.asarray(x), x.ndim - 1, more) if names[-1:] == "t" else x for names, x in pairs]
-    return tree.unflatten(leaves), tree.unflatten([axes.spec(names, np.shape(x)) for names, x in pairs])
-
-
-def _operands(request: Request, plan: Plan, axes: Axes) -> tuple[Floats, Floats]:
-    """What has gradients, padded, and how each of them is split."""
+def _split(request: Request, plan: Plan, axes: Axes) -> tuple[Request, Request, list[str]]:
+    """The call, padded to what devices divide; how each of its arrays is split; the axes of its mask and positions."""
     T, times = request.dims["T"], axes.repeats(request.dims["K"])
     more = padded(T, plan.shards, plan.order) - T
     q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
     k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
     bias = map_terms(lambda term: _prepared(axes, term, more, plan), request.bias)
+    dropout = None if request.dropout is None else request.dropout.drawn(None, None)
+    request = replace(
+        request,
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        dropout=dropout,
+        mask=as_data(request.mask) if axes.numbered else request.mask,
+        q_positions=None if request.q_positions is None else request.q_positions.reshape(-1, T),
+        kv_positions=None if request.kv_positions is None else request.kv_positions.reshape(-1, T),
+    )
+    known, known_specs, letters = _split_known(unfolded(_known(request)), T, more, axes)
     here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
-    heads = None if request.sinks is None else P(axes.heads or None)
-    return Floats(q, k, v, bias, request.sinks), Floats(here, here, here, _bias_specs(axes, bias), heads)
+    specs: Any = replace(
+        request,
+        **dict(q=here, k=here, v=here, bias=_bias_specs(axes, bias)),
+        sinks=None if request.sinks is None else P(axes.heads or None),
+        dropout=jax.tree.map(lambda _: P(), dropout),
+        **dict(zip(KNOWN, known_specs, strict=True)),
+    )
+    return replace(request, **dict(zip(KNOWN, known, strict=True))), specs, letters
 
 
-def _context(q, known, words, rate: float, device, axes: Axes) -> Context:
-    """What this device knows besides its operands."""
+def _split_known(known: Any, length: int, more: int, axes: Axes) -> tuple[Any, Any, list[str]]:
+    """A mask and positions, those arrays padded that are split like the tokens; how each is split; its axes."""
+    letters = [each for each, _ in lettered(known, length)]
+    leaves, tree = jax.tree.flatten(known)
+    pairs = list(zip(letters, leaves, strict=True))
+    leaves = [_padded(jnp.asarray(x), x.ndim - 1, more) if names[-1:] == "t" else x for names, x in pairs]
+    return tree.unflatten(leaves), tree.unflatten([axes.spec(names, np.shape(x)) for names, x in pairs]), letters
+
+
+KNOWN = ("mask", "q_positions", "kv_positions")  # what every device knows of all tokens, as far as it needs it
+
+
+def _known(request: Request) -> tuple[Any, ...]:
+    return tuple(getattr(request, name) for name in KNOWN)
+
+
+def _numbered(request: Request, axes: Axes) -> Request:
+    """One device's part of a call, with the numbers of its rows and heads."""
     rows, heads = (
         axes.number(names) * np.int32(size) + jnp.arange(size, dtype=np.int32)
-        for names, size in ((axes.batch, q.shape[0]), (axes.heads, q.shape[2]))
+        for names, size in ((axes.batch, request.dims["B"]), (axes.heads, request.dims["N"]))
     )
-    dropout = None if words is None else Dropout(words, rows, heads, rate)
+    if request.dropout is not None:
+        request = replace(request, dropout=replace(request.dropout, rows=rows, heads=heads))
     # Without numbers engines need not look up what is here.
-    rows, heads = (rows, heads) if axes.numbered else (None, None)
-    mask, q_positions, kv_positions = known
-    return Context(mask, q_positions, kv_positions, dropout, rows, heads, device)
+    return replace(request, rows=rows, heads=heads) if axes.numbered else request
 
 
 def _bias_specs(axes: Axes, bias) -> Any:

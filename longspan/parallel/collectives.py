@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
+from longspan.engines import Request
+from longspan.layout import sides_of
 from longspan.parallel.exchange import Exchange, Lists
 from longspan.parallel.order import chunk_of, runs_of
-from longspan.parallel.parts import Context, Setting, place_of, slots_of
+from longspan.parallel.parts import Setting, place_of, slots_of
 from longspan.parallel.plan import Plan
 
 
@@ -175,30 +177,30 @@ class Listed(NamedTuple):
         )
 
 
-def gathered(setting: Setting, context: Context, slots, real, tree) -> Any:
+def gathered(setting: Setting, device: Any, slots, real, tree) -> Any:
     """Rows [B, n, ...] of arrays [B, L, ...] that lie on several devices, on all of them."""
-    device, row = place_of(setting.plan, slots)
-    mine = (device == context.device) & real
+    owner, row = place_of(setting.plan, slots)
+    mine = (owner == device) & real
     return jax.tree.map(lambda x: jax.lax.psum(_rows(x, row, mine), setting.axis), tree)
 
 
-def scattered(setting: Setting, context: Context, slots, real, totals, rows) -> Any:
+def scattered(setting: Setting, device: Any, slots, real, totals, rows) -> Any:
     """Arrays [B, L, ...] with those of some rows [B, n, ...] added that lie on this device."""
-    device, row = place_of(setting.plan, slots)
-    mine = (device == context.device) & real
+    owner, row = place_of(setting.plan, slots)
+    mine = (owner == device) & real
     return jax.tree.map(lambda total, x: _add_rows(total, x, row, mine), totals, rows)
 
 
-def reach(setting: Setting, context: Context, rest: Any) -> tuple[Any, Any]:
+def reach(setting: Setting, device: Any, call: Request, rest: Any) -> tuple[Any, Any]:
     """How many shards before and after any device needs, as its mask's arrays say; the same number everywhere."""
     plan, length = setting.plan, setting.plan.length
     size = plan.rows // runs_of(plan.order)
-    slots = jnp.clip(slots_of(plan, context.device), 0, length - 1)
+    slots = jnp.clip(slots_of(plan, device), 0, length - 1)
     mask = rest.cut(slots, None, q_len=length, kv_len=length)
-    q_positions = context.q_positions
-    q_positions = slots if q_positions is None else jnp.take(q_positions, slots[0], axis=1)
-    numbers = None if context.rows is None else (context.rows, context.heads)
-    q, kv = mask._sides(plan.rows, length, q_positions, context.kv_positions, jnp, numbers)
+    q_positions = slots if call.q_positions is None else jnp.take(call.q_positions, slots[0], axis=1)
+    numbers = None if call.rows is None else (call.rows, call.heads)
+    places: dict[str, Any] = dict(q_positions=q_positions, kv_positions=call.kv_positions, numbers=numbers)
+    q, kv = sides_of(mask, plan.rows, length, **places)
     spans = mask.kv_spans(q.tiles(size), kv.tiles(size))
     chunks = plan.shards * runs_of(plan.order)
     chunk = np.arange(chunks, dtype=np.int32)
@@ -210,7 +212,7 @@ def reach(setting: Setting, context: Context, rest: Any) -> tuple[Any, Any]:
         common = spans.common.any((0, 1, 2))
         seen = seen | jnp.pad(jnp.broadcast_to(common, (-(-length // size),)), (0, chunks - -(-length // size)))
     owner = np.where(chunk >= plan.shards, 2 * plan.shards - 1 - chunk, chunk).astype(np.int32)
-    before = context.device - owner
+    before = device - owner
     one_way = plan.order == "zigzag"  # there neighbours before and after are the same devices
     ends = jnp.stack([
         jnp.where(seen, before % np.int32(plan.shards) if one_way else before, 0).max(),

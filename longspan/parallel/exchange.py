@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import Namespace
+from longspan.layout import sides_of
 from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION, Listing
 from longspan.masks.sides import Side, two_sides
@@ -45,7 +46,7 @@ class Exchange(NamedTuple):
         return {token for token in tokens if token < length}
 
 
-def exchange(mask: Mask, length: int, shards: int, rows: int, kv_heads: int | None, positions: bool, data: bool):
+def exchange(mask: Mask, length: int, shards: int, rows: int, kv_heads: int, positions: bool, data: bool):
     """The `Exchange` of a mask that lists blocks; None if it lists none, or only (unless `data`) as data."""
     listings = [found for part in mask.walk() if (found := part.listing()) is not None]
     unknown = [found for found in listings if found.unlisted is not None]
@@ -55,7 +56,7 @@ def exchange(mask: Mask, length: int, shards: int, rows: int, kv_heads: int | No
     known = _known(mask, positions, tables=False)
     if mask.heads * shards * -(-length // unit) > MOST_BLOCKS:
         return None
-    heads = 1 if mask.heads == 1 else mask.heads if kv_heads is None else math.gcd(kv_heads, mask.heads)
+    heads = math.gcd(kv_heads, mask.heads)
     needed = _needed(known, length, shards, rows // unit, unit, heads)
     more = sum(_reckoned(found, mask, heads, rows, shards) * (found.block_size // unit) for found in unknown)
     many = needed.sum(1).mean(0) > shards / 2  # [who has, blocks]: more than half of the devices need it
@@ -112,7 +113,7 @@ class Lists(NamedTuple):
 
 def lists(mask: Mask, of: Exchange, device: Any, numbers: Any, blocks: int, length: int, heads: int) -> Lists:
     """The `Lists` of one device, whose shard has so many blocks; the mask's arrays are tables and nothing else."""
-    q, kv = mask._sides(length, length, None, None, jnp, numbers)
+    q, kv = sides_of(mask, length, length, numbers=numbers)
     low, high, common = _intervals(mask, q, kv, of.shards, blocks, of.unit)
     shape = (min(heads, low.shape[0]), -1, of.shards, blocks)
     mine = device * np.int32(blocks)

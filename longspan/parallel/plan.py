@@ -4,29 +4,31 @@ A row is one token's k and v. Whatever the mask, every device runs the same prog
 a neighbour to every device: the hull of what any of them needs.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from longspan._checks import check_extents, check_static_size
 from longspan._types import no_type_check
-from longspan.masks import Full, Mask
+from longspan.masks import Mask
 from longspan.masks.base import POSITION
-from longspan.masks.sides import two_sides
 from longspan.parallel.balance import load, pairs_of
 from longspan.parallel.exchange import Exchange, exchange
-from longspan.parallel.order import Order, check_order, owner_of, padded, runs_of
+from longspan.parallel.needs import Needs, holds_arrays, needs_of, without_arrays
+from longspan.parallel.order import Order, check_order, padded
 from longspan.parallel.picture import picture_html, picture_text
 from longspan.parallel.specs import check_zigzag
 
 MOST_STEPS = 20  # permutes that are written out: beyond, a loop that sends whole shards is at most 5% over
-MOST_TOUCHES = 1 << 22  # pairs of a chunk and an interval that are looked at one by one
 CAPACITY = 128  # tokens that flags may make global before the ring takes over, if nobody says
 FEWEST = 8  # and at most one of so many that a device holds
+REMEMBERED = 64  # plans of masks without arrays: those used last
 TRAVELLING = 8  # rows that a travelling query is worth: it goes out in all heads, and comes back in float32
 
 
@@ -74,6 +76,7 @@ class Plan:
         default=None, compare=False
     )  # what each device computes, but with global tokens
     text: str = field(default="", compare=False)
+    key: tuple = field(default=(), compare=False, repr=False)  # what of a mask and a call it is for: `Asked.key`
 
     @property
     def rows(self) -> int:
@@ -244,26 +247,77 @@ def plan(
 
 
 def planned(mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True) -> Plan:
-    """`plan`, where positions may be other than indices, and queries may have to stay where they are."""
+    """`plan`, where positions may be other than indices, and queries may have to stay where they are.
+
+    The plans of masks without arrays are remembered.
+    """
     length, shards = check_static_size("length", length, 1), check_static_size("shards", shards, 1)
     check_order(order)
     check_shared(mask, length, shards)
     if order == "zigzag":
         check_zigzag(mask)
-    rows = padded(length, shards, order) // shards
-    capacity = min(CAPACITY, -(-rows // FEWEST))
     if global_capacity is not None:
-        capacity = check_static_size("global_capacity", global_capacity, 0)
+        global_capacity = check_static_size("global_capacity", global_capacity, 0)
     if kv_heads is not None:
         kv_heads = check_static_size("kv_heads", kv_heads, 1)
-    asked = Asked(mask, length, shards, order, positions, kv_heads)
+    asked = Asked.of(mask, length, shards, order, positions, travel, kv_heads, global_capacity)
+    try:
+        hash(asked)
+    except TypeError:  # the mask holds arrays
+        return _plan_of(asked)
+    return remembered(asked)
+
+
+class Asked(NamedTuple):
+    """All that decides a plan."""
+
+    mask: Mask
+    length: int
+    shards: int
+    order: Order
+    positions: bool  # they are indices, or not read
+    travel: bool  # queries that see everything may be sent
+    kv_heads: int  # that are told apart by tables of blocks
+    capacity: int | None  # as it was given
+
+    @classmethod
+    def of(cls, mask, length, shards, order, positions, travel, kv_heads, capacity) -> "Asked":
+        """With what does not matter for this mask at its default."""
+        tables = any(part.listing() is not None for part in mask.walk())
+        heads = 1 if not tables else mask.heads if kv_heads is None else math.gcd(kv_heads, mask.heads)
+        positions = positions or POSITION not in mask.reads
+        if not travel:
+            pinned = mask.pinned(length)
+            travel = not pinned.rows and not pinned.q_flags
+        return cls(mask, length, shards, order, positions, travel, heads, capacity)
+
+    def key(self) -> tuple[Any, ...]:
+        """What of a mask and a call, besides sizes and order, decides a plan: equal keys, equal plans.
+
+        Of arrays that is their number and places in the mask, and the shape of tables that list blocks.
+        """
+        found = [listing for part in self.mask.walk() if (listing := part.listing()) is not None]
+        data = [listing._replace(unlisted=None) for listing in found if listing.unlisted is not None]
+        sizes = (self.mask.batch, self.mask.heads) if data else ()
+        return jax.tree.structure(self.mask), tuple(data), sizes, self.positions, self.travel, self.kv_heads
+
+
+def _plan_of(asked: Asked) -> Plan:
+    """The cheaper of two plans: with global tokens brought together by themselves, and without."""
+    mask, length, shards, order, positions, travel, _, given = asked
+    rows = padded(length, shards, order) // shards
+    capacity = min(CAPACITY, -(-rows // FEWEST)) if given is None else given
     whole = _cheapest(asked, mask, Apart(), by_data=False)
     rest, taken = _taken_apart(mask, length, positions, travel, capacity) or (mask, Apart())
     found = _cheapest(asked, rest, taken, by_data=True)
     if found.beyond:
         found = replace(found, fallback=whole)
-    wanted = global_capacity is not None and any(taken.by_flags)
-    return found if wanted or _price(found) < _price(whole) else whole
+    wanted = given is not None and any(taken.by_flags)
+    found = found if wanted or _price(found) < _price(whole) else whole
+    return replace(found, key=asked.key())
+
+
+remembered = lru_cache(maxsize=REMEMBERED)(_plan_of)
 
 
 def check_shared(mask: Mask, length: int, shards: int) -> None:
@@ -273,17 +327,6 @@ def check_shared(mask: Mask, length: int, shards: int) -> None:
     check_extents(mask, q_len=length, kv_len=length)
     if length < shards:
         raise ValueError(f"{length} tokens cannot be shared by {shards} devices: give each at least one.")
-
-
-class Asked(NamedTuple):
-    """What a plan is for."""
-
-    mask: Mask
-    length: int
-    shards: int
-    order: Order
-    positions: bool  # they are indices
-    kv_heads: int | None
 
 
 def _price(plan: Plan) -> int:
@@ -330,10 +373,10 @@ def _cheapest(asked: Asked, rest: Mask, taken: Apart, by_data: bool) -> Plan:
 
 
 def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Plan:
-    mask, length, shards, order, positions, _ = asked
+    mask, length, shards, order, positions = asked[:5]
     known = without_arrays(rest, positions)
-    needs = _needs(known, length, shards, order)
-    data = _holds_arrays(rest) or not positions
+    needs = needs_of(known, length, shards, order)
+    data = holds_arrays(rest) or not positions
     rows = padded(length, shards, order) // shards
     columns = len(taken.columns) + taken.capacity * taken.by_flags[0]
     bound = needs.bound if blocks is None else min(needs.bound, blocks.bound)
@@ -374,7 +417,7 @@ def _token_steps(taken: Apart, blocks: Exchange | None) -> list[Step]:
 
 
 def _key_steps(
-    needs: "Needs", rest: Mask, shards: int, rows: int, order: str, data: bool, blocks: Exchange | None
+    needs: Needs, rest: Mask, shards: int, rows: int, order: str, data: bool, blocks: Exchange | None
 ) -> list[Step]:
     """How the keys that a device lacks come to it: blocks of all, rows of a few neighbours, or shard after shard."""
     if blocks is not None:
@@ -394,7 +437,7 @@ def _key_steps(
     return [Step("ring", sum(ring) * rows, _why(rest, data), ring[0], after=ring[1])] if sum(ring) else []
 
 
-def _ring(needs: "Needs", shards: int, order: str) -> tuple[int, int]:
+def _ring(needs: Needs, shards: int, order: str) -> tuple[int, int]:
     """How many shards must come from before and from after; all of them go round one way."""
     before, after = needs.reach
     if order == "zigzag" or before + after >= shards - 1:
@@ -407,87 +450,3 @@ def _why(rest: Mask, data: bool) -> str:
     if unbounded:
         return f"{unbounded[0]!r} has no bounds"
     return "as far as the arrays say" if data else "every shard is seen"
-
-
-class Needs(NamedTuple):
-    """What devices lack."""
-
-    hulls: dict[tuple[int, int], tuple[int, int]] | None  # (shift, run) -> rows [start, stop); None: too many to tell
-    reach: tuple[int, int]  # how many shards before and after
-    bound: int  # rows that the device which needs most lacks
-
-
-def _needs(mask: Mask, length: int, shards: int, order: str) -> Needs:
-    """Spans at chunks, met with the chunks that other devices hold."""
-    size = padded(length, shards, order) // (shards * runs_of(order))
-    tile, low, high = _spans(mask, length, size)
-    first, last = low // size, (high - 1) // size
-    device, _ = owner_of(order, shards, tile)
-    widths = high - low - np.clip(np.minimum(high, (tile + 1) * size) - np.maximum(low, tile * size), 0, None)
-    bound = int(np.bincount(device, widths, minlength=shards).max(initial=0))
-    touches = int((last - first + 1).sum())
-    if touches > MOST_TOUCHES:
-        before = int((tile - first).max(initial=0)), int((last - tile).max(initial=0))
-        return Needs(None, before if order == "contiguous" else (shards - 1, 0), bound)
-    which = np.arange(len(tile)).repeat(last - first + 1)
-    ends = np.cumsum(last - first + 1)
-    chunk = first[which] + np.arange(touches) - (ends - (last - first + 1))[which]
-    mine = device[which]
-    theirs, run = owner_of(order, shards, chunk)
-    start = np.maximum(low[which] - chunk * size, 0)
-    stop = np.minimum(high[which] - chunk * size, size)
-    foreign = theirs != mine
-    return _hulls(mine[foreign], theirs[foreign], run[foreign], start[foreign], stop[foreign], shards)
-
-
-def _hulls(mine, theirs, run, start, stop, shards: int) -> Needs:
-    """What each shift must bring so that every device has what it needs."""
-    shift = mine - theirs
-    hulls = {}
-    keys = (shift + shards) * 2 + run
-    for key in np.unique(keys)[::-1]:  # from the furthest before to the furthest after
-        here = keys == key
-        hulls[int(key // 2) - shards, int(key % 2)] = int(start[here].min()), int(stop[here].max())
-    # Of one device's needs in one run of a neighbour, the hull too: intervals may overlap.
-    pairs = (mine * shards + theirs) * 2 + run
-    _, group = np.unique(pairs, return_inverse=True)
-    count = int(group.max(initial=-1)) + 1
-    least, most, device = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64), np.zeros(count, np.int64)
-    np.minimum.at(least, group, start)
-    np.maximum.at(most, group, stop)
-    device[group] = mine
-    bound = int(np.bincount(device, most - least, minlength=shards).max(initial=0))
-    return Needs(hulls, (int(shift.max(initial=0)), int((-shift).max(initial=0))), bound)
-
-
-def _spans(mask: Mask, length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The intervals of keys that each chunk of queries may see, one after the other: (chunk, low, high)."""
-    q, kv = two_sides(length, length, batch=mask.batch, heads=mask.heads, xp=np)
-    spans = mask.kv_spans(q.tiles(size), kv.tiles(size))
-    tiles = -(-length // size)
-    low, high = np.broadcast_arrays(spans.low, spans.high)
-    low, high = (np.broadcast_to(a, (*a.shape[:2], tiles, a.shape[3])) for a in (low, high))
-    low, high = (np.clip(a.astype(np.int64), 0, length).swapaxes(0, 2).reshape(tiles, -1) for a in (low, high))
-    tile = np.broadcast_to(np.arange(tiles)[:, None], low.shape)
-    found = [a.reshape(-1) for a in (tile, low, high)]
-    if spans.common is not None:
-        common = np.flatnonzero(np.asarray(spans.common).any((0, 1, 2)) & np.ones(tiles, bool))
-        rows = np.arange(tiles).repeat(len(common))
-        starts = np.tile(common, tiles) * size
-        more = rows, starts, np.minimum(starts + size, length)
-        found = [np.concatenate(pair) for pair in zip(found, more, strict=True)]
-    some = found[1] < found[2]
-    return found[0][some], found[1][some], found[2][some]
-
-
-def without_arrays(mask: Mask, positions: bool = True) -> Mask:
-    """The mask, where rules that cannot be known before the data come allow everything."""
-    parts = mask.parts()
-    if parts:
-        return mask.with_parts([without_arrays(part, positions) for part in parts])
-    unknown = _holds_arrays(mask) or (not positions and POSITION in mask.reads)
-    return Full() if unknown else mask
-
-
-def _holds_arrays(mask: Mask) -> bool:
-    return bool(jax.tree.leaves(mask))

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from longspan._axes import axis_names
 from longspan.biases import Bias, terms
 from longspan.masks import Mask
 from longspan.masks.base import SLOT
@@ -34,7 +35,7 @@ class Axes:
         if axis not in mesh.axis_names:
             listed = ", ".join(repr(name) for name in mesh.axis_names)
             raise ValueError(f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the one that shares T.")
-        given = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
+        given = axis_names("batch_axes", batch_axes), axis_names("head_axis", head_axis)
         batch, heads = (tuple(name for name in names if name in mesh.axis_names) for names in given)
         twice = {name for name in (*batch, *heads, axis) if (*batch, *heads, axis).count(name) > 1}
         if twice:
@@ -77,15 +78,6 @@ class Axes:
     def number(self, names: tuple[str, ...]) -> Any:
         """The number of this device among those that split an axis; inside `shard_map`."""
         return jax.lax.axis_index(names).astype(np.int32) if names else jnp.zeros((), np.int32)
-
-
-def _names(what: str, given: Any) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else given
-    if names is None:
-        return ()
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`{what}` must be the name of a mesh axis or several of them, got {given!r}.")
-    return names
 
 
 def rule_specs(axes: Axes, rule: Bias) -> Any:

@@ -144,7 +144,7 @@ def longformer_attention(
     tokens = _sort_tokens(jnp.broadcast_to(unfolded(jnp.asarray(token_kinds)), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
-    request = Request(q, k, v, near, platform=jax.default_backend())
+    request = Request.of(q=q, k=k, v=v, mask=near)
     tiles = choose(engine, request)[0].tiles(request)
     layout = _local_layout(tokens, window, dilation, causal, near, tiles)
     out = attention(q, *(tokens.sorted(x) for x in (k, v)), mask=layout, **options)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._attention import bind
 from longspan.biases import Bias, apart, terms, together
-from longspan.dropout import keep, make_dropout
+from longspan.dropout import keep
+from longspan.engines import Request
 from longspan.layout import BlockLayout
 from longspan.masks.sides import Slots, two_sides
 
@@ -49,14 +49,13 @@ def attention_in_float64(operands: dict[str, Any], mask: Any, features: dict[str
         features: the other arguments of `attention`.
         cotangents: the gradients of out and of lse; that of a lse of -inf is ignored.
     """
-    arguments = dict(bias=None, scale=None, soft_cap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
-    arguments |= dict(q_positions=None, kv_positions=None) | features
-    request = bind(operands["q"], operands["k"], operands["v"], mask, **arguments)
-    scale = _wide(request.scale if arguments["scale"] is None else arguments["scale"])
+    request = Request.of(**{name: operands[name] for name in "qkv"}, mask=mask, **features)
+    given = features.get("scale")
+    scale = _wide(request.scale if given is None else given)
     B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
     places = dict(q_positions=request.q_positions, kv_positions=request.kv_positions)
     q_slots, kv_slots = (side.slots() for side in two_sides(T, S, batch=B, heads=N, **places, xp=np))
-    pairs = _written_out(operands, request, (q_slots, kv_slots), arguments["dropout_key"])
+    pairs = _written_out(operands, request, (q_slots, kv_slots))
 
     scores = np.einsum("btnh,bsnh->bnts", pairs.q, pairs.k) * scale
     slope = np.ones_like(scores)
@@ -88,7 +87,7 @@ def attention_in_float64(operands: dict[str, Any], mask: Any, features: dict[str
     return Truth(out, lse, gradients, kept, whole, slope, sizes)
 
 
-def _written_out(operands: dict[str, Any], request: Any, slots: tuple[Slots, Slots], dropout_key: Any) -> _Pairs:
+def _written_out(operands: dict[str, Any], request: Request, slots: tuple[Slots, Slots]) -> _Pairs:
     B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
     shape = (B, N, T, S)
     allowed = np.broadcast_to(np.asarray(request.mask.allowed(*slots)), shape)
@@ -104,7 +103,7 @@ def _written_out(operands: dict[str, Any], request: Any, slots: tuple[Slots, Slo
     k, v = (np.where(seen, np.repeat(_wide(operands[name]), N // K, axis=2), 0) for name in "kv")
     factor = np.ones(())
     if request.dropout is not None:
-        dropout = make_dropout(dropout_key, request.dropout.rate, B, N)
+        dropout = request.dropout.drawn(B, N)
         bits = jax.jit(keep)(dropout, *_counters(dropout, B, N), *(side.position for side in slots))
         factor = np.asarray(bits) / (1 - request.dropout.rate)
     return _Pairs(q, k, v, times, bias, factor)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
+from longspan.parallel.plan import planned, remembered
 
 T, SHARDS = 16384, 8
 GATHER = 7 * 2048
@@ -52,11 +53,46 @@ def test_causal_is_a_ring_and_zigzag_spreads_it():
 
 def test_the_order_is_that_of_the_lesser_load(capsys):
     assert ls.parallel.order([ls.Causal(), ls.Causal() & ls.Window(511, 0)], T, SHARDS) == "zigzag"
-    assert "contiguous: load 1.4" in capsys.readouterr().out
     assert ls.parallel.order(ls.Window(511, 511), T, SHARDS) == "contiguous"
     blocks = ls.Causal() & ls.Blocks(np.zeros((1, T // 64, 1), int), 64)
     assert ls.parallel.order([ls.Causal(), blocks], T, SHARDS) == "contiguous"
-    assert "zigzag: load 1.00, but Blocks(i32[1,256,1], 64) is about slots" in capsys.readouterr().out
+    assert capsys.readouterr().out == ""
+    loads = {order: plan(ls.Causal(), order).load for order in ("contiguous", "zigzag")}
+    assert (
+        loads["contiguous"] > 1.85
+        and loads["zigzag"] < 1.01
+        and "zigzag, load 1.00" in str(plan(ls.Causal(), "zigzag"))
+    )
+
+
+def test_plans_of_static_masks_are_remembered_by_all_that_decides_them():
+    window = ls.Causal() & ls.Window(511, 0)
+    assert plan(window) is plan(ls.Causal() & ls.Window(511, 0))
+    table = blocks()
+    calls = [
+        lambda: plan(window),
+        lambda: plan(window, "zigzag"),
+        lambda: ls.parallel.plan(window, T, 4),
+        lambda: ls.parallel.plan(window, T // 2, SHARDS),
+        lambda: plan(ls.Causal() & ls.Window(510, 0)),
+        lambda: plan(ls.Blocks(table, 64)),
+        lambda: plan(ls.Blocks(table, 64), kv_heads=2),
+        lambda: plan(ls.Blocks(blocks(number=1), 64)),
+        lambda: plan(ls.Window(3, 3) | ls.Global((5,))),
+        lambda: planned(ls.Window(3, 3) | ls.Global((5,)), T, SHARDS, "contiguous", travel=False),
+        lambda: planned(ls.Window(3, 3) | ls.Global((5,)), T, SHARDS, "contiguous", positions=False),
+    ]
+    first = [call() for call in calls]
+    assert len({str(found) for found in first}) == len(first) == len({id(found) for found in first})
+    assert all(call() is found for call, found in zip(calls, first, strict=True))
+    assert remembered.cache_info().maxsize == 64
+
+
+def test_plans_of_masks_with_arrays_are_not_remembered():
+    count = remembered.cache_info().currsize
+    mask = ls.Causal() & ls.Segments(IDS)
+    assert plan(mask) == plan(mask) and plan(mask) is not plan(mask)
+    assert remembered.cache_info().currsize == count
 
 
 def test_pinned_columns_cost_twice_their_number_at_most():

@@ -8,6 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
+import longspan.parallel.call as parallel_call
+from longspan.parallel.parts import Setting
 from tests.engines import every_sparse_engine
 from tests.parallel.families import FAMILIES, MESHES, operands
 
@@ -155,6 +157,8 @@ def call(mask=None, *, length=48, mesh="sp4", **more):
 
 
 TABLE = np.zeros((1, 24, 1), int)
+BLOCKS = np.random.default_rng(0).integers(0, 12, (4, 12, 1))
+BY_QUERY = jnp.asarray(np.random.default_rng(1).normal(size=(1, 1, 48, 1)), jnp.float32)
 IDS = np.zeros((2, 48), int)
 REFUSED = {
     "an axis that is not there": (lambda: call(axis="seq"), "axis='seq' is not in the mesh, whose axes are 'dp', "),
@@ -191,6 +195,37 @@ REFUSED = {
             plan=ls.parallel.plan(ls.Global(q_flags=IDS > 0) | ls.Global(q_flags=IDS > 1), 48, 4),
         ),
         "is another",
+    ),
+    "a plan of other heads": (
+        lambda: call(ls.Blocks(BLOCKS, 4), plan=ls.parallel.plan(ls.Blocks(BLOCKS, 4), 48, 4)), "is another",
+    ),
+    "a plan of another table": (
+        lambda: call(
+            ls.Blocks(BLOCKS[::-1], 4), plan=ls.parallel.plan(ls.Blocks(BLOCKS, 4), 48, 4, kv_heads=2)
+        ),
+        "is another",
+    ),
+    "a plan of a table of another shape": (
+        lambda: call(
+            ls.Blocks(jnp.asarray(BLOCKS), 4),
+            plan=ls.parallel.plan(ls.Blocks(jnp.asarray(BLOCKS.repeat(2, 2)), 4), 48, 4, kv_heads=2),
+        ),
+        "is another",
+    ),
+    "a plan of indices where positions are given": (
+        lambda: call(ls.Causal(), plan=ls.parallel.plan(ls.Causal(), 48, 4), q_positions=np.arange(48)), "is another",
+    ),
+    "a plan of queries that travel with a bias that does not": (
+        lambda: call(ls.Window(2, 2) | ls.Global((3,)), bias=BY_QUERY,
+                     plan=ls.parallel.plan(ls.Window(2, 2) | ls.Global((3,)), 48, 4)),
+        "is another",
+    ),
+    "a plan of another capacity": (
+        lambda: call(
+            ls.Global(q_flags=IDS > 0) | ls.Window(2, 2), global_capacity=4,
+            plan=ls.parallel.plan(ls.Global(q_flags=IDS > 0) | ls.Window(2, 2), 48, 4, global_capacity=3),
+        ),
+        "This plan is for global_capacity=3, but the call has global_capacity=4",
     ),
     "rows that dp does not divide": (
         lambda: ls.parallel.attention(*(x[:1] for x in operands(48)), mesh=MESHES["dp2-sp4"]()),
@@ -252,9 +287,30 @@ def call_with(q):
     return ls.parallel.attention(q, *operands(48)[1:], mask=ls.Window(2, 0), mesh=MESHES["sp4"]())
 
 
-def test_a_plan_made_earlier_is_used():
-    mask = ls.Causal() & ls.Window(3, 0)
-    np.testing.assert_array_equal(call(mask, plan=ls.parallel.plan(mask, 48, 4)), call(mask))
+PLANNED = {
+    "a static mask": (lambda: ls.Causal() & ls.Window(3, 0), {}, {}),
+    "documents, of another number of rows": (lambda: ls.Causal() & ls.Segments(IDS[:1]), {}, {}),
+    "flags, with a capacity": (lambda: ls.Window(2, 2) | ls.Global(q_flags=IDS > 0), dict(global_capacity=3), {}),
+    "blocks by head": (lambda: ls.Blocks(BLOCKS, 4), dict(kv_heads=2), {}),
+    "heads that list no blocks": (lambda: ls.PerHead((ls.Causal(), ls.Window(2, 2)) * 2), {}, {}),
+    "a bias by query, and no query that travels": (lambda: ls.Window(2, 2), {}, dict(bias=BY_QUERY)),
+    "positions, and no rule that reads them": (lambda: ls.Segments(IDS), {}, dict(q_positions=np.arange(48))),
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_plan_made_earlier_is_used_and_nothing_is_planned_again(case, monkeypatch):
+    make, arguments, more = PLANNED[case]
+    plan, used = ls.parallel.plan(make(), 48, 4, **arguments), []
+    want = call(make(), **more)
+
+    def never(*_, **__):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr(parallel_call, "planned", never)
+    monkeypatch.setattr(parallel_call, "Setting", lambda *x: used.append(x[0]) or Setting(*x))
+    np.testing.assert_allclose(call(make(), plan=plan, **more), want, rtol=1e-5, atol=1e-5)
+    assert used[0] is plan
 
 
 def test_a_name_that_another_library_has_is_told_how_to_say_it():

@@ -1,5 +1,7 @@
 """Rows and heads of a part of a call: they keep the numbers that they have in the whole."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
-from longspan._attention import answer, bind
 from longspan.testing import Shape, make_qkv
 from tests.engines import every_engine
 from tests.selection import one_in
@@ -17,29 +18,27 @@ SHAPE = Shape(B=4, T=19, S=19, N=4, K=2, H=5)
 Q, K, V = make_qkv(SHAPE, jnp.float32)
 IDS = np.sort(np.random.default_rng(0).integers(0, 3, (4, 19))).astype(np.int32)
 HERE = P("x", None, "y")
+PER_HEAD = ls.PerHead(tuple(ls.Window(n, 0) for n in range(1, 5)))
+BOOLS = np.random.default_rng(1).random((4, 4, 19, 19)) < 0.6
 
 
 def by_number(b, h, q, k):
     return (q + b * 3 + h) % 4 != k % 3
 
 
-def numbers(count, axis):
-    return jax.lax.axis_index(axis) * count + jnp.arange(count, dtype=np.int32)
-
-
-def whole(part, *operands, engine):
-    """(out, lse) of a call in parts of 2 rows and 2 heads, all that goes by number told by the numbers of the whole."""
+def whole(part, *operands, engine, check=True, **names):
+    """(out, lse) of a call in parts of 2 rows and 2 heads, of axes that split them by name, "x" and "y" by default."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    names = dict(batch_axes="x", head_axis="y") | names
 
     def local(q, k, v, *rest):
         mask, bias, rate = part(*rest)
         key = jax.random.key(3) if rate else None
-        ids = dict(rows=numbers(2, "x"), heads=numbers(2, "y"))
-        request = bind(q, k, v, mask, bias, None, None, None, rate, key, None, None, **ids)
-        return answer(request, engine, dropout_key=key)
+        options = dict(mask=mask, bias=bias, dropout_rate=rate, dropout_key=key, return_lse=True)
+        return ls.attention(q, k, v, **options, **names, engine=engine)
 
     specs = (HERE, HERE, HERE, *[P("x")] * len(operands))
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(HERE, HERE))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(HERE, HERE), check_vma=check)
     return jax.jit(run)(Q, K, V, *operands)
 
 
@@ -55,7 +54,10 @@ CASES = {
         ),
         (IDS,),
     ),
-    "PerHead": (lambda: (ls.PerHead(tuple(ls.Window(n, 0) for n in range(1, 5))), None, 0.3), ()),
+    "PerHead": (lambda: (PER_HEAD, None, 0.3), ()),
+    "documents of all rows": (lambda: (ls.Causal() & ls.Segments(IDS), None, 0.0), ()),
+    "bools of all rows and heads": (lambda: (ls.Dense(BOOLS), None, 0.2), ()),
+    "a layout of all heads": (lambda: (PER_HEAD.layout(19, 19, q_tile=8, kv_tile=4), None, 0.0), ()),
     "ScoreBias": (
         lambda: (ls.Causal(), ls.ScoreBias(lambda b, h, q, k, x: x[b, h] * abs(q - k).astype(x.dtype), TABLE), 0.0),
         (),
@@ -78,6 +80,103 @@ def test_a_part_of_a_call_is_told_the_numbers_of_its_rows_and_heads(case, engine
         strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@every_engine
+def test_a_mask_of_each_head_here_is_that_of_every_such_head(engine):
+    """`PerHead` of a shard's own heads: as many as the call has, whatever their numbers, also beside dropout."""
+    pair = ls.PerHead((ls.Window(1, 0), ls.Window(4, 0)))
+    both = ls.PerHead(pair.masks * 2)
+    for rate in (0.0, 0.3):
+        key = dict(dropout_rate=rate, dropout_key=jax.random.key(3)) if rate else {}
+        got = whole(lambda rate=rate: (pair, None, rate), engine=engine)
+        want = ls.attention(Q, K, V, mask=both, **key, engine="reference", return_lse=True)
+        for mine, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize(
+    "names",
+    [dict(batch_axes=("dp", "fsdp"), head_axis="tp"), dict(batch_axes=(), head_axis=None)],
+    ids=["others", "none"],
+)
+def test_axes_that_are_not_named_change_nothing(names, check):
+    out, _ = whole(lambda: (PER_PART, None, 0.4), engine="xla", check=check, **names)
+    want = counted_from_0(PER_PART, dropout_rate=0.4, dropout_key=jax.random.key(3))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+@every_engine
+@pytest.mark.parametrize("planned", [False, True], ids=["mask", "layout"])
+def test_a_rule_that_tells_as_many_rows_and_heads_apart_as_are_here_is_told_these(engine, planned):
+    mask = PER_PART.layout(19, 19, q_tile=8, kv_tile=4) if planned else PER_PART
+    out, _ = whole(lambda: (mask, None, 0.0), engine=engine)
+    np.testing.assert_allclose(out, counted_from_0(PER_PART), rtol=1e-5, atol=1e-5)
+
+
+PER_PART = ls.Custom(
+    lambda b, h, q, k: (k <= q + 3 * h - 4 * b) & by_number(b, h, q, k),
+    bounds=lambda b, h, q, k: (k.first <= q.last + 3 * h - 4 * b, q.last < 0),
+    batch=2,
+    heads=2,
+)
+
+
+def counted_from_0(mask, **options):
+    """A call in parts of 2 rows and 2 heads, each of which counts its own from 0."""
+    parts = [
+        [
+            ls.attention(
+                Q[b : b + 2, :, n : n + 2],
+                K[b : b + 2, :, n // 2 : n // 2 + 1],
+                V[b : b + 2, :, n // 2 : n // 2 + 1],
+                mask=mask,
+                **options,
+                engine="reference",
+            )
+            for n in (0, 2)
+        ]
+        for b in (0, 2)
+    ]
+    return jnp.concatenate([jnp.concatenate(row, axis=2) for row in parts], axis=0)
+
+
+def test_what_fits_neither_a_part_nor_the_whole_is_refused(unchecked):
+    with pytest.raises(ValueError, match=r"PerHead.masks has 3 query heads, but the call has 2 of 4. Give one, 2 or 4"):
+        whole(lambda: (ls.PerHead((ls.Full(),) * 3), None, 0.0), engine="xla")
+    with pytest.raises(ValueError, match=r"Segments.q_ids has 3 batch rows, but the call has 2 of 4"):
+        whole(lambda: (ls.Segments(IDS[:3]), None, 0.0), engine="xla")
+    with pytest.raises(ValueError, match="The mesh axis 'x' is named twice, as `batch_axes` or `head_axis`"):
+        ls.attention(Q, K, V, batch_axes=("x", "y"), head_axis="x")
+    with pytest.raises(TypeError, match="`head_axis` must be the name of a mesh axis or several of them, got 3"):
+        ls.attention(Q, K, V, head_axis=3)
+
+
+def test_the_names_of_axes_are_the_same_everywhere():
+    for function in (ls.attention, ls.explain, ls.parallel.attention, ls.parallel.shard_batch):
+        names = inspect.signature(function).parameters
+        assert names["batch_axes"].default == ("dp", "fsdp")
+        assert "head_axis" not in names or names["head_axis"].default == "tp"
+    info = ls.MaskInfo.from_segments(IDS)
+    assert (info.batch_axis_name, info.qheads_axis_name, info.kvheads_axis_name) == (("dp", "fsdp"), "tp", "tp")
+    assert ls.parallel.mesh().axis_names == ("dp", "fsdp", "tp", "sp")
+
+
+def test_explain_inside_a_shard_map_counts_tiles_unless_numbers_decide_them():
+    found = []
+
+    def part(mask):
+        def local(q):
+            found.append(ls.explain(q, q, q, mask=mask, engine="xla", batch_axes="x", head_axis="y"))
+            return q
+
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+        jax.shard_map(local, mesh=mesh, in_specs=HERE, out_specs=HERE)(Q)
+
+    part(ls.Causal())
+    part(PER_HEAD)
+    assert found[0].tiles_total == 1 and found[1].tiles_total is None
 
 
 @pytest.mark.check

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from longspan.engines._contract import Engine, Request
+from longspan._merge import Result
+from longspan.engines._contract import Engine
+from longspan.engines._request import Request
 from longspan.engines.cpu import library
 from longspan.engines.cpu.biases import Biases, biases_of, differentiable_biases, unknown_bias
 from longspan.engines.cpu.call import call, call_layer
@@ -50,22 +52,22 @@ class Cpu(Engine):
         return bit_bytes(request, *self.tiles(request)) or None
 
     def run(self, request: Request, layout: BlockLayout):
-        return tuple(_forward("forward", request, layout)[:2])
+        return _forward("forward", request, layout)
 
     def run_layer(self, request: Request, layout: BlockLayout, k, v, layer):
         plan, floats, operands = prepare(request, layout, biases_of(request, layout), layer)
         starts, stops, *rest = operands
         return tuple(call_layer(plan, request.q, k, v, (starts, stops, *floats, *rest))[:2])
 
-    def forward(self, request: Request, layout: BlockLayout):
+    def forward(self, request: Request, layout: BlockLayout) -> Result:
         # Gradients of bias and sinks may be wider than 16 bits, so then they must not be made from a rounded output.
         wide = (request.bias is not None or request.sinks is not None) and request.q.dtype.itemsize == 2
         return _forward("wide_forward" if wide else "forward", request, layout, by_tiles=True)
 
-    def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
+    def backward(self, request: Request, layout: BlockLayout, result: Result, delta, dout):
         biases, to_gradient = differentiable_biases(request, layout)
         plan, floats, operands = prepare(request, layout, biases)
-        qkv, own = (request.q, request.k, request.v), (lse, low, dout, delta)
+        qkv, own = (request.q, request.k, request.v), (result.lse, result.lse_residual, dout, delta)
         dq, dk, dv, *by_query = call("backward", plan, qkv, floats, operands, own)
         array, table = None, None
         if biases.array is not None:
@@ -96,6 +98,6 @@ def _too_many_bits(request: Request) -> str | None:
     )
 
 
-def _forward(kind: str, request: Request, layout: BlockLayout, *, by_tiles: bool = False):
+def _forward(kind: str, request: Request, layout: BlockLayout, *, by_tiles: bool = False) -> Result:
     plan, floats, operands = prepare(request, layout, biases_of(request, layout))
-    return call(kind, replace(plan, by_tiles=by_tiles), (request.q, request.k, request.v), floats, operands)
+    return Result(*call(kind, replace(plan, by_tiles=by_tiles), (request.q, request.k, request.v), floats, operands))

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan._types import statistics_dtype
-from longspan.engines._contract import Request
+from longspan.engines._request import Request
 from longspan.engines.cpu.biases import Biases
 from longspan.engines.cpu.library import static_ints
 from longspan.engines.cpu.program import encode, knows, most_visits, unknown
-from longspan.layout import BlockLayout, plan
-from longspan.masks import Mask
+from longspan.layout import BlockLayout
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,10 @@ def bit_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
         return 0
     dims = request.dims
 
-    def shapes(mask: Mask, layout: BlockLayout | None, *given) -> BlockLayout:
-        if layout is None:
-            arrays = dict(zip(("q_positions", "kv_positions", "rows", "heads"), given, strict=True))
-            layout = plan(mask, dims["T"], dims["S"], q_tile, kv_tile, **arrays, xp=jnp)
-        return _broadcast_layout(layout, dims["B"], dims["N"])
+    def shapes(request: Request) -> BlockLayout:
+        return _broadcast_layout(request.planned(q_tile, kv_tile), dims["B"], dims["N"])
 
-    given = (request.q_positions, request.kv_positions, request.rows, request.heads)
-    layout = jax.eval_shape(shapes, request.mask, request.layout, *given)
+    layout = jax.eval_shape(shapes, request)
     tile = layout.q_tile * -(-layout.kv_tile // 8)
     return len(rules) * math.prod(layout.starts.shape[:2]) * layout.q_tiles * most_visits(layout) * tile
 

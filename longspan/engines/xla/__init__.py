@@ -9,8 +9,10 @@ and the program does not grow with T.
 
 from dataclasses import replace
 
+from longspan._merge import Result
 from longspan.biases import terms
-from longspan.engines._contract import Engine, Request
+from longspan.engines._contract import Engine
+from longspan.engines._request import Request
 from longspan.engines.xla.backward import backward
 from longspan.engines.xla.forward import forward
 from longspan.engines.xla.parts import Plan
@@ -39,18 +41,15 @@ class Xla(Engine):
         dims = request.dims
         return min(q_tile, max(dims["T"], 1)), min(kv_tile, max(dims["S"], 1))
 
-    def run(self, request: Request, layout: BlockLayout):
-        out, lse, _ = self.forward(request, layout)
-        return out, lse
-
-    def forward(self, request: Request, layout: BlockLayout):
+    def run(self, request: Request, layout: BlockLayout) -> Result:
         floats = (request.q, request.k, request.v, terms(request.bias), request.sinks)
-        return forward(_plan(request, layout))(floats, (layout, request.dropout))
+        return Result(*forward(_plan(request, layout))(floats, (layout, request.dropout)))
 
-    def backward(self, request: Request, layout: BlockLayout, lse, low, delta, dout):
+    def backward(self, request: Request, layout: BlockLayout, result: Result, delta, dout):
         floats = (request.q, request.k, request.v, terms(request.bias))
         run = backward(_plan(request, layout))
-        dq, dk, dv, dbias = run(floats, (layout, request.dropout), lse, low, delta, dout)
+        given = result.lse, result.lse_residual, delta, dout
+        dq, dk, dv, dbias = run(floats, (layout, request.dropout), *given)
         if not isinstance(request.bias, tuple):
             dbias = dbias[0] if dbias else None
         return dq, dk, dv, dbias

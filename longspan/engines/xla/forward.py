@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
+from longspan._merge import Result, combine, normalised
 from longspan._types import statistics_dtype
 from longspan.engines._varying import vary, varying_axes
 from longspan.engines.xla.parts import (
@@ -67,21 +68,11 @@ def _attend_tiles(plan: Plan, each: list[Tensors], sinks, rows, axes):
 
 
 def _normalised(plan: Plan, x: Tensors, sinks, row, most, total, out):
-    empty = total == 0
-    nothing = -jnp.inf
+    result = normalised(most[:, 0], total[:, 0], out)
     if sinks is not None:
-        sink = sinks[query_heads(plan, row[1])].astype(out.dtype).repeat(x.layout.q_tile).reshape(most.shape)
-        highest = jnp.maximum(most, sink)
-        shrink = jnp.exp(most - highest)
-        most, total, out = highest, total * shrink + jnp.exp(sink - highest), out * shrink
-        # A row without keys has the sink's logit, which may lie below where the maximum starts, or be no number.
-        nothing, out = sink, jnp.where(empty, 0, out)
-    total = jnp.where(empty, 1, total)
-    log_total = jnp.log(total)
-    lse = most + log_total
-    # Where scores are -1e9, as people mask with, rounding takes the whole logarithm.
-    low = jnp.where(empty, 0, (most - lse) + log_total)
-    return out / total, jnp.where(empty, nothing, lse), low
+        sink = sinks[query_heads(plan, row[1])].astype(out.dtype).repeat(x.layout.q_tile)
+        result = combine([result, Result(None, sink)])
+    return result.out, result.lse[:, None], result.lse_residual[:, None]
 
 
 def _online_softmax(plan: Plan, x: Tensors, q_tile, at: Run, allowed, carry):
