@@ -20,6 +20,7 @@ from longspan.maskinfo import MaskInfo
 from longspan.masks import Custom, Mask, rule
 from longspan.masks.base import POSITION
 from longspan.masks.by_slot import EqualIds
+from longspan.masks.terms import VALID
 
 WASTEFUL = 4  # executed over useful FLOPs from which on tokens or tiles are advised about
 TILE = 32  # the smaller tile that is tried
@@ -231,8 +232,9 @@ def _come_back(rule: EqualIds, ids: np.ndarray) -> bool:
 
 def _runs(rule: EqualIds, ids: np.ndarray) -> Iterator[np.ndarray]:
     """The valid ids of each row, neighbours that are equal as one."""
+    counts = VALID[rule._valid]
     for row in np.asarray(ids):
-        valid = row[rule._valid(row)]
+        valid = row if counts is None else row[counts(row)]
         yield valid[np.diff(valid, prepend=valid[:1] - 1) != 0]
 
 

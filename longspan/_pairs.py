@@ -30,7 +30,7 @@ def count_by_query(mask: Mask, q: Side, kv: Side) -> int | None:
         return 0
     rules: dict[Any, list[_Placed]] = {}
     places = _Places.of(q, kv)
-    products = _sum_of(mask, int(q.head.reshape(())), rules, lambda rule: _pieces(rule, places))
+    products = _sum_of(mask.atoms(), int(q.head.reshape(())), rules, lambda rule: _pieces(rule, places))
     if products is None:
         return None
     pieces = list(rules.values())

@@ -101,11 +101,15 @@ class BlockLayout:
             return replace(jax.device_put(known.transpose()), mask=self.mask, forward=self)
         here = self if xp is np else unfolded(self)
         q, kv = here.sides(xp=xp)
-        low, high, common = here.mask.q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
+        low, high, common = here.mask.atoms().q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
         common = None if common is None else common.swapaxes(2, 3)
         spans = Spans(low.swapaxes(2, 3), high.swapaxes(2, 3), common)
         rows = _rows(xp, spans, self.kv_tiles, self.q_tile, self.q_tiles)
         return replace(self, forward=self, **rows._asdict())
+
+    def lowered(self) -> "BlockLayout":
+        """The same tiles, with the mask in comparisons: for those who ask it often."""
+        return replace(self, mask=self.mask.atoms())
 
     def sides(self, *, batch: int | None = None, heads: int | None = None, xp: Namespace = jnp) -> tuple[Side, Side]:
         """Both sides as rules see them."""
@@ -221,7 +225,7 @@ def lay_out(
         mask, q_at, kv_at, *numbers = given if xp is np else unfolded(given)
         known = dict(q_positions=q_at, kv_positions=kv_at, numbers=None if rows is None else tuple(numbers))
         sides = sides_of(mask, q_len, kv_len, **known, xp=xp)
-        spans = mask.kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
+        spans = mask.atoms().kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
         return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
 
     tables = _on_auto_axes(tables_of, mask, q_positions, kv_positions, rows, heads)
@@ -280,6 +284,7 @@ def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
 
 def count(layout: BlockLayout) -> Counts:
     """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
+    layout = layout.lowered()
     total = NONE
     for plane in planes_of(layout):
         pairs = None if layout.repeats else count_by_query(layout.mask, plane.q.side, plane.kv.side)

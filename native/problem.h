@@ -32,46 +32,61 @@ struct Number {
   int64_t at(int64_t b) const { return data ? data[b * stride] : value; }
 };
 
-// The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts. Programs that
-// were exported hold these numbers, so new words come last.
+// A number for every token of a side: source // divide % modulo + plus, rounded down (modulo 0: none). Numbers,
+// positions and slots lie within +-(2^30 - 1), and so do the entries of an array that something is added to: values fit
+// int32, and where plus is not 0 so does one less and one more.
+enum Source : int32_t {
+  kPosition,  // -
+  kSlot,      // -
+  kArray,     // operand int32 or bool [B|1,L] or [B|1,N|1,L]
+  kNumber,    // number
+  kMember,    // operand: positions int32 [M], each greater than the one before; 1 if the token's is listed, else 0
+  kSources,
+};
+
+// Which entries of an array give a value; a token without one sees nothing, and nothing sees it.
+enum Valid : int32_t { kNotNegative, kNotZero, kAnyEntry, kValids };
+
+// The word of a term: source, valid, operand or number of the source, numbers divide, modulo and plus.
+struct Term {
+  Source of = kPosition;
+  Valid valid = kAnyEntry;
+  Number number, divide, modulo, plus;
+  const int32_t* data = nullptr;
+  const uint8_t* flags = nullptr;
+  int64_t b_stride = 0, n_stride = 0, count = 0;  // kArray: of a batch row and a head. kMember: positions
+};
+
+// Ends of a comparison: a strict one is an end, and kSame comes with both and none of them strict.
+enum Ends : int32_t { kLow = 1, kHigh = 2, kSame = 4, kLowStrict = 8, kHighStrict = 16 };
+
+// The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts.
 enum Code : int32_t {
-  kFull,      // -
-  kEmpty,     // -
-  kBand,      // sides (1 = lo, 2 = hi), number lo, number hi:  lo <= k_pos - q_pos <= hi
-  kStride,    // number d:  (k_pos - q_pos) divisible by d
-  kChunk,     // number size:  floor(q_pos / size) == floor(k_pos / size)
-  kPrefix,    // number n:  k_pos < n
-  kKvLength,  // number n:  kv slot < n
-  kIds,       // which ids are valid (0: >= 0, 1: != 0, 2: all), operands q_ids [B|1,T], kv_ids [B|1,S]:  equal, valid
-  kQFlags,    // operand bool [B|1,T]
-  kKvFlags,   // operand bool [B|1,S]
-  kQSet,      // operand: ascending positions int32 [M]
-  kKvSet,     // the same, of keys
-  kBlocks,    // operand table int32 [B|1,N|1,nq,r] or [N|1,nq,r], block size: kv blocks listed for a q block, by slot
-  kDense,     // operand bool [B|1,N|1,T|1,S|1]
-  kBits,      // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
-  kPerHead,   // count, length of each part in words, the parts
-  kAnd,       // -
-  kOr,        // -
-  kNot,       // -
-  kBlockCausal,  // number size:  floor(k_pos / size) <= floor(q_pos / size)
-  kQLength,      // number n:  q slot < n
-  kBetween,      // operands starts, stops int32 [B|1,N|1,T], of one shape:  starts <= kv slot < stops
+  kFull,     // -
+  kEmpty,    // -
+  kWithin,   // ends, term kv, term low if it is an end, term high if it is one and not the same:
+             // low(q) <= kv <= high(q), with < where an end is strict
+  kBlocks,   // operand table int32 [B|1,N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kDense,    // operand bool [B|1,N|1,T|1,S|1]
   kDenseAt,  // sides (1 = q, 2 = kv) that have an offset, operand bool [B|1,N|1,t,s], number q, number kv: what lies
              // outside of the array is not allowed; a side without an offset is as in Dense
+  kBits,     // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
+  kPerHead,  // count, length of each part in words, the parts
+  kAnd,      // -
+  kOr,       // -
+  kNot,      // -
   kCodes,
 };
 
 struct Op {
   Code code = kFull;
-  int sides = 0;  // Band: which ends there are. Ids: which ids are valid. DenseAt: which sides have an offset
-  Number lo, hi;  // DenseAt: the offsets of q and kv
-  const int32_t* q_ids = nullptr;
-  const int32_t* kv_ids = nullptr;
+  int ends = 0;        // Within: some of Ends
+  Term kv, low, high;  // Within: an end that is not there repeats the one that is
+  int sides = 0;       // DenseAt: which have an offset
+  Number lo, hi;       // DenseAt: the offsets of q and kv
+  const int32_t* table = nullptr;
   const uint8_t* flags = nullptr;
-  int64_t q_stride = 0, kv_stride = 0;           // of a batch row of the operands above
-  int64_t head_stride = 0, rows = 0, width = 0;  // tables: of a head; q blocks; entries in a row. Sets: width
-                                                 // positions. DenseAt: the array is rows x width
+  int64_t b_stride = 0, head_stride = 0, rows = 0, width = 0;  // Blocks; Dense: the array is rows x width
   int64_t block = 0;
   View4 view;
   int64_t first = 0, count = 0, next = 0;  // PerHead: parts in Problem::parts, the op after the last part

@@ -76,49 +76,64 @@ class Decoder {
     return n;
   }
 
-  const void* rows(const char* name, Type type, int64_t length, int64_t& stride) {
+  Term term(const char* name, int64_t length) {
+    Term t;
+    const int32_t of = word(), valid = word();
+    if (of < 0 || of >= kSources || valid < 0 || valid >= kValids) return fail("there is no such term"), t;
+    if (of != kArray && valid != kAnyEntry) return fail("only entries of arrays can be invalid"), t;
+    t.of = Source(of), t.valid = Valid(valid);
+    if (t.of == kNumber) t.number = number();
+    if (t.of == kArray) array(t, name, length);
+    if (t.of == kMember) members(t);
+    t.divide = number(), t.modulo = number(), t.plus = number();
+    if (!t.divide.data && t.divide.value < 1) fail("a term is divided by at least 1");
+    if (!t.modulo.data && t.modulo.value < 0) fail("modulo must be at least 1, or 0 for none");
+    return t;
+  }
+
+  void array(Term& t, const char* name, int64_t length) {
     const Array a = operand(name);
-    if (error_.empty() && (a.type != type || a.rank != 2 || !one_or(a.dims[0], p_.B) || a.dims[1] != length))
-      fail(bad(name, "[B or 1, " + std::to_string(length) + "]", a));
-    stride = a.dims[0] > 1 ? length : 0;
-    return a.data;
+    const bool heads = a.rank == 3, typed = a.type == I32 || a.type == U8;
+    const bool shaped = (a.rank == 2 || (heads && one_or(a.dims[1], p_.N))) && one_or(a.dims[0], p_.B);
+    if (error_.empty() && (!typed || !shaped || a.dims[a.rank - 1] != length))
+      fail(bad(
+          name,
+          "int32 or bool [B or 1, " + std::to_string(length) + "] or [B or 1, N or 1, " + std::to_string(length) + "]",
+          a));
+    if (a.type == U8)
+      t.flags = static_cast<const uint8_t*>(a.data);
+    else
+      t.data = static_cast<const int32_t*>(a.data);
+    t.n_stride = heads && a.dims[1] > 1 ? length : 0;
+    t.b_stride = a.dims[0] > 1 ? length * (heads ? a.dims[1] : 1) : 0;
+    p_.by_head |= t.n_stride > 0;
+  }
+
+  void members(Term& t) {
+    const Array a = operand("positions");
+    if (error_.empty() && (a.type != I32 || a.rank != 1)) fail(bad("positions", "int32 [M]", a));
+    t.data = static_cast<const int32_t*>(a.data);
+    t.count = a.dims[0];
+  }
+
+  void within(Op& op) {
+    op.ends = word();
+    const int which = op.ends & (kLow | kHigh | kSame), strict = op.ends - which;
+    const bool same = which == (kLow | kHigh | kSame);
+    const int may_be_strict = same ? 0 : (which & kLow ? kLowStrict : 0) | (which & kHigh ? kHighStrict : 0);
+    if (which == 0 || (which & kSame && !same) || strict & ~may_be_strict)
+      return fail("there is no comparison with the ends " + std::to_string(op.ends));
+    op.kv = term("an array of keys", p_.S);
+    if (op.ends & kLow) op.low = op.high = term("an array of queries", p_.T);
+    if (op.ends & kHigh && !same) op.high = term("an array of queries", p_.T);
+    if (!(op.ends & kLow)) op.low = op.high;
   }
 
   void leaf(Op& op) {
     switch (op.code) {
       case kFull:
       case kEmpty: break;
-      case kBand:
-        op.sides = word();
-        op.lo = number();
-        op.hi = number();
-        break;
-      case kStride:
-      case kChunk:
-      case kBlockCausal:
-        op.lo = number();
-        if (!op.lo.data && op.lo.value < 1) fail("size must be at least 1");
-        break;
-      case kPrefix:
-      case kQLength:
-      case kKvLength: op.lo = number(); break;
-      case kBetween: between(op); break;
-      case kIds:
-        op.sides = word();
-        if (op.sides < 0 || op.sides > 2) fail("ids are valid by rule 0, 1 or 2");
-        op.q_ids = static_cast<const int32_t*>(rows("q_ids", I32, p_.T, op.q_stride));
-        op.kv_ids = static_cast<const int32_t*>(rows("kv_ids", I32, p_.S, op.kv_stride));
-        break;
-      case kQFlags: op.flags = static_cast<const uint8_t*>(rows("q_flags", U8, p_.T, op.q_stride)); break;
-      case kKvFlags: op.flags = static_cast<const uint8_t*>(rows("kv_flags", U8, p_.S, op.kv_stride)); break;
-      case kQSet:
-      case kKvSet: {
-        const Array a = operand("positions");
-        if (error_.empty() && (a.type != I32 || a.rank != 1)) fail(bad("positions", "int32 [M]", a));
-        op.q_ids = static_cast<const int32_t*>(a.data);
-        op.width = a.dims[0];
-        break;
-      }
+      case kWithin: within(op); break;
       case kBlocks: blocks(op); break;
       case kDense: dense(op); break;
       case kDenseAt: dense_at(op); break;
@@ -128,35 +143,17 @@ class Decoder {
   }
 
   void blocks(Op& op) {
-    Array a = operand("block table");
+    const Array a = operand("block table");
     op.block = word();
-    if (a.rank == 3) {  // as programs were exported before tables had batch rows
-      for (int i = 3; i > 0; --i) a.dims[i] = a.dims[i - 1];
-      a.dims[0] = 1;
-      a.rank = 4;
-    }
     if (error_.empty() && (a.type != I32 || a.rank != 4 || !one_or(a.dims[0], p_.B) || !one_or(a.dims[1], p_.N)))
       fail(bad("block table", "int32 [B or 1, N or 1, nq, r]", a));
     if (op.block < 1) fail("block size must be at least 1");
-    op.q_ids = static_cast<const int32_t*>(a.data);
+    op.table = static_cast<const int32_t*>(a.data);
     op.rows = a.dims[2];
     op.width = a.dims[3];
     op.head_stride = a.dims[1] > 1 ? a.dims[2] * a.dims[3] : 0;
-    op.q_stride = a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0;
+    op.b_stride = a.dims[0] > 1 ? a.dims[1] * a.dims[2] * a.dims[3] : 0;
     p_.by_head |= a.dims[1] > 1;
-  }
-
-  void between(Op& op) {
-    const Array starts = operand("starts"), stops = operand("stops");
-    for (const Array* a : {&starts, &stops})
-      if (error_.empty() && (a->type != I32 || !is_shape(*a, {starts.dims[0], starts.dims[1], p_.T}) ||
-                             !one_or(a->dims[0], p_.B) || !one_or(a->dims[1], p_.N)))
-        fail(bad("starts and stops", "int32 [B or 1, N or 1, " + std::to_string(p_.T) + "], both alike", *a));
-    op.q_ids = static_cast<const int32_t*>(starts.data);
-    op.kv_ids = static_cast<const int32_t*>(stops.data);
-    op.head_stride = starts.dims[1] > 1 ? p_.T : 0;
-    op.q_stride = starts.dims[0] > 1 ? starts.dims[1] * p_.T : 0;
-    p_.by_head |= starts.dims[1] > 1;
   }
 
   void dense(Op& op) {

@@ -11,7 +11,7 @@ namespace longspan {
 
 // What Python compares when it opens the library: ABI in longspan/engines/cpu/library.py. Raise both whenever a call
 // changes: the words of the mask program, roles, attributes, operands or results.
-constexpr int32_t kAbi = 7;
+constexpr int32_t kAbi = 8;
 
 // Places of optional arrays in Call::rest, -1 if absent; the mask program names further ones by number.
 enum Role {

@@ -62,6 +62,10 @@ def allowed(mask, b, n, i, j, q, k):
             q_global = q in mask.indices or (mask.q_flags is not None and bool(row(mask.q_flags, b)[i]))
             k_global = k in mask.indices or (mask.kv_flags is not None and bool(row(mask.kv_flags, b)[j]))
             return (mask.rows and q_global) or (mask.columns and k_global)
+        case m.Compare():
+            (mine, mine_counts), (theirs, theirs_count) = term(mask.q, b, n, i, q), term(mask.kv, b, n, j, k)
+            relations = {"<=": mine <= theirs, ">=": mine >= theirs, "<": mine < theirs, ">": mine > theirs}
+            return relations.get(mask.relation, mine == theirs) and mine_counts and theirs_count
         case m.Blocks():
             table = np.asarray(mask.table)
             table = row(table, b) if table.ndim == 4 else table
@@ -80,6 +84,23 @@ def allowed(mask, b, n, i, j, q, k):
             four = len(inspect.signature(mask.fn).parameters) == 4 + len(mask.arrays)
             return bool(mask.fn(*row_and_head[: 2 * four], np.array(q), np.array(k), *mask.arrays))
     raise TypeError(type(mask))
+
+
+def term(of, b, n, slot, position):
+    """A term's value for one token, and whether it is defined there."""
+    match of.of:
+        case "array":
+            entries = row(of.data, b)
+            source = int((entries if entries.ndim == 1 else row(entries, n))[slot])
+        case "number":
+            source = number(of.data, b)
+        case "member":
+            source = int(position in of.data)
+        case _:
+            source = position if of.of == "position" else slot
+    value = source // number(of.divide, b)
+    value = value if of.modulo is None else value % number(of.modulo, b)
+    return value + number(of.plus, b), {"all": True, ">=0": source >= 0, "!=0": source != 0}[of.valid]
 
 
 def number(value, b):

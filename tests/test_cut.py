@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan.layout import count, plan
-from longspan.masks import rule
-from longspan.masks.by_slot import KvFlags
+from longspan.masks import Compare, array, number, rule
+from longspan.masks.by_slot import kv_flags
 from longspan.masks.cut import View
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 from longspan.testing import masks as any_mask
@@ -257,16 +257,16 @@ def test_arrays_are_cut_and_stay_small():
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cut))  # nothing is data that need not be
     assert ls.Segments(np.repeat(ids, 2, 0)).cut(q).q_ids.shape == (2, 2)
     assert ls.TokenTypes(ids + 1, zero="none").cut(None, [0]).kv_types.tolist() == [[1]]
-    assert ls.KvLengths(np.array([2, 3])).cut(q, kv) == KvFlags(np.array([[True, False, False], [False, False, True]]))
+    assert ls.KvLengths(np.array([2, 3])).cut(q, kv) == Compare(number(np.array([2, 3])), ">", array(kv))
     assert ls.KvLengths(2).cut(q) == ls.KvLengths(2)
-    assert ls.KvLengths(2).cut(None, jnp.array([3, 1])).flags.tolist() == [[False, True]]
-    flags = np.array([[False, True], [False, True]])
-    assert ls.QLengths(np.array([2, 3])).cut(q, kv) == ls.Global(q_flags=flags, columns=False)
+    assert ls.KvLengths(2).cut(None, jnp.array([3, 1])).show(1, 2) == ".#"
+    assert ls.QLengths(np.array([2, 3])).cut(q, kv) == Compare(array(q[None]), "<", number(np.array([2, 3])))
     assert ls.QLengths(2).cut(None, kv) == ls.QLengths(2)
     between = ls.Between(np.arange(5), np.arange(5) + 2)
     assert between.cut(q) == ls.Between([4, 0], [6, 2])
     assert between.cut(q, [0, 1, 1, 4]) == ls.Between([3, 0], [4, 3])
-    assert isinstance(between.cut(q, kv), View) and between.cut(None, kv[1:]).mask == between
+    starts, stops = array([[[4, 0]]]), array([[[6, 2]]])
+    assert between.cut(q, kv) == Compare(starts, "<=", array(kv)) & Compare(stops, ">", array(kv))
     flags = np.array([[True, False, False, True, False]])
     assert ls.Global((7,), kv_flags=flags).cut(None, [3, 4]) == ls.Global((7,), kv_flags=np.array([[True, False]]))
     dense = RNG.random((1, 3, 5, 1)) < 0.5
@@ -279,8 +279,8 @@ def test_a_subclass_of_a_rule_stays_itself():
     class Strict(ls.Segments):
         least: int = 0
 
-        def _valid(self, ids):
-            return ids >= self.least
+        def lower(self):
+            return super().lower() & Compare(array(self.q_ids), ">=", number(self.least))
 
     cut = Strict(np.array([[0, 0, 1, 1]]), least=1).cut([1, 2])
     assert type(cut) is Strict and cut.least == 1
@@ -290,7 +290,7 @@ def test_a_subclass_of_a_rule_stays_itself():
 def test_key_flags_span_from_the_first_to_the_last():
     flags = np.zeros((2, 40), bool)
     flags[0, [9, 21]] = True
-    mask = KvFlags(flags)
+    mask = kv_flags(flags)
     layout = mask.layout(8, 40, q_tile=4, kv_tile=4)
     assert layout.starts[:, 0, 0, 0].tolist() == [2, 10] and layout.stops[:, 0, 0, 0].tolist() == [6, 10]
     assert count(layout).pairs == 8 * 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.masks.by_slot import KvFlags
+from longspan.masks.by_slot import kv_flags
 from longspan.masks.sides import QUERIES, Tiles
 from tests.users_masks import Louder, Near, NearSlots
 
@@ -133,6 +133,7 @@ class Tile(Door, Tiles):
 
 def stripped(mask):
     """The mask with placeholders for its arrays, static ones too, and the arrays."""
+    mask = mask.atoms()
     static = [part for part in mask.walk() if isinstance(part, ls.Blocks) and isinstance(part.table, np.ndarray)]
     if static:
         assert static == [mask]
@@ -171,7 +172,7 @@ MASKS = [
     ls.KvLengths(NUMBERS + 6),
     ls.QLengths(NUMBERS + 1),
     ls.Between(RNG.integers(0, 9, (B, N, T)), RNG.integers(5, 15, (B, 1, T))),
-    KvFlags(RNG.random((B, S)) < 0.5),
+    kv_flags(RNG.random((B, S)) < 0.5),
     ls.Segments(ids(T), ids(S, rows=1)),
     ls.FirstOfSegment(ids(T), NUMBERS, kv_ids=ids(S, rows=1)),
     ls.TokenTypes(ids(T, 0), ids(S, 0)),

@@ -31,7 +31,7 @@ X = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32)
 def dense_pairs(mask, q_len, kv_len, q_cell, kv_cell, batch=0, head=0):
     q, kv = plan(mask, q_len, kv_len, 1, 1, xp=np).sides(xp=np)
     truth = np.asarray(mask.allowed(q.slots(), kv.slots()))
-    truth = np.broadcast_to(truth, (*truth.shape[:2], q_len, kv_len)).astype(int)
+    truth = np.broadcast_to(truth, np.broadcast_shapes(truth.shape, (1, 1, q_len, kv_len))).astype(int)
     truth = truth[min(batch, truth.shape[0] - 1), min(head, truth.shape[1] - 1)]
     rows, columns = np.arange(0, q_len, q_cell), np.arange(0, kv_len, kv_cell)
     return np.add.reduceat(np.add.reduceat(truth, rows, axis=0), columns, axis=1)

@@ -26,6 +26,7 @@ def dense_cells(mask, q_len, kv_len, q_cell, kv_cell, batch=0, head=0, **positio
     """(some, every) read off the truth table."""
     q, kv = plan(mask, q_len, kv_len, 1, 1, **positions, xp=np).sides(xp=np)
     truth = np.asarray(mask.allowed(q.slots(), kv.slots()))
+    truth = np.broadcast_to(truth, np.broadcast_shapes(truth.shape, (1, 1, q_len, kv_len)))
     truth = truth[min(batch, truth.shape[0] - 1), min(head, truth.shape[1] - 1)]
     rows, columns = np.arange(0, q_len, q_cell), np.arange(0, kv_len, kv_cell)
     return tuple(f.reduceat(f.reduceat(truth, rows, axis=0), columns, axis=1) for f in (np.logical_or, np.logical_and))

@@ -5,7 +5,7 @@ import pytest
 
 import longspan as ls
 from longspan.engines.cpu.program import knows, unknown
-from longspan.masks.by_slot import KvFlags
+from longspan.masks.by_slot import kv_flags
 from tests.users_masks import LastKeys, Louder, Near, NearSlots, Wrapped
 
 IDS, FLAGS = np.zeros((1, 5), int), np.zeros((1, 5), bool)
@@ -22,7 +22,7 @@ READS = [
     (ls.Custom(lambda q, k: q == k), POSITION),
     (ls.KvLengths(3), SLOT),
     (ls.QLengths(3), SLOT),
-    (KvFlags(FLAGS), SLOT),
+    (kv_flags(FLAGS), SLOT),
     (ls.Between(np.arange(5), np.arange(5) + 2), SLOT),
     (ls.Segments(IDS), SLOT),
     (ls.FirstOfSegment(IDS, 1), SLOT),

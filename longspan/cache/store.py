@@ -26,7 +26,7 @@ from longspan.cache.picture import show_held
 from longspan.cache.plan import Plan
 from longspan.masks import Mask, Prefix
 from longspan.masks.base import SLOT
-from longspan.masks.by_slot import KvFlags
+from longspan.masks.by_slot import kv_flags
 
 FREE = FAR  # the position of a slot without a key: after every query
 
@@ -124,7 +124,7 @@ def _seen(what: View | Step, mask: Mask, batch: int) -> dict[str, Any]:
     if SLOT in mask.reads:
         held = kv_positions < plan.length
         slots = [jnp.clip(p, 0, plan.length - 1) for p in (q_positions, kv_positions)]
-        rule = mask.cut(*slots, q_len=plan.length, kv_len=plan.length) & KvFlags(held)
+        rule = mask.cut(*slots, q_len=plan.length, kv_len=plan.length) & kv_flags(held)
     elif sees_free(mask, plan.length):
         rule = mask & Prefix(FREE)
     return dict(mask=rule, q_positions=q_positions, kv_positions=kv_positions)

@@ -167,15 +167,20 @@ class _Slots(NamedTuple):
         return value
 
     def is_one_of(self, positions: tuple[int, ...]) -> Any:
-        return functools.reduce(operator.or_, (self.index == position for position in positions))
+        return functools.reduce(operator.or_, (self.index == position for position in positions)) * 1
 
 
 def _as_function(torch: Any, problem: Problem) -> Callable[..., Any] | None:
     """The mask as FlexAttention wants it: the rule itself, or a look into a table where it holds arrays or heads."""
     import jax
 
+    from longspan.masks import Empty, Full
+
     mask = problem.mask
-    if not jax.tree.leaves(mask) and mask.heads == 1 and mask.reads <= {"position"}:
+    if isinstance(mask, Full):
+        return lambda b, h, q, kv: q == q
+    constant = any(isinstance(part, Full | Empty) for part in mask.atoms().walk())
+    if not jax.tree.leaves(mask) and not constant and mask.heads == 1 and mask.reads <= {"position"}:
         return lambda b, h, q, kv: mask.allowed(_Slots(q), _Slots(kv))
     if mask.heads * problem.length**2 > MOST_DENSE:
         return None

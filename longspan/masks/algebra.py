@@ -1,17 +1,16 @@
 """Masks made of masks: `And`, `Or`, `Not`, and `PerHead`, which gives every head its own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from math import lcm
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import FAR
 from longspan.masks.base import NOBODY, Extent, Mask, Periodicity, Pinned, rule
-from longspan.masks.by_position import MergedBand
 from longspan.masks.checks import check_masks
+from longspan.masks.compare import Compare
 from longspan.masks.sides import KEYS, QUERIES
 from longspan.masks.spans import Spans, intersect, unite
 
@@ -24,6 +23,14 @@ class _Composition(Mask):
 
     def parts(self):
         return self.masks  # type: ignore[attr-defined]
+
+    def lower(self):
+        return self.with_parts(self._each(lambda part: part.atoms()))
+
+    def _each(self, change: Callable[[Mask], Mask]) -> list[Mask]:
+        """All parts, changed. Each once: heads that share a mask still share it."""
+        changed = {id(part): change(part) for part in self.parts()}
+        return [changed[id(part)] for part in self.parts()]
 
     def with_parts(self, parts: Sequence[Mask]) -> Mask:
         assert len(parts) == len(self.parts()), "as many parts as before"
@@ -57,9 +64,7 @@ class _Composition(Mask):
 
     def _cut(self, q, kv, q_len, kv_len):
         given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}
-        # Each once: heads that share a mask still share it.
-        cut = {id(part): part.cut(q, kv, **given) for part in self.parts()}
-        return self.with_parts([cut[id(part)] for part in self.parts()])
+        return self.with_parts(self._each(lambda part: part.cut(q, kv, **given)))
 
 
 @rule
@@ -82,14 +87,14 @@ class And(_Composition):
         return reduce(lambda a, b: a & b, [m.allowed(q, kv) for m in self.masks])
 
     def classify(self, q, kv):
-        kinds = [m.classify(q, kv) for m in self._merged(q)]
+        kinds = [m.classify(q, kv) for m in self.masks]
         return reduce(lambda a, b: (a[0] & b[0], a[1] & b[1]), kinds)
 
     def kv_spans(self, q, kv):
-        return intersect(KEYS, [m.kv_spans(q, kv) for m in self._merged(q)])
+        return intersect(KEYS, [m.kv_spans(q, kv) for m in self.masks])
 
     def q_spans(self, kv, q):
-        return intersect(QUERIES, [m.q_spans(kv, q) for m in self._merged(q)])
+        return intersect(QUERIES, [m.q_spans(kv, q) for m in self.masks])
 
     def tells(self):
         empty, full = zip(*(m.tells() for m in self.masks), strict=True)
@@ -121,21 +126,11 @@ class And(_Composition):
         strides = [mask for mask in self.walk() if mask.strides]
         return strides if len(strides) > 1 else []
 
-    def band(self):
-        bands = [m.band() for m in self.masks]
-        return _meet(bands) if all(b is not None for b in bands) else None
+    def lower(self):
+        return And(_tightest(_flat(And, self._each(lambda part: part.atoms()))))
 
-    def _band_at(self, side):
-        bands = [m._band_at(side) for m in self.masks]
-        return _meet(bands) if all(b is not None for b in bands) else None
-
-    def _merged(self, tiles) -> list[Mask]:
-        """The parts, with all bands (causal, windows) merged into one: tighter than each on its own."""
-        bands = [m._band_at(tiles) for m in self.masks]
-        if sum(b is not None for b in bands) < 2:
-            return list(self.masks)
-        others = [m for m, b in zip(self.masks, bands, strict=True) if b is None]
-        return [MergedBand(*_meet([b for b in bands if b is not None])), *others]
+    def negated(self):
+        return Or.of(*self._each(_negated))
 
     def __repr__(self):
         return " & ".join(_wrapped(m, Or) for m in self.masks)
@@ -178,6 +173,12 @@ class Or(_Composition):
         found = [m.nearest_query(key, at, step) for m in self.masks]
         return reduce(np.maximum if step < 0 else np.minimum, found)
 
+    def lower(self):
+        return Or.of(*self._each(lambda part: part.atoms()))
+
+    def negated(self):
+        return And.of(*self._each(_negated))
+
     def __repr__(self):
         return " | ".join(repr(m) for m in self.masks)
 
@@ -216,19 +217,27 @@ class Not(_Composition):
         empty, full = self.mask.tells()
         return full, empty
 
+    def lower(self):
+        """`~` taken down to the comparisons: those say again what can be skipped."""
+        return _negated(self.mask.atoms())
+
+    def negated(self):
+        return self.mask
+
+    def kv_spans(self, q, kv):
+        return super().kv_spans(q, kv) if isinstance(rule := self.lower(), Not) else rule.kv_spans(q, kv)
+
+    def q_spans(self, kv, q):
+        return super().q_spans(kv, q) if isinstance(rule := self.lower(), Not) else rule.q_spans(kv, q)
+
     def nearest_query(self, key, at, step):
-        ends = self.mask.query_range(key)
-        if ends is None:
-            return at
-        first, last = ends
-        beyond = first - 1 if step < 0 else last + 1
-        return np.where((at >= first) & (at <= last), np.clip(beyond, -NOBODY, NOBODY), at)
+        return at if isinstance(rule := self.lower(), Not) else rule.nearest_query(key, at, step)
 
     def loose(self):
-        return (self,) if self.mask.query_range(np.zeros(1, np.int64)) is None else ()
+        return (self,) if isinstance(rule := self.lower(), Not) or rule.loose() else ()
 
     def periodicity(self):
-        return Periodicity() if self.loose() else self.mask.periodicity()
+        return Periodicity() if isinstance(rule := self.lower(), Not) else rule.periodicity()
 
     def __repr__(self):
         return f"~{_wrapped(self.mask, And, Or)}"
@@ -273,6 +282,9 @@ class PerHead(_Composition):
     def nearest_query(self, key, at, step):
         """That of any head."""
         return Or(self.masks).nearest_query(key, at, step)
+
+    def negated(self):
+        return PerHead(tuple(self._each(_negated)))
 
     def of_head(self, head):
         return self.masks[0 if len(self.masks) == 1 else head].of_head(head)
@@ -333,34 +345,39 @@ def together(found: Sequence[Periodicity | None]) -> Periodicity | None:
     )
 
 
-def _flat(kind, masks: tuple[Mask, ...]) -> tuple[Mask, ...]:
+def _flat(kind, masks: Sequence[Mask]) -> tuple[Mask, ...]:
     """Nested ands (ors) as one tuple, so that grouping does not show."""
     return tuple(part for m in masks for part in (m.parts() if type(m) is kind else (m,)))
+
+
+def _tightest(masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    """The same `&` without what another part says as well: of static ends that differ in what is added, one is left."""
+    kept: dict[Any, Mask] = {}
+    for number, mask in enumerate(masks):
+        kind = (_kind_of_end(mask) if isinstance(mask, Compare) else None) or number
+        other = kept.get(kind)
+        if other is None or _is_tighter(mask, other):
+            kept[kind] = mask
+    return tuple(kept.values())
+
+
+def _kind_of_end(mask: Compare) -> Any:
+    """What two static ends have in common that differ in what is added to the query's term; None: it is no such end."""
+    is_end = mask.q.is_static and mask.kv.is_static and mask.relation != "=="
+    return (mask.relation, replace(mask.q, plus=0), mask.kv) if is_end else None
+
+
+def _is_tighter(end: Any, other: Any) -> bool:
+    return end.q.plus > other.q.plus if "<" in end.relation else end.q.plus < other.q.plus
 
 
 def _wrapped(mask: Mask, *kinds) -> str:
     return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
 
 
-def _meet(bands):
-    """The intersection of bands whose ends are ints, arrays or None (unbounded)."""
-    lows = [low for low, _ in bands if low is not None]
-    highs = [high for _, high in bands if high is not None]
-    return (
-        reduce(_pick(max, jnp.maximum, np.maximum), lows) if lows else None,
-        reduce(_pick(min, jnp.minimum, np.minimum), highs) if highs else None,
-    )
-
-
-def _pick(of_ints, of_jax, of_numpy):
-    def pick(a, b):
-        if isinstance(a, int) and isinstance(b, int):
-            return of_ints(a, b)
-        # Beside an array, an int is one of its kind: further than any position is as good as FAR.
-        a, b = (max(-FAR, min(FAR, x)) if isinstance(x, int) else x for x in (a, b))
-        return (of_numpy if all(isinstance(x, int | np.ndarray) for x in (a, b)) else of_jax)(a, b)
-
-    return pick
+def _negated(mask: Mask) -> Mask:
+    found = mask.negated()
+    return Not(mask) if found is None else found
 
 
 def _padded(xp, spans: Spans, axis: int, most: int) -> Spans:

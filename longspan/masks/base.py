@@ -37,11 +37,10 @@ FEW_PAIRS = 2**22  # whose truth NumPy computes sooner than JAX compiles an oper
 NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
 
 
-# What holds for one `allowed` only.
+# What holds for one `allowed` only: a class with another forgets what its parent said; a `Rule` asks what it lowers to.
 SAID_OF_A_RULE = (
-    "reads", "reads_q_place", "classify", "kv_spans", "q_spans", "band", "_band_at", "unbounded", "tells", "_cut",
-    "_pieces", "one_interval", "query_range", "nearest_query", "loose", "strides", "of_head", "array_axes", "pinned",
-    "by_token", "listing", "periodicity",
+    "reads", "reads_q_place", "by_token", "strides", "classify", "kv_spans", "q_spans", "nearest_query", "periodicity",
+    "loose", "unbounded", "tells", "pinned", "listing", "documents", "of_head", "negated", "_cut", "_pieces",
 )  # fmt: skip
 
 
@@ -111,8 +110,6 @@ class Mask(Value):
 
     # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
-    # By slot, yet without arrays along the keys: what a query sees is one interval of slots, which `kv_spans` gives.
-    one_interval: ClassVar[bool] = False
     array_axes: ClassVar[dict[str, str]] = {}
     applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
     # Its arrays hold one entry per token and nothing else is read of the slots: tokens in another order take it along.
@@ -153,8 +150,19 @@ class Mask(Value):
         """
         return bool(self.reads)
 
-    def band(self) -> tuple[Any, Any] | None:
-        """(low, high) if the rule is just low <= k - q <= high, so that `&` can merge such rules into one."""
+    def lower(self) -> "Mask":
+        """The same rule, said by other masks: most are a comparison or two (`Compare`)."""
+        return self
+
+    def atoms(self) -> "Mask":
+        """What plans and engines ask: comparisons, tables, arrays of bools, users' own rules, compositions of these.
+
+        Ask once, and keep it: lowering computes numbers, which a program would compute again.
+        """
+        return self.lower()
+
+    def negated(self) -> "Mask | None":
+        """What the rule does not allow, as a rule that can be planned with; None if there is none."""
         return None
 
     def parts(self) -> tuple["Mask", ...]:
@@ -189,29 +197,17 @@ class Mask(Value):
         own = not self.unbounded()
         return own, own and type(self).classify is not Mask.classify
 
-    def query_range(self, key: np.ndarray) -> tuple[Any, Any] | None:
-        """(first, last) query that may see a key at each place, if these are all in between; None: not known.
-
-        A place is a position, and the index of a slot: here they are one. First > last is nobody.
-        """
-        return None
-
     def nearest_query(self, key: np.ndarray, at: np.ndarray, step: int) -> np.ndarray:
         """The last query up to `at` (step = -1), or the first from it on (step = 1), that may see each key.
 
         `NOBODY · step` if there is none. By this caches know how long to keep a key. What says nothing may be seen by
         everybody.
         """
-        ends = self.query_range(key)
-        if ends is None:
-            return at
-        first, last = ends
-        found = np.minimum(at, last) if step < 0 else np.maximum(at, first)
-        return np.where((found >= first) & (found <= last), found, NOBODY * step)
+        return at
 
     def loose(self) -> tuple["Mask", ...]:
         """The rules in it of which `nearest_query` knows only a bound: those that hold data, and users' own."""
-        if type(self).nearest_query is Mask.nearest_query and self.query_range(np.zeros(1, np.int64)) is None:
+        if type(self).nearest_query is Mask.nearest_query:
             return (self,)
         return tuple(leaf for part in self.parts() for leaf in part.loose())
 
@@ -220,8 +216,7 @@ class Mask(Value):
 
         None: not known. A rule of which `nearest_query` knows nothing allows every query, at any place.
         """
-        bounded = type(self).nearest_query is not Mask.nearest_query
-        return None if bounded or self.query_range(np.zeros(1, np.int64)) is not None else Periodicity()
+        return None if type(self).nearest_query is not Mask.nearest_query else Periodicity()
 
     @property
     def strides(self) -> bool:
@@ -304,9 +299,10 @@ class Mask(Value):
 
     def extents(self) -> Iterator[Extent]:
         """The sizes that this mask's arrays fix."""
-        for name, value in self.__dict__.items():
-            if name in self._data and getattr(value, "ndim", 0) == 1:
-                yield Extent(f"{type(self).__name__}.{name}", "B", value.shape[0])
+        for name, letters in self._letters():
+            for axis, size in zip(letters, getattr(self, name).shape, strict=True):
+                if axis != ".":
+                    yield Extent(f"{type(self).__name__}.{name}", axis, size)
         for part in self.parts():
             yield from part.extents()
 
@@ -499,17 +495,9 @@ class Mask(Value):
 
     def _pieces(self, q: Side, kv: Side) -> list[Piece] | None:
         """Disjoint pieces that are just what is allowed in one batch row and head (NumPy only); None: not known."""
-        if SLOT in self.reads and not (self.one_interval and q.positions is None and kv.positions is None):
+        if SLOT in self.reads:
             return None
         return [Piece(within=self)]
-
-    def _band_at(self, side) -> tuple[Any, Any] | None:
-        """`band` with its ends ready to broadcast."""
-        band = self.band()
-        if band is None:
-            return None
-        low, high = (None if end is None else side.number(end) for end in band)
-        return low, high
 
     def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
         batch = check_sides(self, q_len, kv_len, q_positions, kv_positions)

@@ -6,19 +6,19 @@
 from dataclasses import KW_ONLY, replace
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from longspan._checks import check_choice
-from longspan._types import FAR, Array, Namespace, Number
-from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Periodicity, Pinned, rule
-from longspan.masks.by_position import Empty, Full
+from longspan._types import Array, Number
+from longspan.masks.algebra import Or
+from longspan.masks.base import BY_SLOT, Extent, Mask, rule
+from longspan.masks.by_position import Empty
 from longspan.masks.checks import check_array, check_indices, check_number
+from longspan.masks.compare import Compare
 from longspan.masks.cut import gather
-from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
-from longspan.masks.spans import Spans, whole_or_nothing
+from longspan.masks.rules import Leaf
+from longspan.masks.terms import Term, array, member, number, slot
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -34,7 +34,7 @@ class BySlot(Mask):
 
 
 @rule
-class KvLengths(BySlot):
+class KvLengths(Leaf):
     """Allows kv slot < lengths[b]: the rest of each row of keys is padding.
 
     Args:
@@ -46,43 +46,22 @@ class KvLengths(BySlot):
         ##..
     """
 
-    one_interval = True
-
     array_axes: ClassVar = {"lengths": "B"}
-    by_token = True
 
     lengths: Number
 
     def __post_init__(self):
         check_number(self, "lengths")
 
-    def allowed(self, q, kv):
-        return Full().allowed(q, kv) & (kv.index < q.number(self.lengths))
-
-    def classify(self, q, kv):
-        length = q.number(self.lengths)
-        return kv.start < length, kv.stop <= length
-
-    def kv_spans(self, q, kv):
-        return _first(q.side.xp, q.number(self.lengths), kv.side.length)
-
-    def q_spans(self, kv, q):
-        return whole_or_nothing(kv.side.xp, kv.start < kv.number(self.lengths), q.side.length)
-
-    def _pieces(self, q, kv):
-        if kv.positions is None:
-            return [Piece(0, np.reshape(kv.number(self.lengths), -1))]
-        return [Piece(keys=(kv.slots().index < kv.number(self.lengths)).reshape(-1))]
-
-    def _cut(self, q, kv, q_len, kv_len):
-        return self if kv is None else KvFlags(_inside(kv, self.lengths))
+    def lower(self):
+        return Compare(number(self.lengths), ">", slot())
 
     def _arguments(self):
         return [short(self.lengths)]
 
 
 @rule
-class QLengths(BySlot):
+class QLengths(Leaf):
     """Allows query slot < lengths[b]: the rest of each row of queries is padding, which gives zeros.
 
     Args:
@@ -94,137 +73,44 @@ class QLengths(BySlot):
         ....
     """
 
-    one_interval = True
-
     array_axes: ClassVar = {"lengths": "B"}
-    by_token = True
 
     lengths: Number
 
     def __post_init__(self):
         check_number(self, "lengths")
 
-    @property
-    def reads_q_place(self):
-        return True
-
-    def allowed(self, q, kv):
-        return Full().allowed(q, kv) & (q.index < q.number(self.lengths))
-
-    def classify(self, q, kv):
-        length = q.number(self.lengths)
-        return q.start < length, q.stop <= length
-
-    def kv_spans(self, q, kv):
-        return whole_or_nothing(q.side.xp, q.start < q.number(self.lengths), kv.side.length)
-
-    def q_spans(self, kv, q):
-        return _first(kv.side.xp, kv.number(self.lengths), q.side.length)
-
-    def _cut(self, q, kv, q_len, kv_len):
-        return self if q is None else Global(q_flags=_inside(q, self.lengths), columns=False)
+    def lower(self):
+        return Compare(slot(), "<", number(self.lengths))
 
     def _arguments(self):
         return [short(self.lengths)]
 
 
-@rule
-class KvFlags(BySlot):
-    """Allows the keys that are flagged, for every query: `KvLengths` after a cut, when they need not come first.
-
-    Args:
-        flags: bool [B or 1, S].
+def kv_flags(flags: Any) -> Mask:
+    """Allows the keys that are flagged, bool [B or 1, S], for every query.
 
     Example:
-        >>> print(KvFlags(np.array([[True, False, True]])).show(2, 3))
+        >>> print(kv_flags(np.array([[True, False, True]])).show(2, 3))
         #.#
         #.#
     """
-
-    array_axes: ClassVar = {"flags": "BS"}
-    by_token = True
-
-    flags: Array
-
-    def __post_init__(self):
-        check_array(self, "flags", "bool", "BS")
-
-    def allowed(self, q, kv):
-        return Full().allowed(q, kv) & kv.take(self.flags)
-
-    def classify(self, q, kv):
-        return kv.greatest(self.flags) > 0, kv.least(self.flags) > 0
-
-    def kv_spans(self, q, kv):
-        """From the first to the last flagged key."""
-        xp, flags = kv.side.xp, kv.table(self.flags)
-        slot = xp.arange(flags.shape[1], dtype=np.int32).reshape(1, -1)
-        high = xp.max(xp.where(flags, slot + 1, np.int32(0)), axis=1, initial=0)
-        low = xp.min(xp.where(flags, slot, np.int32(FOREVER)), axis=1, initial=FOREVER)
-        return Spans(*(end.reshape(-1, 1, 1, 1) for end in (xp.minimum(low, high), high)))
-
-    def q_spans(self, kv, q):
-        return whole_or_nothing(kv.side.xp, kv.greatest(self.flags) > 0, q.side.length)
-
-    def _pieces(self, q, kv):
-        return [Piece(keys=kv.slots().take(self.flags).reshape(-1))]
-
-    def extents(self):
-        yield from _extents(self, "flags", self.flags, "BS")
-
-    def _cut(self, q, kv, q_len, kv_len):
-        return replace(self, flags=gather(self.flags, kv))
-
-    def _arguments(self):
-        return [short(self.flags)]
+    return Compare(number(1), "<=", array(flags))
 
 
-class EqualIds(BySlot):
-    """The part that `Segments`, `TokenTypes` and `FirstOfSegment` share: ids are equal, and both are valid."""
+class EqualIds(Leaf):
+    """What `Segments`, `TokenTypes` and `FirstOfSegment` share: ids are equal, and both are valid."""
 
     def _ids(self) -> tuple[Any, Any]:
         raise NotImplementedError
 
-    def _valid(self, ids):
-        raise NotImplementedError
+    @property
+    def _valid(self) -> str:
+        return ">=0"
 
-    def allowed(self, q, kv):
-        q_ids, kv_ids = (side.take(ids) for side, ids in zip((q, kv), self._ids(), strict=True))
-        return (q_ids == kv_ids) & self._valid(q_ids)
-
-    def classify(self, q, kv):
-        (q_least, q_most, q_all), (kv_least, kv_most, kv_all) = (
-            self._range(tiles, ids) for tiles, ids in zip((q, kv), self._ids(), strict=True)
-        )
-        may_any = (q_least <= kv_most) & (kv_least <= q_most)
-        q_one, kv_one = q_all & (q_least == q_most), kv_all & (kv_least == kv_most)
-        if q.side.xp is np and not (q_one.any() and kv_one.any()):  # as where ids are shuffled: no pair to be compared
-            return may_any, np.full((1, 1, 1, 1), False)
-        return may_any, (q_one & kv_one) & (q_least == kv_least)
-
-    def _range(self, tiles, ids):
-        """The least and greatest valid id of each tile (least > greatest if there is none), and whether all are."""
-        least, most = tiles.least(ids, self._valid), tiles.greatest(ids, self._valid)
-        return least, most, (tiles.least(ids) >= least) & (tiles.greatest(ids) <= most) & (least <= most)
-
-    def kv_spans(self, q, kv):
+    def lower(self):
         q_ids, kv_ids = self._ids()
-        return self._hull(q, q_ids, kv_ids)
-
-    def q_spans(self, kv, q):
-        q_ids, kv_ids = self._ids()
-        return self._hull(kv, kv_ids, q_ids)
-
-    def _hull(self, tiles, row_ids, other_ids) -> Spans:
-        """From the first to the last slot of the other side whose id occurs in the tile."""
-        xp = tiles.side.xp
-        first, last = _occurrences(xp, tiles.table(row_ids), tiles.table(other_ids), self._valid)
-        low, high = tiles.least(first), tiles.greatest(last) + 1
-        return Spans(xp.where(low < high, low, np.int32(0)), xp.where(low < high, high, np.int32(0)))
-
-    def _pieces(self, q, kv):
-        q_ids, kv_ids = (side.slots().take(ids).reshape(-1) for side, ids in zip((q, kv), self._ids(), strict=True))
-        return [Piece(0, np.where(self._valid(q_ids), kv.length, 0), q_ids=q_ids, kv_ids=kv_ids)]
+        return Compare(array(q_ids, valid=self._valid), "==", array(kv_ids, valid=self._valid))
 
 
 @rule
@@ -244,7 +130,6 @@ class Segments(EqualIds):
     """
 
     array_axes: ClassVar = {"q_ids": "BT", "kv_ids": "BS"}
-    by_token = True
 
     q_ids: Array
     kv_ids: Array | None = None
@@ -259,16 +144,12 @@ class Segments(EqualIds):
     def documents(self):
         return self._ids()
 
-    def _valid(self, ids):
-        return ids >= 0
+    def extents(self):
+        yield from both_extents(self, "q_ids", "kv_ids")
 
     def _cut(self, q, kv, q_len, kv_len):
         q_ids, kv_ids = self._ids()
         return replace(self, q_ids=gather(q_ids, q), kv_ids=gather(kv_ids, kv))
-
-    def extents(self):
-        yield from _extents(self, "q_ids", self.q_ids, "BT")
-        yield from _extents(self, "kv_ids", self._ids()[1], "BS")
 
     def _arguments(self):
         return [short(self.q_ids)] + ([] if self.kv_ids is None else [short(self.kv_ids)])
@@ -295,7 +176,6 @@ class TokenTypes(EqualIds):
     applied = "token_type_ids"
 
     array_axes: ClassVar = {"q_types": "BT", "kv_types": "BS"}
-    by_token = True
 
     q_types: Array
     kv_types: Array | None = None
@@ -309,16 +189,16 @@ class TokenTypes(EqualIds):
     def _ids(self):
         return self.q_types, self.q_types if self.kv_types is None else self.kv_types
 
-    def _valid(self, ids):
-        return ids == ids if self.zero == "none" else ids != 0
-
-    def _cut(self, q, kv, q_len, kv_len):
-        q_types, kv_types = self._ids()
-        return replace(self, q_types=gather(q_types, q), kv_types=gather(kv_types, kv))
+    @property
+    def _valid(self):
+        return "all" if self.zero == "none" else "!=0"
 
     def extents(self):
-        yield from _extents(self, "q_types", self.q_types, "BT")
-        yield from _extents(self, "kv_types", self._ids()[1], "BS")
+        yield from both_extents(self, "q_types", "kv_types")
+
+    def _cut(self, q, kv, q_len, kv_len):
+        q_ids, kv_ids = self._ids()
+        return replace(self, q_types=gather(q_ids, q), kv_types=gather(kv_ids, kv))
 
     def _arguments(self):
         types = [short(self.q_types)] + ([] if self.kv_types is None else [short(self.kv_types)])
@@ -326,7 +206,7 @@ class TokenTypes(EqualIds):
 
 
 @rule
-class Global(Mask):
+class Global(Leaf):
     """Allows a pair if its key is global (columns) or its query is (rows).
 
     Args:
@@ -344,7 +224,6 @@ class Global(Mask):
     """
 
     array_axes: ClassVar = {"q_flags": "BT", "kv_flags": "BS"}
-    by_token = True
 
     indices: tuple[int, ...] = ()
     _: KW_ONLY
@@ -358,91 +237,21 @@ class Global(Mask):
         check_array(self, "q_flags", "bool", "BT", optional=True)
         check_array(self, "kv_flags", "bool", "BS", optional=True)
 
+    def lower(self):
+        rows = [Compare(term, ">=", number(1), few=True) for term in self._terms(self.q_flags) if self.rows]
+        columns = [Compare(number(1), "<=", term, few=True) for term in self._terms(self.kv_flags) if self.columns]
+        parts = (*rows, *columns)
+        return Or(parts) if len(parts) > 1 else parts[0] if parts else Empty()
+
     @property
     def reads(self):
-        by_position = BY_POSITION if self.indices else frozenset()
-        return by_position if self.q_flags is None and self.kv_flags is None else by_position | BY_SLOT
+        held = self.q_flags is not None or self.kv_flags is not None  # they are cut, though rows or columns may be off
+        return self.lower().reads | (BY_SLOT if held else frozenset())
 
-    @property
-    def reads_q_place(self):
-        return self.rows and bool(self.indices)
-
-    def allowed(self, q, kv):
-        truth = Full().allowed(q, kv) & False
-        if self.rows:
-            truth = truth | self._is_global(q, self.q_flags)
-        if self.columns:
-            truth = truth | self._is_global(kv, self.kv_flags)
-        return truth
-
-    def classify(self, q, kv):
-        (q_any, q_all), (kv_any, kv_all) = self._any_all(q, self.q_flags), self._any_all(kv, self.kv_flags)
-        rows, columns = np.bool_(self.rows), np.bool_(self.columns)
-        return (q_any & rows) | (kv_any & columns), (q_all & rows) | (kv_all & columns)
-
-    def kv_spans(self, q, kv):
-        return self._spans(q, self.q_flags, self.rows, kv, self.kv_flags, self.columns)
-
-    def q_spans(self, kv, q):
-        return self._spans(kv, self.kv_flags, self.columns, q, self.q_flags, self.rows)
-
-    def extents(self):
-        if self.q_flags is not None:
-            yield from _extents(self, "q_flags", self.q_flags, "BT")
-        if self.kv_flags is not None:
-            yield from _extents(self, "kv_flags", self.kv_flags, "BS")
-
-    def nearest_query(self, key, at, step):
-        if self.loose():
-            return at
-        places = np.array(sorted(self.indices), np.int64)
-        found = np.searchsorted(places, at, side="right") - 1 if step < 0 else np.searchsorted(places, at)
-        fenced = np.array([-NOBODY, *places, NOBODY])
-        global_query = fenced[found + 1] if self.rows else NOBODY * step
-        return np.where(np.isin(key, places), at, global_query) if self.columns else global_query + key * 0
-
-    def periodicity(self):
-        return Periodicity(places=frozenset(place + side for place in self.indices for side in (0, 1)))
-
-    def loose(self):
-        return () if self.q_flags is None and self.kv_flags is None else (self,)
-
-    def pinned(self, length):
-        inside = frozenset(i for i in self.indices if 0 <= i < length)
-        flags = [
-            (array,) if wanted and array is not None else ()
-            for array, wanted in ((self.kv_flags, self.columns), (self.q_flags, self.rows))
-        ]
-        columns, rows = (inside if wanted else frozenset() for wanted in (self.columns, self.rows))
-        return Pinned(Empty(), columns, rows, *flags)
-
-    def _spans(self, mine, my_flags, i_see_all, others, other_flags, all_see) -> Spans:
-        sees_all, _ = self._any_all(mine, my_flags)
-        common, _ = self._any_all(others, other_flags)
-        spans = whole_or_nothing(mine.side.xp, sees_all & np.bool_(i_see_all), others.side.length)
-        return spans._replace(common=common if all_see else None)
-
-    def _pieces(self, q, kv):
-        sees_all = self.rows & self._is_global(q.slots(), self.q_flags).reshape(-1)
-        seen_by_all = self.columns & self._is_global(kv.slots(), self.kv_flags).reshape(-1)
-        rows = Piece(0, np.where(sees_all, kv.length, 0))
-        return [rows, Piece(0, np.where(sees_all, 0, kv.length), keys=seen_by_all)]
-
-    def _is_global(self, slots, flags):
-        truth = slots.index < 0
-        if self.indices:
-            truth = truth | slots.is_one_of(self.indices)
-        return truth if flags is None else truth | slots.take(flags)
-
-    def _any_all(self, tiles, flags):
-        """Whether any, and whether all, of a tile's tokens are global."""
-        some, every = tiles.start < 0, tiles.start < 0
-        if self.indices:
-            inside = tiles.count_of(self.indices)
-            some, every = some | (inside > 0), every | (inside == tiles.last - tiles.first + 1)
-        if flags is not None:
-            some, every = some | (tiles.greatest(flags) > 0), every | (tiles.least(flags) > 0)
-        return some, every
+    def _terms(self, flags: Any) -> list[Term]:
+        """What is 1 for the global tokens of a side."""
+        listed = [member(self.indices)] if self.indices else []
+        return listed if flags is None else [*listed, array(flags)]
 
     def _cut(self, q, kv, q_len, kv_len):
         return replace(self, q_flags=gather(self.q_flags, q), kv_flags=gather(self.kv_flags, kv))
@@ -455,58 +264,8 @@ class Global(Mask):
         return arguments + [f"{name}=False" for name in ("rows", "columns") if not getattr(self, name)]
 
 
-def _first(xp: Namespace, count: Any, length: int) -> Spans:
-    """The first slots of a side, as many as a number says."""
-    high = xp.full((1, 1, 1, 1), count, np.int32) if isinstance(count, int) else count
-    return Spans(xp.zeros_like(high), xp.clip(high, 0, length))
-
-
-def _inside(slots: Any, lengths: Any) -> Any:
-    """Which of some slots [B or 1, n] lie before the length of their row."""
-    return slots < (min(lengths, FAR) if isinstance(lengths, int) else lengths.reshape(-1, 1))
-
-
-def _extents(mask: Mask, name: str, array, axes: str):
-    for axis, size in zip(axes, array.shape, strict=False):
-        yield Extent(f"{type(mask).__name__}.{name}", axis, size)
-
-
-def _occurrences(xp: Namespace, ids, others, valid):
-    """For each id [B, T], the first and last slot of an equal, valid id among `others` [B, S]; else (FOREVER, -1)."""
-    rows = max(ids.shape[0], others.shape[0])
-    ids = xp.broadcast_to(ids.astype(np.int32), (rows, ids.shape[1]))
-    others = xp.broadcast_to(others.astype(np.int32), (rows, others.shape[1]))
-    if 0 in (ids.shape[1], others.shape[1]):
-        return xp.full(ids.shape, FOREVER, np.int32), xp.full(ids.shape, -1, np.int32)
-    if xp is np:
-        found = [_occurrences_on_host(a, b, valid) for a, b in zip(ids, others, strict=True)]
-        return tuple(np.stack(part) for part in zip(*found, strict=True))
-    return jax.vmap(lambda a, b: _occurrences_in_row(a, b, valid))(ids, others)
-
-
-def _occurrences_in_row(ids, others, valid):
-    # A stable sort keeps equal ids in slot order: each run's ends are its first and last occurrence.
-    order = jnp.argsort(others, stable=True).astype(np.int32)
-    ranked = others[order]
-    left = jnp.searchsorted(ranked, ids, side="left")
-    right = jnp.searchsorted(ranked, ids, side="right") - 1
-    found = valid(ids) & (left <= right)
-    last = len(others) - 1
-    first_slot, last_slot = order[jnp.clip(left, 0, last)], order[jnp.clip(right, 0, last)]
-    return jnp.where(found, first_slot, np.int32(FOREVER)), jnp.where(found, last_slot, np.int32(-1))
-
-
-def _occurrences_on_host(ids: np.ndarray, others: np.ndarray, valid):
-    # In a table by id: bisecting for shuffled ids misses the cache at every step.
-    least, most = (int(end) for end in (min(ids.min(), others.min()), max(ids.max(), others.max())))
-    if most - least > 4 * (len(ids) + len(others)):
-        both = np.unique(np.concatenate([ids, others]), return_inverse=True)[1].astype(np.int32)
-        mine, theirs, size = both[: len(ids)], both[len(ids) :], len(both)
-    else:
-        mine, theirs, size = ids - np.int32(least), others - np.int32(least), most - least + 1
-    slots = np.arange(len(others), dtype=np.int32)
-    first, last = np.full(size, FOREVER, np.int32), np.full(size, -1, np.int32)
-    last[theirs] = slots  # of equal ids, the one that is written last stays
-    first[theirs[::-1]] = slots[::-1]
-    found = valid(ids)
-    return np.where(found, first[mine], np.int32(FOREVER)), np.where(found, last[mine], np.int32(-1))
+def both_extents(mask: Mask, q: str, kv: str):
+    """The sizes that ids of both sides fix."""
+    for name, ids, axes in zip((q, kv), mask._ids(), ("BT", "BS"), strict=True):  # type: ignore[attr-defined]
+        for axis, size in zip(axes, ids.shape, strict=True):
+            yield Extent(f"{type(mask).__name__}.{name}", axis, size)

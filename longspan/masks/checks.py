@@ -105,6 +105,26 @@ def check_array(
         object.__setattr__(mask, name, clipped_to_int32(array) if saturates else ids_as_int32(label, array))
 
 
+def check_entries(term: Any, name: str) -> None:
+    """The array of a term: ints or bools [B or 1, L] or [B or 1, N or 1, L]. Bools of which not all count are ints."""
+    value = getattr(term, name)
+    array = np.asarray(value) if isinstance(value, list | tuple) else value
+    if not is_array(array) or not (is_int(array) or _is_bool(array.dtype)):
+        got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
+        raise TypeError(f"array: its entries must be an array of ints or bools, got {got}.")
+    if array.ndim not in (2, 3):
+        raise ValueError(
+            f"array: its entries must have shape [B or 1, L] or [B or 1, N or 1, L], got {tuple(array.shape)}. Add an "
+            "axis, e.g. `entries[None]`."
+        )
+    if not _is_bool(array.dtype):
+        array = ids_as_int32("array: its entries", array)
+    elif term.valid != "all":
+        known = not isinstance(array, jax.ShapeDtypeStruct)
+        array = array.astype(np.int32) if known else jax.ShapeDtypeStruct(array.shape, np.int32)
+    object.__setattr__(term, name, array)
+
+
 def check_listing(mask: Any, name: str) -> None:
     """A table that lists numbers, and not one of bools: cast to ints, those would list blocks 0 and 1."""
     value = getattr(mask, name)

@@ -70,9 +70,6 @@ class View(Mask):
     def reads_q_place(self):
         return self.mask.reads_q_place
 
-    def band(self):
-        return self.mask.band()
-
     def unbounded(self):
         return self.mask.unbounded()
 

@@ -13,7 +13,7 @@ from longspan._checks import ids_as_int32, is_array, is_int
 from longspan._constants import unfolded
 from longspan._types import Array, Namespace, Number, no_type_check
 from longspan.masks.base import Extent, rule
-from longspan.masks.by_slot import EqualIds
+from longspan.masks.by_slot import EqualIds, both_extents
 from longspan.masks.checks import check_array, check_at_least
 from longspan.masks.cut import gather
 from longspan.masks.pytree import short
@@ -66,6 +66,7 @@ class FirstOfSegment(EqualIds):
     """
 
     array_axes: ClassVar = {"q_ids": "BT", "n": "B", "first_ids": "BS"}
+    by_token: ClassVar = False  # tokens in another order have other firsts
 
     q_ids: Array
     n: Number
@@ -83,9 +84,6 @@ class FirstOfSegment(EqualIds):
     def _ids(self):
         return self.q_ids, self.first_ids
 
-    def _valid(self, ids):
-        return ids >= 0
-
     def _cut(self, q, kv, q_len, kv_len):
         # Not made anew: what comes first in a document was settled before the cut.
         cut = copy(self)
@@ -94,10 +92,10 @@ class FirstOfSegment(EqualIds):
         return cut
 
     def extents(self):
-        yield from super().extents()
-        for name, ids, axes in (("q_ids", self.q_ids, "BT"), ("kv_ids", self.first_ids, "BS")):
-            for axis, size in zip(axes, ids.shape, strict=True):
-                yield Extent(f"FirstOfSegment.{name}", axis, size)
+        yield from both_extents(self, "q_ids", "kv_ids")
+        n: Any = self.n
+        if getattr(n, "ndim", 0) == 1:
+            yield Extent("FirstOfSegment.n", "B", n.shape[0])
 
     def _arguments(self):
         return [short(self.q_ids), short(self.n), f"kv_ids={short(self.first_ids)}"]

@@ -1,5 +1,6 @@
 """What makes a mask a value: a frozen pytree that compares by its contents, and hashes if it holds no arrays."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, ClassVar, dataclass_transform
@@ -32,6 +33,14 @@ class Value:
                 "pytrees), not as a static one."
             )
         return hash(tree)
+
+    def _letters(self) -> Iterator[tuple[str, str]]:
+        """The fields that hold arrays, and what each axis of these runs along."""
+        for name in self._data:
+            ndim = getattr(getattr(self, name), "ndim", None)
+            if ndim is not None:
+                letters = self.array_axes.get(name) or ("B" if ndim == 1 else "")
+                yield name, letters.rjust(ndim, ".")[-ndim:] if ndim else ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._arguments())})"
@@ -118,6 +127,8 @@ def short(value: Any) -> str:
 
 
 def _is_data(value: Any, static_if_numpy: bool = False) -> bool:
+    if value is None or isinstance(value, int | str):  # most are: asked first, because rules are made at every plan
+        return False
     if isinstance(value, np.ndarray):
         return not static_if_numpy
     if isinstance(value, jax.Array | Value | jax.ShapeDtypeStruct):

@@ -437,7 +437,7 @@ def _tile_kinds(tiles, some, every, axis: int):
     xp, length = tiles.side.xp, some.shape[axis]
     if length == 1:
         return some, every
-    size = min(tiles.size, length)
+    size = max(min(tiles.size, length), 1)
     count = -(-length // size)
     pads = [(0, count * size - length) if i == axis else (0, 0) for i in range(4)]
     shape = (*some.shape[:axis], count, size, *some.shape[axis + 1 :])

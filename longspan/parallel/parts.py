@@ -13,7 +13,7 @@ from longspan.biases import Bias, apart, map_terms, terms
 from longspan.engines import Engine, Request, choose
 from longspan.masks import Global
 from longspan.masks.base import SLOT
-from longspan.masks.by_slot import KvFlags
+from longspan.masks.by_slot import kv_flags
 from longspan.parallel.order import chunk_of, runs_of
 from longspan.parallel.plan import Plan
 
@@ -80,7 +80,7 @@ def _asked(setting: Setting, call: Request, queries: Selection, keys: Selection)
     if keys.hidden is not None:
         seen = ~keys.hidden if seen is None else seen & ~keys.hidden
     if seen is not None:
-        mask = mask & KvFlags(seen)
+        mask = mask & kv_flags(seen)
     if queries.hidden is not None:
         mask = mask & Global(q_flags=~queries.hidden, columns=False)
     part = replace(

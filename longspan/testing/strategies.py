@@ -11,6 +11,7 @@ from longspan.masks import (
     Blocks,
     Causal,
     Chunk,
+    Compare,
     Custom,
     Dense,
     Empty,
@@ -24,7 +25,12 @@ from longspan.masks import (
     Segments,
     TokenTypes,
     Window,
+    array,
+    member,
+    position,
+    slot,
 )
+from longspan.masks import number as constant
 
 
 def masks(q_len: int, kv_len: int, *, batch: int = 2, heads: int = 2, leaves: int = 4):
@@ -93,6 +99,27 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         rows, columns = (bool(rng.random() < 0.7) for _ in range(2))
         return Global(indices, q_flags=flags[0], kv_flags=flags[1], rows=rows, columns=columns)
 
+    def term(rng, length: int, numbers: tuple):
+        divide, modulo, plus = numbers if rng.random() < 0.5 else (1, None, 0)
+        modulo = None if rng.random() < 0.6 else modulo
+        steps = dict(divide=divide, modulo=modulo, plus=plus)
+        shape = (int(rng.choice([1, batch])), *([int(rng.choice([1, heads]))] if rng.random() < 0.3 else []), length)
+        entries = np.sort(rng.integers(-3, 9, shape), axis=-1) if rng.random() < 0.5 else rng.integers(-3, 9, shape)
+        places = tuple(int(i) for i in rng.integers(0, max(1, span), size=int(rng.integers(0, 4))))
+        return [
+            lambda: position(**steps),
+            lambda: slot(**steps),
+            lambda: array(entries, valid=str(rng.choice(["all", ">=0", "!=0"])), **steps),
+            lambda: array(rng.random(shape) < 0.4),
+            lambda: constant(int(rng.integers(-3, 9)) if rng.random() < 0.5 else rng.integers(-3, 9, batch)),
+            lambda: member(places),
+        ][int(rng.integers(0, 6))]()
+
+    def compare(p):
+        rng, mine, theirs = p
+        relation = str(rng.choice(["<=", ">=", "<", ">", "=="]))
+        return Compare(term(rng, q_len, mine), relation, term(rng, kv_len, theirs), few=bool(rng.random() < 0.3))
+
     def custom(rng):
         apart = [int(rng.choice([1, n])) for n in (batch, heads)]
         bounds = _bounds_by_head if rng.random() < 0.5 else None
@@ -116,6 +143,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
             lambda rng: TokenTypes(ids(rng, q_len, 0), ids(rng, kv_len, 0), zero=str(rng.choice(["q", "kv", "none"])))
         ),
         seeds.map(globals_),
+        st.tuples(seeds, *[st.tuples(number(1, 3), number(1, 4), number(-3, 3))] * 2).map(compare),
         seeds.map(blocks),
         seeds.map(dense),
         st.tuples(seeds, number(-2, q_len), number(-2, kv_len)).map(dense_at),

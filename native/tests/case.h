@@ -8,6 +8,7 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -109,6 +110,19 @@ void set(const Array& a, int64_t i, double x) {
 }
 
 typedef std::function<bool(int64_t b, int64_t n, int64_t t, int64_t s)> Rule;
+typedef std::function<std::optional<int64_t>(int64_t b, int64_t n, int64_t i)> Value;  // of a token; empty: not valid
+typedef std::function<int64_t(int64_t b)> PerRow;
+
+// A number of a program, with the words that say it.
+struct Said {
+  std::vector<int32_t> words;
+  PerRow at;
+};
+
+// What a term makes of its source; modulo 0 is none.
+struct Form {
+  Said divide, modulo, plus;
+};
 
 // One random call with its naive meaning.
 struct Case {
@@ -118,6 +132,7 @@ struct Case {
   Type type;
   std::vector<int32_t> q_pos, kv_pos;  // by slot, of batch row 0 (all rows share them unless given per row)
   Rule rule;
+  double far = 0.15;           // how often numbers are as great as they can be
   std::vector<double> weight;  // [B,N,T,S]: how often a pair counts
 
   int64_t qp(int64_t b, int64_t t) const { return position(kQPos, b, t, T); }
@@ -145,228 +160,37 @@ struct Case {
     for (int64_t x : w) call.program.push_back(int32_t(x));
   }
 
-  std::function<int64_t(int64_t)> number(int64_t lo, int64_t hi) {
-    if (chance(0.5)) {
-      const int64_t x = pick(lo, hi);
-      words({0, x});
-      return [x](int64_t) { return x; };
-    }
+  PerRow literal(int64_t x) {
+    return words({0, x}), [x](int64_t) { return x; };
+  }
+  PerRow number(int64_t lo, int64_t hi) {
+    const auto one = [&] { return chance(far) ? (chance(0.5) ? lo : hi) : pick(lo, hi); };
+    if (chance(0.5)) return literal(one());
     const Array a = store.array(I32, {B});
-    for (int64_t b = 0; b < B; ++b) set(a, b, double(pick(lo, hi)));
+    for (int64_t b = 0; b < B; ++b) set(a, b, double(one()));
     words({1, add(a)});
     return [a](int64_t b) { return int64_t(get(a, b)); };
   }
 
-  static int64_t floor_div(int64_t a, int64_t b) { return int64_t(std::floor(double(a) / double(b))); }
-
+  // A mask of random words, and what it allows: masks.h.
   Rule leaf();
   Rule tree(int depth, bool heads);
+  Rule comparison();
+  Said said(double neutral_chance, int64_t neutral, int64_t lo, int64_t hi);
+  Said plus();
+  Form form();
+  Value term(bool keys, int64_t of, const Form& form);
+  Value array(bool keys, int64_t valid, bool clipped);
+  Value members(bool keys);
+  Rule blocks();
+  Rule dense();
+  Rule dense_at();
+  Rule bits();
   void make_layout();
   void make_inputs();
   void make_garbage();
   Call stacked();
 };
-
-Rule Case::leaf() {
-  const int64_t reach = std::max(T, S);
-  switch (pick(0, 15)) {
-    case 0: words({kFull}); return [](auto...) { return true; };
-    case 1: words({kEmpty}); return [](auto...) { return false; };
-    case 2:
-    case 3: {
-      const int64_t sides = pick(0, 3);
-      words({kBand, sides});
-      auto lo = number(-reach, reach / 4), hi = number(-reach / 4, reach);
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
-        const int64_t d = kp(b, s) - qp(b, t);
-        return (!(sides & 1) || d >= lo(b)) && (!(sides & 2) || d <= hi(b));
-      };
-    }
-    case 4: {
-      words({kStride});
-      auto d = number(1, 4);
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) { return (kp(b, s) - qp(b, t)) % d(b) == 0; };
-    }
-    case 5: {
-      const bool up_to = chance(0.5);
-      words({up_to ? kBlockCausal : kChunk});
-      auto size = number(1, reach);
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
-        const int64_t q = floor_div(qp(b, t), size(b)), k = floor_div(kp(b, s), size(b));
-        return up_to ? k <= q : k == q;
-      };
-    }
-    case 6: {
-      const bool slots = chance(0.5);
-      words({slots ? kKvLength : kPrefix});
-      auto n = number(0, S);
-      return [=](int64_t b, int64_t, int64_t, int64_t s) { return (slots ? s : kp(b, s)) < n(b); };
-    }
-    case 12: {
-      words({kQLength});
-      auto n = number(-1, T + 1);
-      return [=](int64_t b, int64_t, int64_t t, int64_t) { return t < n(b); };
-    }
-    case 13: {
-      const int64_t rows = chance(0.5) ? B : 1, heads = chance(0.5) ? N : 1, width = pick(0, S);
-      const Array from = store.array(I32, {rows, heads, T}), to = store.array(I32, {rows, heads, T});
-      for (int64_t i = 0; i < count_of(from); ++i) {
-        const int64_t start = pick(-width, S);
-        set(from, i, double(start)), set(to, i, double(start + pick(0, width)));
-      }
-      words({kBetween, add(from), add(to)});
-      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        const int64_t i = ((rows > 1 ? b : 0) * heads + (heads > 1 ? n : 0)) * T + t;
-        return get(from, i) <= double(s) && double(s) < get(to, i);
-      };
-    }
-    case 14: {
-      const int64_t sides = pick(0, 3);
-      const Array f = store.array(U8, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, sides & 1 ? pick(0, T + 2) : T,
-                                       sides & 2     ? pick(0, S + 2)
-                                       : chance(0.7) ? S
-                                                     : 1});
-      for (int64_t i = 0; i < count_of(f); ++i) set(f, i, chance(0.5));
-      words({kDenseAt, sides, add(f)});
-      auto q = number(-2, T), kv = number(-2, S);
-      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        const int64_t x = sides & 1 ? t - q(b) : t, y = sides & 2 ? s - kv(b) : s;
-        const bool inside = (!(sides & 1) || (x >= 0 && x < f.dims[2])) && (!(sides & 2) || (y >= 0 && y < f.dims[3]));
-        return inside && get(f, broadcast_at(f, b, n, x, y)) != 0;
-      };
-    }
-    case 7: {
-      const Array q = store.array(I32, {B, T}), k = store.array(I32, {chance(0.5) ? B : 1, S});
-      for (int64_t i = 0; i < B * T; ++i) set(q, i, double(pick(-1, 3)));
-      for (int64_t i = 0, step = pick(1, 20), x = 0; i < count_of(k); ++i)
-        set(k, i, double(x = i % step ? x : pick(-1, 3)));
-      const int64_t rule = pick(0, 2);
-      words({kIds, rule, add(q), add(k)});
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
-        const double x = get(q, b * T + t), y = get(k, (k.dims[0] > 1 ? b * S : 0) + s);
-        return x == y && (rule == 0 ? x >= 0 : rule == 1 ? x != 0 : true);
-      };
-    }
-    case 8: {
-      const bool side = chance(0.5);
-      const int64_t length = side ? S : T;
-      const Array f = store.array(U8, {B, length});
-      for (int64_t i = 0; i < B * length; ++i) set(f, i, chance(0.2));
-      words({side ? kKvFlags : kQFlags, add(f)});
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) { return get(f, b * length + (side ? s : t)) != 0; };
-    }
-    case 9: {
-      const bool side = chance(0.5);
-      const int64_t m = pick(0, 5);
-      const Array f = store.array(I32, {m});
-      int64_t x = -2;
-      for (int64_t i = 0; i < m; ++i) set(f, i, double(x += pick(1, 9)));
-      words({side ? kKvSet : kQSet, add(f)});
-      return [=](int64_t b, int64_t, int64_t t, int64_t s) {
-        for (int64_t i = 0; i < m; ++i)
-          if (get(f, i) == double(side ? kp(b, s) : qp(b, t))) return true;
-        return false;
-      };
-    }
-    case 10: {
-      const int64_t block = pick(1, 40), rows = (T + block - 1) / block, r = pick(0, 3);
-      const int64_t heads = chance(0.5) ? N : 1, by_row = chance(0.5), batch = by_row && chance(0.7) ? B : 1;
-      const Array table = by_row ? store.array(I32, {batch, heads, rows, r}) : store.array(I32, {heads, rows, r});
-      for (int64_t i = 0; i < count_of(table); ++i) set(table, i, double(pick(-1, S / block)));
-      words({kBlocks, add(table), block});
-      return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        const int64_t head = (batch > 1 ? b : 0) * heads + (heads > 1 ? n : 0);
-        for (int64_t j = 0; j < r; ++j)
-          if (int64_t(get(table, (head * rows + t / block) * r + j)) == s / block) return true;
-        return false;
-      };
-    }
-    case 11: {
-      const Array f =
-          store.array(U8, {chance(0.5) ? B : 1, chance(0.5) ? N : 1, chance(0.7) ? T : 1, chance(0.7) ? S : 1});
-      for (int64_t i = 0; i < count_of(f); ++i) set(f, i, chance(0.5));
-      words({kDense, add(f)});
-      return [=](int64_t b, int64_t n, int64_t t, int64_t s) { return get(f, broadcast_at(f, b, n, t, s)) != 0; };
-    }
-    default: {  // bits: some hash of the slots, stored for visited tiles only
-      const Array& a = call.starts;
-      const int64_t bl = a.dims[0], nl = a.dims[1], nq = a.dims[2], P = a.dims[3],
-                    nkv = (S + call.kv_tile - 1) / call.kv_tile;
-      const int64_t stride = (call.kv_tile + 7) / 8;
-      const uint32_t salt = uint32_t(rng());
-      auto truth = [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-        uint32_t x = salt + uint32_t(bl > 1 ? b : 0) * 77u + uint32_t(nl > 1 ? n : 0) * 991u + uint32_t(t) * 7919u +
-                     uint32_t(s) * 104729u;
-        x ^= x >> 15, x *= 2654435761u, x ^= x >> 13;
-        return x % 3 != 0;
-      };
-      std::vector<std::vector<int64_t>> visits(size_t(bl * nl * nq));
-      size_t most = 1;
-      for (int64_t row = 0; row < bl * nl; ++row)
-        for (int64_t i = 0; i < nq; ++i) {
-          auto& list = visits[size_t(row * nq + i)];
-          for (int64_t j = 0; j < P; ++j)
-            for (int64_t x = std::max<int64_t>(0, int64_t(get(a, (row * nq + i) * P + j)));
-                 x < std::min(nkv, int64_t(get(call.stops, (row * nq + i) * P + j))); ++x)
-              list.push_back(x);
-          const std::vector<int64_t> inside = list;
-          if (call.roles[kColumns] >= 0) {
-            const Array &c = call.rest[size_t(call.roles[kColumns])], &n = call.rest[size_t(call.roles[kColumnCount])];
-            for (int64_t j = 0; j < int64_t(get(n, row)); ++j) {
-              const int64_t x = int64_t(get(c, row * c.dims[2] + j));
-              if (std::find(inside.begin(), inside.end(), x) == inside.end()) list.push_back(x);
-            }
-          }
-          most = std::max(most, list.size());
-        }
-      const Array bits = store.array(U8, {bl, nl, nq, int64_t(most), call.q_tile, stride});
-      uint8_t* bytes = static_cast<uint8_t*>(const_cast<void*>(bits.data));
-      std::memset(bytes, 0, size_t(count_of(bits)));
-      for (int64_t row = 0; row < bl * nl; ++row)
-        for (int64_t i = 0; i < nq; ++i)
-          for (size_t e = 0; e < visits[size_t(row * nq + i)].size(); ++e)
-            for (int64_t t = 0; t < call.q_tile; ++t) {
-              uint8_t* out = bytes + (((row * nq + i) * int64_t(most) + int64_t(e)) * call.q_tile + t) * stride;
-              for (int64_t s = 0; s < call.kv_tile; ++s)
-                if (truth(row / nl, row % nl, i * call.q_tile + t, visits[size_t(row * nq + i)][e] * call.kv_tile + s))
-                  out[s / 8] |= uint8_t(1 << s % 8);
-            }
-      words({kBits, add(bits)});
-      return truth;
-    }
-  }
-}
-
-Rule Case::tree(int depth, bool heads) {
-  if (depth == 0 || chance(0.3)) return leaf();
-  if (heads && chance(0.2)) {
-    std::vector<Rule> parts;
-    std::vector<int32_t> before = call.program, body, lengths;
-    for (int64_t n = 0; n < N; ++n) {
-      call.program.clear();
-      parts.push_back(tree(depth - 1, false));
-      lengths.push_back(int32_t(call.program.size()));
-      body.insert(body.end(), call.program.begin(), call.program.end());
-    }
-    call.program = before;
-    words({kPerHead, N});
-    call.program.insert(call.program.end(), lengths.begin(), lengths.end());
-    call.program.insert(call.program.end(), body.begin(), body.end());
-    return [parts](int64_t b, int64_t n, int64_t t, int64_t s) { return parts[size_t(n)](b, n, t, s); };
-  }
-  if (chance(0.15)) {
-    Rule a = tree(depth - 1, heads);
-    words({kNot});
-    return [a](int64_t b, int64_t n, int64_t t, int64_t s) { return !a(b, n, t, s); };
-  }
-  const bool both = chance(0.5);
-  Rule a = tree(depth - 1, heads), c = tree(depth - 1, heads);
-  words({both ? kAnd : kOr});
-  return [=](int64_t b, int64_t n, int64_t t, int64_t s) {
-    const bool x = a(b, n, t, s), y = c(b, n, t, s);
-    return both ? x && y : x || y;
-  };
-}
 
 // Visits every tile, or random intervals and columns; a tile listed twice counts twice.
 void Case::make_layout() {

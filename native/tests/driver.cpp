@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "case.h"
+#include "comparisons.h"
+#include "masks.h"
 #include "runner.h"
 
 namespace {
@@ -294,6 +296,7 @@ int main(int argc, char** argv) {
     const int before = failures;
     run_case(i);
     run_product(i);
+    failures += run_comparisons(i, 40);
     if (failures > before && failures > 20) break;
   }
   std::string names;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "case.h"
+#include "masks.h"
 #include "runner.h"
 
 namespace {

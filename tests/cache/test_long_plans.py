@@ -150,8 +150,8 @@ def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
         def allowed(self, q, kv):
             return q.position == kv.position
 
-        def query_range(self, key):
-            return key, key
+        def nearest_query(self, key, at, step):
+            return np.where((at - key) * step <= 0, key, 2**62 * step)
 
     with pytest.raises(ValueError, match=r"A plan of Causal\(\) & Own\(\) for 268,435,456 positions lists each"):
         ls.cache.plan(ls.Causal() & Own(), 2**28)

@@ -217,7 +217,8 @@ def test_bytes_are_those_of_the_arrays():
         (ls.PerHead((WINDOW, ls.Causal(-1))), "nothing can be dropped: Causal(-1) keeps every key in view"),
         (ls.Causal() | ls.Prefix(9), "nothing can be dropped: Causal() keeps every key in view"),
         (ls.Causal() & ls.Window(100, 0), "nothing can be dropped: Causal(), Window(100, 0) keeps"),
-        (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "known only by bounds: ~(Chunk(3) | Prefix(3))"),
+        (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "a key is needed for up to 4 steps"),
+        (WINDOW & ~ls.Window(1, 0, dilation=2), "known only by bounds: ~Window(1, 0, dilation=2)"),
         (
             WINDOW & ls.Window(2, 0, dilation=2) & ls.Window(2, 0, dilation=3),
             "by bounds: Window(2, 0, dilation=2), Window",
@@ -339,7 +340,7 @@ EVEN, ODD = (np.where(np.arange(16384)[None, :, None] % 2 == i, 0, -1) for i in 
 def test_planning_a_million_tokens_is_linear_work(mask, monkeypatch):
     asked = counting(mask, monkeypatch)
     ls.cache.plan(mask, 2**20)
-    assert sum(asked) <= (150 if mask.loose() else 40) * 2**20
+    assert sum(asked) <= (170 if mask.loose() else 40) * 2**20
 
 
 def test_equal_structures_are_planned_once():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from longspan.engines.cpu import library
+from longspan.engines.cpu.program import FULL, PER_HEAD
 
-FULL, PER_HEAD = 0, 15
 needs_library = pytest.mark.skipif("library.missing() is not None", reason="no native library here")
 
 

@@ -15,37 +15,16 @@ import numpy as np
 from longspan._types import FAR
 from longspan.engines._varying import vary, varying_axes
 from longspan.layout import BlockLayout, plan
-from longspan.masks import (
-    And,
-    Between,
-    BlockCausal,
-    Blocks,
-    Chunk,
-    Dense,
-    Empty,
-    FirstOfSegment,
-    Full,
-    Global,
-    KvLengths,
-    Mask,
-    Not,
-    Or,
-    PerHead,
-    Prefix,
-    QLengths,
-    Segments,
-    TokenTypes,
-    Window,
-)
-from longspan.masks.by_position import no_less, reach
-from longspan.masks.by_slot import KvFlags
+from longspan.masks import And, Blocks, Dense, Empty, Full, Mask, Not, Or, PerHead
+from longspan.masks.compare import Compare
 from longspan.masks.sides import Side, Slots
+from longspan.masks.terms import ARRAY, MEMBER, NUMBER, POSITION, SLOT, Term, is_static_number, no_less
 
-(FULL, EMPTY, BAND, STRIDE, CHUNK, PREFIX, KV_LENGTH, IDS, Q_FLAGS, KV_FLAGS, Q_SET, KV_SET, BLOCKS, DENSE, BITS) = (
-    range(15)
-)
-PER_HEAD, AND, OR, NOT = range(15, 19)
-BLOCK_CAUSAL, Q_LENGTH, BETWEEN, DENSE_AT = range(19, 23)
+FULL, EMPTY, WITHIN, BLOCKS, DENSE, DENSE_AT, BITS, PER_HEAD, AND, OR, NOT = range(11)
+SOURCES = (POSITION, SLOT, ARRAY, NUMBER, MEMBER)  # as `enum Source` in native/problem.h
+VALID = (">=0", "!=0", "all")
+LOW, HIGH, SAME, ABOVE, BELOW = 1, 2, 4, 8, 16  # which ends there are, whether they are one term, and whether strict
+ENDS = {"<=": LOW, "<": LOW + ABOVE, ">=": HIGH, ">": HIGH + BELOW, "==": LOW + HIGH + SAME}
 LITERAL, OPERAND = 0, 1
 
 
@@ -95,55 +74,107 @@ class Program:
 def encode(layout: BlockLayout, batch: int, heads: int, first: int) -> Program:
     """The program of a layout's mask."""
     program = Program(layout, batch, heads, first)
-    _write(program, layout.mask)
+    _write(program, layout.mask.atoms())
     return program
 
 
-def _write(out: Program, mask: Mask) -> None:
-    band = mask.band()
-    if band is not None:
-        return _band(out, *band)
+def _write(out: Program, mask: Any) -> None:
     if type(mask) in _WRITERS:
         return _WRITERS[type(mask)](out, mask)
     out.words += [BITS, out.add(_bits(out, mask), "l", "n", "", "", "", "")]
 
 
-def _band(out: Program, low, high) -> None:
-    sides = (low is not None) + 2 * (high is not None)
-    out.words += [BAND, sides, *out.number(0 if low is None else low), *out.number(0 if high is None else high)]
+def _compare(out: Program, mask: Compare) -> None:
+    _within(out, ENDS[mask.relation], mask.kv, mask.q)
 
 
-def _dilated_window(out: Program, mask: Window) -> None:
-    left, right = (reach(number, mask.dilation) for number in (mask.left, mask.right))
-    _band(out, -left, right)
-    out.words += [STRIDE, *out.number(no_less(mask.dilation, 1)), AND]
+def _within(out: Program, ends: int, kv: Term, *ends_of: Term) -> None:
+    out.words += [WITHIN, ends]
+    for term in (kv, *ends_of):
+        _term(out, term)
+
+
+def _term(out: Program, term: Term) -> None:
+    out.words += [SOURCES.index(term.of), VALID.index(term.valid)]
+    if term.of == ARRAY:
+        out.words.append(out.add(_entries(term), "b", *["n"] * (term.data.ndim - 2), ""))
+    elif term.of == MEMBER:
+        out.words.append(out.add(jnp.asarray(np.unique(np.asarray(term.data, np.int32))), ""))
+    elif term.of == NUMBER:
+        out.words += out.number(term.data)
+    out.words += out.number(no_less(term.divide, 1))
+    out.words += out.number(0 if term.modulo is None else no_less(term.modulo, 1))
+    out.words += out.number(term.plus)
+
+
+def _entries(term: Term):
+    if isinstance(term.data, jax.Array) and is_static_number(term.plus, 0):
+        return term.data  # as it is, so that it is passed once
+    array = jnp.asarray(term.data)
+    # The kernel adds in 32 bits: what lies beyond all positions is as good as the last of these.
+    return array if array.dtype == bool or is_static_number(term.plus, 0) else jnp.clip(array, -FAR, FAR)
 
 
 def _constant(word: int, out: Program, mask: Mask) -> None:
     out.words.append(word)
 
 
-def _number(word: int, name: str, least: int, out: Program, mask: Mask) -> None:
-    out.words += [word, *out.number(no_less(getattr(mask, name), least))]
-
-
 def _all_of(word: int, out: Program, mask: Mask) -> None:
     # The highest first, so that the kernel's stack grows with the logarithm of a mask's size, however it is nested.
-    first, *others = sorted(mask.parts(), key=_height, reverse=True)
+    parts = _merged(mask.parts()) if word == AND else mask.parts()
+    first, *others = sorted(parts, key=_height, reverse=True)
     _write(out, first)
     for part in others:
         _write(out, part)
         out.words.append(word)
 
 
-def _height(mask: Mask) -> int:
+@dataclass(frozen=True)
+class _Both:
+    """Two comparisons with one number of the key: the kernel has one word for them."""
+
+    low: Compare
+    high: Compare
+
+    def parts(self):
+        return ()
+
+
+def _merged(parts) -> list[Any]:
+    """The parts of an `&`, each lower end with an upper end of the same term of the key."""
+    left, found = list(parts), []
+    for part in parts:
+        upper = next((other for other in left if _is_upper_end_of(part, other)), None)
+        if upper is not None and any(part is other for other in left):
+            left = [other for other in left if other is not part and other is not upper]
+            found.append(_Both(part, upper))
+    return [*found, *left]
+
+
+def _is_upper_end_of(low: Any, high: Any) -> bool:
+    if not (isinstance(low, Compare) and isinstance(high, Compare)):
+        return False
+    return "<" in low.relation and ">" in high.relation and _same(low.kv, high.kv)
+
+
+def _same(a: Term, b: Term) -> bool:
+    """Whether two terms are one; arrays are compared by identity."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("of", "data", "divide", "modulo", "plus", "valid")]
+    return all(x is y or (isinstance(x, int | str | tuple) and x == y) for x, y in pairs)
+
+
+def _both(out: Program, mask: _Both) -> None:
+    _within(out, ENDS[mask.low.relation] + ENDS[mask.high.relation], mask.low.kv, mask.low.q, mask.high.q)
+
+
+def _height(mask: Any) -> int:
     """How many truths the kernel keeps at once while it evaluates a mask."""
-    if mask.band() is not None or type(mask) not in _WRITERS:
+    if type(mask) not in _WRITERS:
         return 1
     heights = sorted(map(_height, mask.parts()), reverse=True)
     if isinstance(mask, And | Or):
         return max([heights[0], *(height + 1 for height in heights[1:])])
-    return max(heights, default=2 if isinstance(mask, Window | Global) else 1)
+    return max(heights, default=1)
 
 
 def _not(out: Program, mask: Not) -> None:
@@ -160,48 +191,6 @@ def _per_head(out: Program, mask: PerHead) -> None:
         _write(out, part)
         parts.append(out.words)
     out.words = [*before, PER_HEAD, len(parts), *map(len, parts), *(word for part in parts for word in part)]
-
-
-def _segments(out: Program, mask: Segments) -> None:
-    _ids(out, 0, mask.q_ids, mask.kv_ids)
-
-
-def _first_of_segment(out: Program, mask: FirstOfSegment) -> None:
-    _ids(out, 0, mask.q_ids, mask.first_ids)
-
-
-def _token_types(out: Program, mask: TokenTypes) -> None:
-    _ids(out, 2 if mask.zero == "none" else 1, mask.q_types, mask.kv_types)
-
-
-def _ids(out: Program, valid: int, q_ids, kv_ids) -> None:
-    q_ids = jnp.asarray(q_ids).astype(np.int32)
-    kv_ids = q_ids if kv_ids is None else jnp.asarray(kv_ids).astype(np.int32)
-    out.words += [IDS, valid, out.add(q_ids, "b", ""), out.add(kv_ids, "b", "")]
-
-
-def _between(out: Program, mask: Between) -> None:
-    starts, stops = jnp.broadcast_arrays(jnp.asarray(mask.starts), jnp.asarray(mask.stops))
-    out.words += [BETWEEN, out.add(starts, "b", "n", ""), out.add(stops, "b", "n", "")]
-
-
-def _kv_flags(out: Program, mask: KvFlags) -> None:
-    out.words += [KV_FLAGS, out.add(jnp.asarray(mask.flags), "b", "")]
-
-
-def _global(out: Program, mask: Global) -> None:
-    parts = []
-    for wanted, flags, by_flag, by_set in (
-        (mask.rows, mask.q_flags, Q_FLAGS, Q_SET),
-        (mask.columns, mask.kv_flags, KV_FLAGS, KV_SET),
-    ):
-        if wanted and mask.indices:
-            parts.append([by_set, out.add(jnp.asarray(np.unique(np.asarray(mask.indices, np.int32))), "")])
-        if wanted and flags is not None:
-            parts.append([by_flag, out.add(jnp.asarray(flags), "b", "")])
-    out.words += parts[0] if parts else [EMPTY]
-    for part in parts[1:]:
-        out.words += [*part, OR]
 
 
 def _blocks(out: Program, mask: Blocks) -> None:
@@ -226,22 +215,12 @@ def _dense(out: Program, mask: Dense) -> None:
 _WRITERS = {
     Full: partial(_constant, FULL),
     Empty: partial(_constant, EMPTY),
-    Window: _dilated_window,
-    Chunk: partial(_number, CHUNK, "size", 1),
-    BlockCausal: partial(_number, BLOCK_CAUSAL, "size", 1),
-    Prefix: partial(_number, PREFIX, "length", 0),
-    QLengths: partial(_number, Q_LENGTH, "lengths", -FAR),
-    KvLengths: partial(_number, KV_LENGTH, "lengths", -FAR),
     And: partial(_all_of, AND),
     Or: partial(_all_of, OR),
     Not: _not,
     PerHead: _per_head,
-    Between: _between,
-    Segments: _segments,
-    FirstOfSegment: _first_of_segment,
-    TokenTypes: _token_types,
-    KvFlags: _kv_flags,
-    Global: _global,
+    Compare: _compare,
+    _Both: _both,
     Blocks: _blocks,
     Dense: _dense,
 }
@@ -254,8 +233,7 @@ def knows(mask: Mask) -> bool:
 
 def unknown(mask: Mask) -> tuple[Mask, ...]:
     """The rules in a mask that the kernel has no words for: they travel as bits."""
-    if mask.band() is not None:
-        return ()
+    mask = mask.atoms()
     if type(mask) not in _WRITERS:
         return (mask,)
     return tuple(rule for part in mask.parts() for rule in unknown(part))
@@ -340,8 +318,9 @@ def most_visits(layout: BlockLayout) -> int:
         return _widest(plan(layout.mask, *sizes, xp=np))
     # What data allow lies within what the static parts of an intersection allow: within the hull of each, that is, for
     # intervals that would be too many are replaced by wider ones.
-    parts = [part for part in layout.mask.parts() if _is_static(part)]
-    if isinstance(layout.mask, And) and parts and layout.common is None:
+    mask = layout.mask.atoms()
+    parts = [part for part in mask.parts() if _is_static(part)]
+    if isinstance(mask, And) and parts and layout.common is None:
         first, last = zip(*(_hulls(plan(part, *sizes, xp=np)) for part in parts), strict=True)
         return max(1, int((reduce(np.minimum, last) - reduce(np.maximum, first)).max(initial=0)))
     return layout.kv_tiles

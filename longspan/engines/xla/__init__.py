@@ -43,13 +43,13 @@ class Xla(Engine):
 
     def run(self, request: Request, layout: BlockLayout) -> Result:
         floats = (request.q, request.k, request.v, terms(request.bias), request.sinks)
-        return Result(*forward(_plan(request, layout))(floats, (layout, request.dropout)))
+        return Result(*forward(_plan(request, layout))(floats, (layout.lowered(), request.dropout)))
 
     def backward(self, request: Request, layout: BlockLayout, result: Result, delta, dout):
         floats = (request.q, request.k, request.v, terms(request.bias))
         run = backward(_plan(request, layout))
         given = result.lse, result.lse_residual, delta, dout
-        dq, dk, dv, dbias = run(floats, (layout, request.dropout), *given)
+        dq, dk, dv, dbias = run(floats, (layout.lowered(), request.dropout), *given)
         if not isinstance(request.bias, tuple):
             dbias = dbias[0] if dbias else None
         return dq, dk, dv, dbias

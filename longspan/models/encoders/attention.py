@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan.masks import Global
-from longspan.masks.by_slot import KvFlags
+from longspan.masks.by_slot import kv_flags
 from longspan.models.encoders._family import EncoderConfig
 from longspan.models.layers import linear, side_by_side
 from longspan.parallel.shared import ALONE, Shared
@@ -62,7 +62,7 @@ class FullAttention(nnx.Module):
     def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict) -> Any:
         mask = None if tokens.valid is None else Global(kv_flags=tokens.valid, rows=False)
         if tokens.shared.mesh is not None and tokens.valid is not None:
-            mask = KvFlags(tokens.valid)  # the same, of keys that are not few enough to be sent to everybody
+            mask = kv_flags(tokens.valid)  # the same, of keys that are not few enough to be sent to everybody
         return tokens.shared.attention(q, k, v, mask=mask, **dropout)
 
     def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:

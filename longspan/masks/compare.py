@@ -1,0 +1,273 @@
+"""`Compare`: a number of the query held against a number of the key. Nearly every rule is made of such comparisons."""
+
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from longspan._checks import check_choice
+from longspan._types import FAR
+from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Periodicity, Pinned, rule
+from longspan.masks.hulls import hull_between, hull_of_equals
+from longspan.masks.pieces import Piece
+from longspan.masks.spans import Spans, everything, nothing, whole_or_nothing
+from longspan.masks.terms import (
+    ARRAY,
+    LEAST,
+    MEMBER,
+    MOST,
+    NUMBER,
+    POSITION,
+    SLOT,
+    Term,
+    is_static_number,
+    no_less,
+    within_reach,
+)
+
+FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
+OPPOSITE = {"<=": (">",), ">=": ("<",), "<": (">=",), ">": ("<=",), "==": ("<", ">")}
+
+
+@rule
+class Compare(Mask):
+    """Allows a pair where the query's term is <=, >=, <, > or == the key's, and both are defined.
+
+    Args:
+        q: the query's term: `position()`, `slot()`, `array(...)`, `number(...)` or `member(...)`.
+        relation: "<=", ">=", "<", ">" or "==".
+        kv: the key's term.
+        few: where one term is a number, whether few, scattered tokens of the other side are allowed, as global ones
+            are: those are then listed one by one. By default all between the first and the last are visited.
+
+    Example:
+        >>> from longspan.masks import position
+        >>> print(Compare(position() // 2, ">=", position() // 2).show(4, 4))
+        ##..
+        ##..
+        ####
+        ####
+    """
+
+    q: Term
+    relation: str
+    kv: Term
+    few: bool = False
+
+    def __post_init__(self):
+        check_choice("relation", self.relation, tuple(FLIPPED))
+        for name in ("q", "kv"):
+            if not isinstance(getattr(self, name), Term):
+                raise TypeError(
+                    f"Compare.{name} must be a term: `position()`, `slot()`, `array(...)`, `number(...)` or "
+                    f"`member(...)` of longspan.masks, got {getattr(self, name)!r}."
+                )
+
+    @property
+    def reads(self):
+        sources = {self.q.of, self.kv.of}
+        by_position = BY_POSITION if sources & {POSITION, MEMBER} else frozenset()
+        return by_position | (BY_SLOT if sources & {SLOT, ARRAY} else frozenset())
+
+    @property
+    def reads_q_place(self):
+        return self.q.of in (POSITION, SLOT, MEMBER)
+
+    @property
+    def by_token(self):
+        sources = {self.q.of, self.kv.of}
+        return SLOT not in sources or NUMBER in sources
+
+    @property
+    def strides(self):
+        return self.q.modulo is not None
+
+    def tells(self):
+        return True, True
+
+    def allowed(self, q, kv):
+        truth = _holds(self.relation, self.q.value(q), self.kv.value(kv))
+        # Of equal ids one is valid if the other is.
+        sides = ((self.q, q),) if self._of_ids else ((self.q, q), (self.kv, kv))
+        for term, slots in sides:
+            defined = term.defined(slots)
+            truth = truth if defined is None else truth & defined
+        return np.bool_(truth) if isinstance(truth, bool) else truth  # of two static numbers
+
+    def classify(self, q, kv):
+        if self._by_distance and self.q.modulo is not None:
+            step, least, most = no_less(q.number(self.q.modulo), 1), kv.first - q.last, kv.last - q.first
+            return most // step * step >= least, ((least == most) & (least % step == 0)) | (step == 1)
+        (q_least, q_most, q_all), (kv_least, kv_most, kv_all) = self.q.range(q), self.kv.range(kv)
+        yes = q.start >= 0
+        if self.relation == "==":
+            some = yes & (q_least <= kv_most) & (kv_least <= q_most)
+            q_one, kv_one = yes & q_all & (q_least == q_most), yes & kv_all & (kv_least == kv_most)
+            if q.side.xp is np and not (q_one.any() and kv_one.any()):  # as where ids are shuffled: nothing to compare
+                return some, np.full((1, 1, 1, 1), False)
+            return some, q_one & kv_one & (q_least == kv_least)
+        if "<" in self.relation:
+            some, every = _holds(self.relation, q_least, kv_most), _holds(self.relation, q_most, kv_least)
+        else:
+            some, every = _holds(self.relation, q_most, kv_least), _holds(self.relation, q_least, kv_most)
+        return yes & some, yes & q_all & kv_all & every
+
+    def kv_spans(self, q, kv):
+        return _spans(self.q, self.relation, self.kv, q, kv, self.few)
+
+    def q_spans(self, kv, q):
+        return _spans(self.kv, FLIPPED[self.relation], self.q, kv, q, self.few)
+
+    def nearest_query(self, key, at, step):
+        if self.loose():
+            return at
+        value, far = self.kv.at(key), key * 0 + NOBODY
+        low = {"<=": -far, "<": -far, ">": value + 1}.get(self.relation, value)
+        high = {">=": far, ">": far, "<": value - 1}.get(self.relation, value)
+        return self.q.nearest(np.broadcast_to(at, key.shape), step, low, high)
+
+    def loose(self):
+        return () if self.q.is_static and self.kv.is_static else (self,)
+
+    def periodicity(self):
+        if self.loose():
+            return Periodicity()
+        if self.q.grows and self.kv.grows:
+            unit = within_reach(self.q.divide)
+            away = (within_reach(self.q.plus) - within_reach(self.kv.plus)) * unit
+            return Periodicity(unit, frozenset({away})) if self.q.divide == self.kv.divide else None
+        period = lcm(self.q.period, self.kv.period)
+        if period > 1 and (self.q.grows or self.kv.grows):
+            return None
+        return Periodicity(period, places=self.q.places(self.kv) | self.kv.places(self.q))
+
+    def pinned(self, length):
+        from longspan.masks.by_position import Empty
+
+        by_key = self.q.of == NUMBER
+        number, term = (self.q, self.kv) if by_key else (self.kv, self.q)
+        relation = self.relation if by_key else FLIPPED[self.relation]
+        if number.of != NUMBER or not number.is_static or not term.is_plain:
+            return Pinned(self)
+        value = int(number.at(np.zeros(1, np.int64))[0])
+        if by_key and term.of == POSITION and relation in (">", ">="):
+            count = value + (relation == ">=")
+            return Pinned(Empty(), frozenset(range(max(min(count, length), 0))))
+        if not (self.few and relation == "<=" and value == 1):
+            return Pinned(self)
+        if term.of == MEMBER:
+            inside = frozenset(place for place in term.data if 0 <= place < length)
+            return Pinned(Empty(), columns=inside) if by_key else Pinned(Empty(), rows=inside)
+        if term.of == ARRAY and term.data.dtype == bool and term.data.ndim == 2:
+            flags = (term.data,)
+            return Pinned(Empty(), kv_flags=flags) if by_key else Pinned(Empty(), q_flags=flags)
+        return Pinned(self)
+
+    def extents(self):
+        for name, term, axis in (("q", self.q, "T"), ("kv", self.kv, "S")):
+            for field, letters in term._letters():
+                for letter, size in zip(letters, getattr(term, field).shape, strict=True):
+                    yield Extent(f"Compare.{name}", axis if letter == "." else letter, size)
+
+    def negated(self) -> Mask | None:
+        """What it does not allow; None if that is no comparison."""
+        if self.strides or self.kv.modulo is not None or self.q.valid != "all" or self.kv.valid != "all":
+            return None
+        first, *others = (replace(self, relation=relation, few=False) for relation in OPPOSITE[self.relation])
+        return first | others[0] if others else first
+
+    def _cut(self, q, kv, q_len, kv_len):
+        mine, theirs = self.q.cut(q), self.kv.cut(kv)
+        return self if mine is self.q and theirs is self.kv else replace(self, q=mine, kv=theirs)
+
+    def _pieces(self, q, kv):
+        if self.relation == "==" and not (self.q.grows and self.kv.grows):
+            ids = [_line(term.value(side.slots()), side) for term, side in ((self.q, q), (self.kv, kv))]
+            mine, theirs = self.q.defined(q.slots()), self.kv.defined(kv.slots())
+            high = kv.length if mine is None else np.where(_line(mine, q), kv.length, 0)
+            return [Piece(0, high, *ids, keys=None if theirs is None or self._of_ids else _line(theirs, kv))]
+        if self.q.of == NUMBER:
+            return [Piece(keys=_line(self.allowed(q.slots(0, 1), kv.slots()), kv))]
+        if self.kv.of == NUMBER:
+            return [Piece(0, np.where(_line(self.allowed(q.slots(), kv.slots(0, 1)), q), kv.length, 0))]
+        if self.kv.of in (ARRAY, MEMBER) or (self.kv.of == SLOT and kv.positions is not None):
+            return None
+        return [Piece(within=self)]
+
+    @property
+    def _of_ids(self) -> bool:
+        """Whether it asks for equal entries of two arrays, of which the same count."""
+        plain = all(term.of == ARRAY and term.is_plain for term in (self.q, self.kv))
+        return plain and self.relation == "==" and self.q.valid == self.kv.valid
+
+    @property
+    def _by_distance(self) -> bool:
+        """Whether it asks for a distance that is a multiple of a number: of tiles, distances say more than residues."""
+        q, kv = self.q, self.kv
+        if not (q.of == kv.of == POSITION and self.relation == "==" and is_static_number(q.divide, 1)):
+            return False
+        pairs = [(q.divide, kv.divide), (q.modulo, kv.modulo), (q.plus, kv.plus)]
+        return q.modulo is not None and all(_same(mine, theirs) for mine, theirs in pairs)
+
+    def __repr__(self):
+        return f"Compare({self.q!r} {self.relation} {self.kv!r})"
+
+
+def _holds(relation: str, a: Any, b: Any) -> Any:
+    if relation == "==":
+        return a == b
+    if "<" in relation:
+        return a <= b if "=" in relation else a < b
+    return a >= b if "=" in relation else a > b
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
+
+
+def _line(array: Any, side: Any) -> np.ndarray:
+    """One entry for each slot of a side, of one batch row and head."""
+    return np.broadcast_to(np.asarray(array).reshape(-1), side.length)
+
+
+def _spans(row: Term, relation: str, other: Term, rows, others, few: bool) -> Spans:
+    """The slots of the other side that each tile of rows may see: those where row <= (>=, <, >, ==) other."""
+    xp, side = rows.side.xp, others.side
+    if relation == "==" and row.of == other.of == ARRAY:
+        equal = hull_of_equals(row, other, rows)
+        if equal is not None:
+            return equal
+    low, high = _bounds(xp, relation, *row.range(rows)[:2])
+    if other.of == NUMBER:
+        return whole_or_nothing(xp, _inside(other.value(others), low, high), side.length)
+    if few and row.of == NUMBER:
+        least, most, _ = other.range(others)
+        seen = _inside(most, low, None) if high is None else _inside(least, None, high)
+        return nothing(xp)._replace(common=seen if low is None or high is None else seen & _inside(most, low, None))
+    if other.of == ARRAY:
+        return hull_between(other, side, low, high)
+    if not other.grows:
+        return everything(xp, side.length)
+    low, high = other.source_range(side, low, high)
+    low = high * 0 - FAR if low is None else low  # one of the two is given
+    high = low * 0 + FAR if high is None else high
+    if other.of == SLOT:
+        return Spans(xp.clip(low, 0, side.length), xp.clip(high, -1, side.length - 1) + 1)
+    return Spans(*side.between(low, high))
+
+
+def _bounds(xp, relation: str, low: Any, high: Any) -> tuple[Any, Any]:
+    """What the other side's term lies in, of rows whose own lies in [low, high]; None is open. Rank 4."""
+    low, high = (xp.full((1, 1, 1, 1), end, np.int32) if isinstance(end, int) else end for end in (low, high))
+    if relation == "==":
+        return low, high
+    if "<" in relation:
+        return low if "=" in relation else xp.minimum(low, MOST - 1) + 1, None
+    return None, high if "=" in relation else xp.maximum(high, LEAST + 1) - 1
+
+
+def _inside(value: Any, low: Any, high: Any) -> Any:
+    if low is None or high is None:
+        return value >= low if high is None else value <= high
+    return (low <= value) & (value <= high)

@@ -1,0 +1,111 @@
+"""Which slots of a side hold an entry that some tiles ask for: from the first of them to the last."""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspan._types import Namespace
+from longspan.masks.sides import Side, Tiles, search_rows
+from longspan.masks.spans import Spans, everything
+from longspan.masks.terms import Term
+
+NEVER = np.iinfo(np.int32).max
+
+
+def hull_of_equals(row: Term, other: Term, rows: Tiles) -> Spans | None:
+    """From the first to the last slot of the other side whose entry occurs in the tile; None: not found by this."""
+    mine, theirs = row.entries(rows.side), other.entries(rows.side)
+    if mine is None or theirs is None or mine[0].ndim != 2 or theirs[0].ndim != 2:
+        return None
+    xp = rows.side.xp
+    first, last = _occurrences(xp, *mine, theirs[0])
+    low, high = rows.least(first), rows.greatest(last) + 1
+    return Spans(xp.where(low < high, low, np.int32(0)), xp.where(low < high, high, np.int32(0)))
+
+
+def hull_between(term: Term, side: Side, low: Any, high: Any) -> Spans:
+    """From the first to the last slot whose entry is at least `low`, met with that of at most `high`. None is open."""
+    known = term.entries(side)
+    if known is None:
+        return everything(side.xp, side.length)
+    xp, (entries, defined) = side.xp, known
+    ends = []
+    for bound, least in ((high, False), (low, True)):
+        if bound is not None:
+            wanted = ~entries if least else entries  # ~x falls where x grows, and is never too large, unlike -x
+            wanted = wanted if defined is None else xp.where(defined, wanted, np.int32(NEVER))
+            ends.append(_first_and_last(xp, _here(side, wanted), ~bound if least else bound))
+    firsts, lasts = zip(*ends, strict=True)
+    first, last = reduce(xp.maximum, firsts), reduce(xp.minimum, lasts)
+    return Spans(xp.minimum(first, last), last)
+
+
+def _here(side: Side, entries: Any) -> Any:
+    """An array along the slots as [B or 1, N or 1, L], of the batch rows and heads looked at."""
+    entries = entries if entries.ndim == 3 else entries[:, None]
+    if side.holds(entries):
+        return entries
+    return entries[side.rows_of(entries).reshape(-1, 1), side.heads_of(entries.shape[1]).reshape(1, -1)]
+
+
+def _first_and_last(xp: Namespace, entries: Any, bound: Any) -> tuple[Any, Any]:
+    """Of entries [B or 1, N or 1, L], the first that is at most each bound (rank 4), and one past the last."""
+    if xp is np:
+        from_left = np.minimum.accumulate(entries, axis=2)
+        from_right = np.minimum.accumulate(entries[..., ::-1], axis=2)[..., ::-1]
+    else:
+        from_left, from_right = jax.lax.cummin(entries, axis=2), jax.lax.cummin(entries, axis=2, reverse=True)
+    planes = np.broadcast_shapes(entries.shape[:2], bound.shape[:2])
+
+    def flat(a):
+        return xp.broadcast_to(a, (*planes, *a.shape[2:])).reshape(planes[0] * planes[1], *a.shape[2:])
+
+    wanted = flat(bound)[:, None]
+    first = np.int32(entries.shape[2]) - search_rows(xp, flat(from_left)[:, ::-1], wanted, "right")
+    last = search_rows(xp, flat(from_right), wanted, "right")
+    first, last = (end.reshape(*planes, *bound.shape[2:]) for end in (first, last))
+    return first, last
+
+
+def _occurrences(xp: Namespace, ids: Any, counts: Any, others: Any) -> tuple[Any, Any]:
+    """For each id [B, T] that counts, the first and last slot of an equal one of `others` [B, S]; else (NEVER, -1)."""
+    rows = max(ids.shape[0], others.shape[0])
+    counts = xp.ones_like(ids, bool) if counts is None else counts
+    ids, counts, others = (xp.broadcast_to(a, (rows, a.shape[1])) for a in (ids, counts, others))
+    if 0 in (ids.shape[1], others.shape[1]):
+        return xp.full(ids.shape, NEVER, np.int32), xp.full(ids.shape, -1, np.int32)
+    if xp is np:
+        found = [_occurrences_on_host(a, b) for a, b in zip(ids, others, strict=True)]
+        first, last = (np.stack(part) for part in zip(*found, strict=True))
+    else:
+        first, last = jax.vmap(_occurrences_in_row)(ids, others)
+    return xp.where(counts, first, np.int32(NEVER)), xp.where(counts, last, np.int32(-1))
+
+
+def _occurrences_in_row(ids, others):
+    # A stable sort keeps equal ids in slot order: each run's ends are its first and last occurrence.
+    order = jnp.argsort(others, stable=True).astype(np.int32)
+    ranked = others[order]
+    left = jnp.searchsorted(ranked, ids, side="left")
+    right = jnp.searchsorted(ranked, ids, side="right") - 1
+    found, last = left <= right, len(others) - 1
+    first_slot, last_slot = order[jnp.clip(left, 0, last)], order[jnp.clip(right, 0, last)]
+    return jnp.where(found, first_slot, np.int32(NEVER)), jnp.where(found, last_slot, np.int32(-1))
+
+
+def _occurrences_on_host(ids: np.ndarray, others: np.ndarray):
+    # In a table by id: bisecting for shuffled ids misses the cache at every step.
+    least, most = (int(end) for end in (min(ids.min(), others.min()), max(ids.max(), others.max())))
+    if most - least > 4 * (len(ids) + len(others)):
+        both = np.unique(np.concatenate([ids, others]), return_inverse=True)[1].astype(np.int32)
+        mine, theirs, size = both[: len(ids)], both[len(ids) :], len(both)
+    else:
+        mine, theirs, size = ids - np.int32(least), others - np.int32(least), most - least + 1
+    slots = np.arange(len(others), dtype=np.int32)
+    first, last = np.full(size, NEVER, np.int32), np.full(size, -1, np.int32)
+    last[theirs] = slots  # of equal ids, the one that is written last stays
+    first[theirs[::-1]] = slots[::-1]
+    return first[mine], last[mine]

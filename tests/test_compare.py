@@ -1,0 +1,207 @@
+"""Comparisons of terms: what users write with them, at the ends of int32 too, and what engines need not know."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import longspan as ls
+from longspan.engines.cpu.program import knows
+from longspan.layout import count
+from longspan.masks import Compare, Rule, array, member, number, position, rule, slot
+from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
+from tests import oracle
+from tests.engines import every_engine
+
+ROOT = Path(__file__).parent.parent
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+
+@rule
+class Diagonal(Rule):
+    """Allows k = q + shift."""
+
+    shift: int
+
+    def lower(self):
+        return Compare(position() + self.shift, "==", position())
+
+
+@rule
+class Louder(Rule):
+    """Allows keys that are at least as loud as the query, each head by its own ears."""
+
+    q_loud: jax.Array
+    kv_loud: jax.Array
+
+    def lower(self):
+        ears = ls.PerHead((ls.Full(), ls.Causal(), ls.Window(3, 0)))
+        return Compare(array(self.q_loud), "<=", array(self.kv_loud)) & ears
+
+
+def test_terms_are_written_as_they_are_read():
+    assert repr(position() // 4 % 3 - 2) == "position // 4 % 3 - 2"
+    assert repr(Compare(slot() + 1, "<", number(5))) == "Compare(slot + 1 < 5)"
+    assert position() // 4 + 1 == position(divide=4, plus=1) != position(divide=4)
+    assert (number(3) + 2 - 1).plus == 1 and (slot() % jnp.int32(2)).modulo.shape == ()
+    assert hash(Compare(position(), "<=", member([3, 1]))) == hash(Compare(position(), "<=", member((3, 1))))
+    flags = np.array([[True, False]])
+    assert array(flags, valid="!=0").data.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: (position() + 1) // 2, ValueError, r"position \+ 1 cannot be divided: a term is source // divide"),
+        (lambda: (position() % 2) % 2, ValueError, "has no remainder"),
+        (lambda: position() // 0, ValueError, r"Term.divide must be >= 1, got 0"),
+        (lambda: position(modulo=-1), ValueError, r"Term.modulo must be >= 1"),
+        (lambda: position() + 1.5, TypeError, r"Term.plus must hold integers"),
+        (lambda: array(np.zeros((2, 3))), TypeError, "an array of ints or bools, got dtype float64"),
+        (lambda: array(np.zeros(3, int)), ValueError, r"got \(3,\). Add an axis, e.g. `entries\[None\]`"),
+        (lambda: array([[1]], valid="> 0"), ValueError, "valid='> 0' is not one of 'all', '>=0', '!=0'"),
+        (lambda: number(np.zeros((2, 2), int)), ValueError, r"int array of shape \(\) or \[B\]"),
+        (lambda: Compare(position(), "!=", position()), ValueError, "relation='!=' is not one of '<='"),
+        (lambda: Compare(3, "<=", position()), TypeError, r"Compare.q must be a term: `position\(\)`"),
+        (lambda: Rule().show(2, 2), NotImplementedError, r"Rule must define `lower\(\)`, or `allowed\(q, kv\)`"),
+    ],
+)
+def test_what_is_no_term_is_refused_with_what_to_do(unchecked, make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_rule_of_one_line_has_all_that_ours_have():
+    mask = Diagonal(-2)
+    assert knows(mask) and knows(~mask) and not mask.unbounded() and not (~mask).loose()
+    assert mask.layout(4096, 4096).visits() == 63 and count(mask.layout(4096, 4096)).pairs == 4094
+    assert (~mask).layout(4096, 4096, q_tile=1, kv_tile=1).visits() == 4096 * 4096 - 4094
+    assert mask.cut([5, 1], [0, 3]) is mask
+    assert ls.cache.plan(mask, 1000).capacity == 3  # a key is seen two positions later, and then no more
+    assert ls.cache.plan(ls.Causal() & ~Diagonal(0) & ls.Window(4, 0), 1000).capacity == 5
+    assert ls.parallel.plan(mask, 4096, 8).sent_rows < 20
+    assert mask == Diagonal(-2) != Diagonal(2) and repr(mask) == "Diagonal(shift=-2)"
+
+
+def test_a_rule_tells_rows_and_heads_apart_as_what_it_lowers_to_does():
+    rng = np.random.default_rng(0)
+    loud = Louder(rng.integers(0, 9, (2, 7)), rng.integers(0, 9, (1, 11)))
+    assert loud.heads == 3 and loud.batch == 2
+    assert_obeys_laws(loud, 7, 11)
+    q, k, v = make_qkv(Shape(B=2, T=7, S=11, N=3, K=1, H=5), jnp.float32)
+    assert_matches_reference(["cpu", "xla"], q, k, v, loud)
+    with pytest.raises(ValueError, match="covers 7 queries, but the call has 8"):
+        loud.layout(8, 11)
+
+
+EXTREME = np.array([[LEAST, -1, 0, MOST, MOST - 1, LEAST + 1, 1]], np.int32)
+RELATIONS = ("<=", ">=", "<", ">", "==")
+
+
+@pytest.mark.parametrize("valid", ["all", ">=0", "!=0"])
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_entries_at_the_ends_of_int32_are_told_apart(relation, valid):
+    q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=2, K=1, H=5), jnp.float32)
+    for mask in (
+        Compare(array(EXTREME, valid=valid), relation, array(EXTREME[:, ::-1])),
+        ~Compare(array(EXTREME), relation, array(EXTREME[:, ::-1], valid=valid)),
+        Compare(number(0), relation, array(EXTREME, valid=valid)),
+    ):
+        want = oracle.dense(mask, 7, 7)
+        np.testing.assert_array_equal(np.broadcast_to(mask.dense(7, 7), want.shape), want)
+        np.testing.assert_array_equal(np.broadcast_to(mask.atoms().dense(7, 7), want.shape), want)
+        assert_obeys_laws(mask, 7, 7)
+        assert_matches_reference(["cpu", "xla"], q, k, v, mask)
+
+
+FAR = 2**30 - 1
+FURTHEST = {
+    "causal": ls.Causal(FAR),
+    "band": ls.Band(-FAR, FAR),
+    "window": ls.Window(1, 0, dilation=FAR),
+    "chunk": ls.Chunk(FAR),
+    "block causal": ls.BlockCausal(FAR),
+    "prefix": ls.Prefix(FAR),
+    "terms": Compare(position() + FAR, "<", position() - FAR),
+    "divided": Compare(position(), ">", position(divide=1000)),
+}
+
+
+@pytest.mark.parametrize("name", FURTHEST)
+def test_what_is_negated_holds_at_the_furthest_positions(name):
+    places = np.array([-FAR, -FAR + 1, -1, 0, 1, FAR - 1, FAR])
+    q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=2, K=1, H=5), jnp.float32)
+    for mask in (FURTHEST[name], ~FURTHEST[name]):
+        at = dict(q_positions=places, kv_positions=places)
+        want = oracle.dense(mask, 7, 7, places, places)
+        np.testing.assert_array_equal(np.broadcast_to(mask.dense(7, 7, **at), want.shape), want)
+        assert_obeys_laws(mask, 7, 7, **at)
+        assert_matches_reference(["cpu", "xla"], q, k, v, mask, **at)
+
+
+@every_engine
+def test_traced_numbers_and_entries_of_terms_are_read_when_the_program_runs(engine):
+    q, k, v = make_qkv(Shape(B=2, T=7, S=11, N=2, K=1, H=5), jnp.float32)
+    ids = np.random.default_rng(1).integers(-2, 4, (2, 11)).astype(np.int32)
+
+    def masked(plus, ids):
+        near = Compare(position() % 5 + plus, ">=", position() // 2)
+        return near & ~Compare(number(plus), "==", array(ids, valid="!=0"))
+
+    @jax.jit
+    def run(plus, ids):
+        return ls.attention(q, k, v, mask=masked(plus, ids), engine=engine)
+
+    for plus in (np.array([1, -2], np.int32), np.array([9, 0], np.int32)):
+        want = ls.attention(q, k, v, mask=ls.Dense(oracle.dense(masked(plus, ids), 7, 11, batch=2)), engine="reference")
+        np.testing.assert_allclose(run(plus, ids), want, atol=2e-6)
+    assert run._cache_size() == 1
+
+
+def test_what_is_said_by_not_is_skipped():
+    without = ls.Causal() & ~ls.Window(1023, 0)
+    layout = without.layout(8192, 8192)
+    assert layout.visits() < ls.Causal().layout(8192, 8192).visits() - 300
+    assert ~~ls.Chunk(4) == ~~ls.Chunk(4) and (~~ls.Chunk(4)).layout(512, 512, q_tile=4, kv_tile=4).visits() == 128
+
+
+def test_heads_that_share_a_rule_share_what_it_lowers_to():
+    ids = ls.Segments(np.arange(8)[None] // 3)
+    lowered = ls.PerHead((ids, ls.Causal(), ids, ids)).atoms()
+    assert lowered.masks[0] is lowered.masks[2] is lowered.masks[3]
+
+
+def test_the_tightest_of_several_ends_is_left():
+    window = (ls.Causal() & ls.Window(63, 5) & ls.Causal(3) & ls.Band(-99, None)).atoms()
+    assert [repr(part) for part in window.parts()] == [
+        "Compare(position >= position)",
+        "Compare(position - 63 <= position)",
+    ]
+
+
+def test_no_engine_knows_a_rule_by_name():
+    rules = ["Causal", "Band", "Window", "Chunk", "BlockCausal", "Prefix", "KvLengths", "QLengths", "Segments"]
+    rules += ["FirstOfSegment", "TokenTypes", "Between", "Global"]
+    python, native = (ROOT / "longspan" / "engines").rglob("*.py"), (ROOT / "native").glob("*.[hc]*")
+    imported = [
+        alias.name
+        for path in python
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("longspan.masks")
+        for alias in node.names
+    ]
+    words = [word for path in native for word in re.findall(r"\bk([A-Z]\w+)", path.read_text("utf-8"))]
+    assert {"Compare", "Blocks"} <= {*imported} and "Within" in words
+    assert not {*imported, *words} & {*rules}
+
+
+def test_facts_of_comparisons_are_written_once():
+    masks = ROOT / "longspan" / "masks"
+    classify = {path.name: path.read_text().count("def classify") for path in masks.glob("*.py")}
+    assert classify["compare.py"] == 1 and sum(classify.values()) <= 13
+    for dead in ("query_range", "one_interval", "_band_at", "MergedBand", "_Banded", "KvFlags"):
+        assert not [path.name for path in masks.glob("*.py") if dead in path.read_text()]
