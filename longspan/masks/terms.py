@@ -222,8 +222,8 @@ class Term(Value):
         modulo = None if self.modulo is None else side.number(self.modulo)
         return self._form(value, side.number(self.divide), modulo, side.number(self.plus))
 
-    def _form(self, value, divide, modulo, plus):
-        if not isinstance(value, int) and value.dtype == np.bool_:
+    def _form(self, value: Any, divide: Any, modulo: Any, plus: Any) -> Any:
+        if self.of in (ARRAY, MEMBER) and value.dtype == np.bool_:
             value = value.astype(np.int32)
         if not is_static_number(divide, 1):
             value = value // no_less(divide, 1)
