@@ -25,12 +25,26 @@ class _Composition(Mask):
         return self.masks  # type: ignore[attr-defined]
 
     def lower(self):
-        return self.with_parts(self._each(lambda part: part.atoms()))
+        return self.atoms()
 
-    def _each(self, change: Callable[[Mask], Mask]) -> list[Mask]:
-        """All parts, changed. Each once: heads that share a mask still share it."""
-        changed = {id(part): change(part) for part in self.parts()}
-        return [changed[id(part)] for part in self.parts()]
+    def atoms(self):
+        return self.with_parts(self._lowered())
+
+    def _lowered(self):
+        # A plain loop, because masks nest: every function between two levels takes from Python's stack.
+        found: dict[int, Mask] = {}
+        for part in self.parts():
+            if id(part) not in found:  # heads that share a mask still share it
+                found[id(part)] = part.atoms()
+        return [found[id(part)] for part in self.parts()]
+
+    def _negated(self):
+        found: dict[int, Mask] = {}
+        for part in self.parts():
+            if id(part) not in found:
+                opposite = part.negated()
+                found[id(part)] = Not(part) if opposite is None else opposite
+        return [found[id(part)] for part in self.parts()]
 
     def with_parts(self, parts: Sequence[Mask]) -> Mask:
         assert len(parts) == len(self.parts()), "as many parts as before"
@@ -64,7 +78,8 @@ class _Composition(Mask):
 
     def _cut(self, q, kv, q_len, kv_len):
         given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}
-        return self.with_parts(self._each(lambda part: part.cut(q, kv, **given)))
+        cut = {id(part): part.cut(q, kv, **given) for part in self.parts()}
+        return self.with_parts([cut[id(part)] for part in self.parts()])
 
 
 @rule
@@ -126,11 +141,11 @@ class And(_Composition):
         strides = [mask for mask in self.walk() if mask.strides]
         return strides if len(strides) > 1 else []
 
-    def lower(self):
-        return And(_tightest(_flat(And, self._each(lambda part: part.atoms()))))
+    def atoms(self):
+        return And(_tightest(_flat(And, self._lowered())))
 
     def negated(self):
-        return Or.of(*self._each(_negated))
+        return Or.of(*self._negated())
 
     def __repr__(self):
         return " & ".join(_wrapped(m, Or) for m in self.masks)
@@ -173,11 +188,11 @@ class Or(_Composition):
         found = [m.nearest_query(key, at, step) for m in self.masks]
         return reduce(np.maximum if step < 0 else np.minimum, found)
 
-    def lower(self):
-        return Or.of(*self._each(lambda part: part.atoms()))
+    def atoms(self):
+        return Or.of(*self._lowered())
 
     def negated(self):
-        return And.of(*self._each(_negated))
+        return And.of(*self._negated())
 
     def __repr__(self):
         return " | ".join(repr(m) for m in self.masks)
@@ -217,9 +232,11 @@ class Not(_Composition):
         empty, full = self.mask.tells()
         return full, empty
 
-    def lower(self):
+    def atoms(self):
         """`~` taken down to the comparisons: those say again what can be skipped."""
-        return _negated(self.mask.atoms())
+        lowered = self.mask.atoms()
+        opposite = lowered.negated()
+        return Not(lowered) if opposite is None else opposite
 
     def negated(self):
         return self.mask
@@ -284,7 +301,7 @@ class PerHead(_Composition):
         return Or(self.masks).nearest_query(key, at, step)
 
     def negated(self):
-        return PerHead(tuple(self._each(_negated)))
+        return PerHead(tuple(self._negated()))
 
     def of_head(self, head):
         return self.masks[0 if len(self.masks) == 1 else head].of_head(head)
@@ -373,11 +390,6 @@ def _is_tighter(end: Any, other: Any) -> bool:
 
 def _wrapped(mask: Mask, *kinds) -> str:
     return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
-
-
-def _negated(mask: Mask) -> Mask:
-    found = mask.negated()
-    return Not(mask) if found is None else found
 
 
 def _padded(xp, spans: Spans, axis: int, most: int) -> Spans:
