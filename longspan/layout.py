@@ -284,28 +284,27 @@ def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
 
 def count(layout: BlockLayout) -> Counts:
     """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
-    layout = layout.lowered()
-    total = NONE
+    total, mask = NONE, layout.mask.atoms()
     for plane in planes_of(layout):
-        pairs = None if layout.repeats else count_by_query(layout.mask, plane.q.side, plane.kv.side)
+        pairs = None if layout.repeats else count_by_query(mask, plane.q.side, plane.kv.side)
         looks = layout.looks(plane.batch, plane.head)
         if pairs is not None:
-            kinds = count_kinds(layout.mask, plane.q, plane.kv, looks)._replace(pairs=pairs)
+            kinds = count_kinds(mask, plane.q, plane.kv, looks)._replace(pairs=pairs)
         else:
             shares = dict(visits=plane.visits * plane.planes, most=MOST_READ // plane.planes)
-            kinds = count_and_read(layout.mask, plane.q, plane.kv, looks, **shares)
+            kinds = count_and_read(mask, plane.q, plane.kv, looks, **shares)
         total = total.plus(kinds)
     return total
 
 
 def count_tiles(layout: BlockLayout, most: int) -> Counts | None:
     """Counts a concrete layout's visits by kind, and no pairs; None if it has more than `most` visits."""
-    planes = list(planes_of(layout))
+    planes, mask = list(planes_of(layout)), layout.mask.atoms()
     if sum(plane.visits for plane in planes) > most:
         return None
     total = NONE
     for plane in planes:
-        total = total.plus(count_kinds(layout.mask, plane.q, plane.kv, layout.looks(plane.batch, plane.head)))
+        total = total.plus(count_kinds(mask, plane.q, plane.kv, layout.looks(plane.batch, plane.head)))
     return total
 
 
