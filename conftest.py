@@ -39,7 +39,8 @@ hypothesis.settings.register_profile("slow", max_examples=2000, **EVERYWHERE)
 
 # What needs a mesh: whole folders, and doctests.
 ON_MESHES = (
-    "tests/parallel/", "tests/sharding/", "longspan/parallel/", "longspan/_explain.py", "longspan/maskinfo/sharding.py",
+    "tests/parallel/", "tests/sharding/", "longspan/parallel/", "longspan/explanation.py",
+    "longspan/maskinfo/sharding.py",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 Help, wrong options and every press of TAB would otherwise wait a second for `import longspan`, which must load JAX.
 Here the package is found but not yet run; `longspan.cli` is imported from inside of it, and runs it when a command
-needs it (`longspan.cli._library`).
+needs it (`longspan.cli.library`).
 """
 
 import sys

@@ -14,17 +14,14 @@ from longspan import cache as cache
 from longspan import parallel as parallel
 from longspan import rope as rope
 from longspan import testing as testing
-from longspan._attention import attention as attention
-from longspan._explain import Explanation as Explanation
-from longspan._explain import explain as explain
-from longspan._merge import merge as merge
-from longspan._optional import is_there as _is_there
-from longspan._tested import warn_unless_tested as _warn_unless_tested
-from longspan._version import __version__ as __version__
+from longspan.attend import attention as attention
 from longspan.biases import Bias as Bias
 from longspan.biases import ScoreBias as ScoreBias
 from longspan.biases import alibi as alibi
 from longspan.biases import relative_bias as relative_bias
+from longspan.combine import merge as merge
+from longspan.explanation import Explanation as Explanation
+from longspan.explanation import explain as explain
 from longspan.layout import BlockLayout as BlockLayout
 from longspan.maskinfo import MaskInfo as MaskInfo
 from longspan.maskinfo import MaskSharding as MaskSharding
@@ -59,11 +56,14 @@ from longspan.masks import Segments as Segments
 from longspan.masks import TokenTypes as TokenTypes
 from longspan.masks import Window as Window
 from longspan.masks import positions_from_segments as positions_from_segments
+from longspan.optional import is_there as _is_there
 from longspan.patterns import bigbird as bigbird
 from longspan.patterns import bigbird_attention as bigbird_attention
 from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
 from longspan.patterns import longformer as longformer
 from longspan.patterns import longformer_attention as longformer_attention
+from longspan.tested_jax import warn_unless_tested as _warn_unless_tested
+from longspan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from longspan import hf as hf

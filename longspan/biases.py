@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from longspan._checks import FLOATS, check_broadcast, check_static_size, is_array, is_known
-from longspan._types import Array, no_type_check
+from longspan.array_types import Array, no_type_check
+from longspan.checks import FLOATS, check_broadcast, check_static_size, is_array, is_known
 from longspan.masks.pytree import Value, rule, short
 from longspan.masks.sides import Slots, two_sides
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from longspan._types import Array
+from longspan.array_types import Array
 
 
 @jax.tree_util.register_dataclass

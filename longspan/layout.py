@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from longspan._axes import entries, explicit_mesh, on_auto_axes
-from longspan._checks import check_sides, check_tiles
-from longspan._constants import on_host, unfolded
-from longspan._kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
-from longspan._kinds import Counts as Counts
-from longspan._pairs import count_by_query
-from longspan._types import Namespace, Positions, no_type_check
+from longspan.array_types import Namespace, Positions, no_type_check
+from longspan.axes import entries, explicit_mesh, on_auto_axes
+from longspan.checks import check_sides, check_tiles
+from longspan.constants import on_host, unfolded
 from longspan.masks import Mask
 from longspan.masks.pytree import axes_of, short
 from longspan.masks.sides import Side, Tiles, as_positions, two_sides
 from longspan.masks.spans import Spans, running_max
+from longspan.pairs import count_by_query
+from longspan.tile_kinds import MOST_READ, NONE, Visits, count_and_read, count_kinds
+from longspan.tile_kinds import Counts as Counts
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 CHUNK = 1 << 20  # visits that are listed together

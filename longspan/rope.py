@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from longspan._checks import FLOATS, check_heads, check_positions, check_static_size, is_array, number_of, to_int32
-from longspan._types import Array, Real, no_type_check, statistics_dtype
+from longspan.array_types import Array, Real, no_type_check, statistics_dtype
+from longspan.checks import FLOATS, check_heads, check_positions, check_static_size, is_array, number_of, to_int32
 
 __all__ = ["frequencies", "rotate"]
 

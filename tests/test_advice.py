@@ -9,9 +9,9 @@ import pytest
 from test_explain import BY_QUERY, Mine, call
 
 import longspan as ls
-from longspan import _advice
-from longspan._work import short
+from longspan import advice
 from longspan.engines import ENGINES, Request
+from longspan.work import short
 
 pytestmark = pytest.mark.quick
 
@@ -206,7 +206,7 @@ def test_an_engine_that_computes_every_pair_is_not_advised_about_tiles(mask):
 
 
 def test_every_adviser_is_followed_above():
-    assert [adviser.__name__ for adviser in (_advice.bounds, *_advice.WASTE)] == [
+    assert [adviser.__name__ for adviser in (advice.bounds, *advice.WASTE)] == [
         "bounds", "sorted_by_id", "smaller_tiles",
     ]  # fmt: skip
 

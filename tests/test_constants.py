@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan._constants import constant, in_a_program, on_host, unfolded
+from longspan.constants import constant, in_a_program, on_host, unfolded
 from longspan.engines import ENGINES
 from tests.hlo_constants import MOST_FOLDED, assert_nothing_is_folded, assert_same_operations, folded
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan import _kinds
 from longspan import layout as layouts
+from longspan import tile_kinds
 from longspan.layout import count, plan
 from longspan.testing import masks
 
@@ -60,7 +60,7 @@ def test_pairs_that_are_read_in_split_tiles_are_those_of_the_dense_mask(mask, q_
     layout = planned(mask, q_tile, kv_tile, q_seed, kv_seed)
     with (
         patch.object(layouts, "count_by_query", lambda *_: None),
-        patch.multiple(_kinds, SPLIT=2, LEAF=1, READ_AT_ONCE=50),
+        patch.multiple(tile_kinds, SPLIT=2, LEAF=1, READ_AT_ONCE=50),
     ):
         assert count(layout) == (*expected(mask, layout), None)
 
@@ -80,7 +80,7 @@ def test_a_sample_of_some_tiles_estimates_well_and_counts_tiles_exactly():
     exact = count(layout)
     with (
         patch.multiple(layouts, count_by_query=lambda *_: None, MOST_READ=0, CHUNK=0, RECTANGLE=1000),
-        patch.object(_kinds, "SAMPLE", 500),
+        patch.object(tile_kinds, "SAMPLE", 500),
     ):
         about = count(layout)
     assert about[:3] == exact[:3]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan import _checks
-from longspan._attention import answer
-from longspan.engines import ENGINES, Engine, Request, Result, _request, choose
+from longspan import checks
+from longspan.attend import answer
+from longspan.engines import ENGINES, Engine, Request, Result, choose, request
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 from tests.engines import every_engine, every_sparse_engine
 from tests.selection import one_in
@@ -279,7 +279,7 @@ def test_second_derivatives_are_refused_by_name(engine):
 def test_a_call_is_checked_once_and_looks_at_its_sides_once(engine, monkeypatch):
     calls = []
     for module, name in (
-        (_checks, "check_extents"), (_request, "check_extents"), (ls.Mask, "_sides"), (_request, "lay_out"),
+        (checks, "check_extents"), (request, "check_extents"), (ls.Mask, "_sides"), (request, "lay_out"),
     ):  # fmt: skip
         of = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, of=of, name=name, **y: calls.append(name) or of(*x, **y))

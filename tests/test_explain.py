@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan import _kinds
-from longspan._pairs import count_by_query
+from longspan import tile_kinds
 from longspan.engines import ENGINES, Request
 from longspan.masks.sides import Tiles
+from longspan.pairs import count_by_query
 
 pytestmark = pytest.mark.quick
 
@@ -230,7 +230,7 @@ def test_documents_of_a_million_tokens_are_counted_without_reading_pairs(array, 
     def read(*_):
         raise AssertionError("pairs are read")
 
-    monkeypatch.setattr("longspan._kinds._allowed", read)
+    monkeypatch.setattr("longspan.tile_kinds._allowed", read)
     ids = np.arange(2**20)[None] // 1000
     report = ls.explain(*call(T=2**20, B=1), mask=ls.Causal() & ls.Segments(array(ids)))
     sizes = np.bincount(ids[0])
@@ -253,8 +253,8 @@ AT_A_MILLION = {
 def test_a_million_tokens_take_little_work_and_memory(mask, monkeypatch):
     summaries, looked, read = [], [], []
     noting(monkeypatch, Tiles, "_summary", lambda tiles, *_: summaries.append(tiles.side.length))
-    noting(monkeypatch, _kinds, "_classified", lambda mask, q, kv, visits: looked.append(math.prod(visits.shape)))
-    noting(monkeypatch, _kinds, "_allowed", lambda *_: read.append(1))
+    noting(monkeypatch, tile_kinds, "_classified", lambda mask, q, kv, visits: looked.append(math.prod(visits.shape)))
+    noting(monkeypatch, tile_kinds, "_allowed", lambda *_: read.append(1))
     tracemalloc.start()
     report = ls.explain(*call(T=2**20, B=1), mask=mask, engine="xla")
     peak = tracemalloc.get_traced_memory()[1]

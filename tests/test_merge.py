@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan._merge import Result, combine
+from longspan.combine import Result, combine
 from longspan.testing import Shape, assert_matches_reference, make_qkv
 
 pytestmark = pytest.mark.quick

@@ -40,7 +40,7 @@ def test_the_source_distribution_is_what_git_knows(tmp_path, monkeypatch):
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
     known = {name for name in names if (ROOT / name).is_file() and not name.startswith((".ci/", ".github/"))}
     assert packed - {"PKG-INFO"} == known
-    assert {"CMakeLists.txt", "LICENSE", "native/kernel.cpp", "longspan/_version.py", "tests/test_release.py"} <= packed
+    assert {"CMakeLists.txt", "LICENSE", "native/kernel.cpp", "longspan/version.py", "tests/test_release.py"} <= packed
 
 
 def test_users_dependencies_have_no_upper_caps():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan._attention import attention_of_layer, planned
+from longspan.attend import attention_of_layer, planned
 from longspan.engines import put
 from longspan.engines.cpu import library
 from longspan.engines.cpu.put import put as native_put

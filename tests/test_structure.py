@@ -19,9 +19,9 @@ pytestmark = pytest.mark.quick
 
 # From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
 ORDER = (
-    "_version", "_tested", "_types", "_optional", "_checks", "_constants", "dropout", "masks", "_programs", "_axes",
-    "biases", "_pairs", "_kinds", "layout", "render", "maskinfo", "rope", "_merge", "engines", "_attention", "cache",
-    "parallel", "_work", "_advice", "_explain", "patterns", "nn", "models", "hf", "testing", "cli", "__main__",
+    "version", "tested_jax", "array_types", "optional", "checks", "constants", "dropout", "masks", "programs", "axes",
+    "biases", "pairs", "tile_kinds", "layout", "render", "maskinfo", "rope", "combine", "engines", "attend", "cache",
+    "parallel", "work", "advice", "explanation", "patterns", "nn", "models", "hf", "testing", "cli", "__main__",
 )  # fmt: skip
 
 NEVER_LOADED = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan._tested import TESTED, warn_unless_tested
+from longspan.tested_jax import TESTED, warn_unless_tested
 
 ROOT = Path(__file__).parent.parent
 IMPORT = "import jax; jax.__version__ = {version!r}; import longspan; print(longspan.Causal().show(2, 2))"

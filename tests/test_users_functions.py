@@ -9,8 +9,8 @@ import pytest
 
 import longspan as ls
 import longspan.parallel.call as parallel_call
-from longspan import _attention, _axes
-from longspan._programs import jit_by_function, users_functions
+from longspan import attend, axes
+from longspan.programs import jit_by_function, users_functions
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 3)), jnp.float32)
 
@@ -34,11 +34,11 @@ def calls(kind, engine, number):
 def few(monkeypatch):
     """Attention that keeps the programs of 2 functions: to compile 33 of them takes half a minute."""
     jax.clear_caches()
-    monkeypatch.setattr(_attention, "_run", jit_by_function(_attention._run.__wrapped__, kept=2, static_argnums=0))
+    monkeypatch.setattr(attend, "_run", jit_by_function(attend._run.__wrapped__, kept=2, static_argnums=0))
 
 
 def test_every_jitted_function_that_takes_masks_keeps_the_programs_of_32_functions():
-    limits = [run.cache_info().maxsize for run in (_attention._run, _axes._on_auto_axes, parallel_call._run)]
+    limits = [run.cache_info().maxsize for run in (attend._run, axes._on_auto_axes, parallel_call._run)]
     assert limits == [32, 32, 32]
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import FLOATS, check_extents, is_int, is_known, to_int32
-from longspan._types import FAR
+from longspan.array_types import FAR
 from longspan.cache.lifetimes import compared
 from longspan.cache.plan import Plan
+from longspan.checks import FLOATS, check_extents, is_int, is_known, to_int32
 from longspan.masks import Mask
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan._types import FAR
+from longspan.array_types import FAR
 from longspan.cache.plan import Plan
 from longspan.cache.slots import Slots, slot_of
 

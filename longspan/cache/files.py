@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._optional import needs
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
 from longspan.cache.contents import check_contents
 from longspan.cache.plan import Plan
 from longspan.cache.store import Cache, tables_of
+from longspan.optional import needs
 
 STORED_AS = dict(float16="F16", bfloat16="U16", float32="F32", float64="F64")  # bfloat16 as bits: see `save`
 NAMES = ("k", "v", "positions", "length", "furthest", "overflowed")

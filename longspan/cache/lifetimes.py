@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longspan._types import FAR
+from longspan.array_types import FAR
 from longspan.cache.outline import Outline, listed, outlined
 from longspan.masks import Mask
 from longspan.masks.algebra import together

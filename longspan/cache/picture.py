@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan._checks import check_static_size
 from longspan.cache.outline import BYTES_EACH, MOST_LISTED
 from longspan.cache.slots import Slots, slot_of
+from longspan.checks import check_static_size
 from longspan.render.text import INK, numbers_above
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan._checks import check_extents, check_static_size
-from longspan._types import FAR, no_type_check
+from longspan.array_types import FAR, no_type_check
 from longspan.cache.lifetimes import (
     MOST_REMEMBERED,
     Lifetimes,
@@ -20,6 +19,7 @@ from longspan.cache.lifetimes import (
 from longspan.cache.outline import Outline
 from longspan.cache.picture import show_all, show_step
 from longspan.cache.slots import FOREVER, Slots, allocate, at_once, number_alive
+from longspan.checks import check_extents, check_static_size
 from longspan.masks import Mask
 
 MOST_DIGESTED = 2**22  # positions that are all in the digest, also where an outline was looked at

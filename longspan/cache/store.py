@@ -9,9 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from longspan._axes import entries, explicit_mesh, on_auto_axes
-from longspan._checks import check_static_size, is_known
-from longspan._types import FAR, Array, no_type_check
+from longspan.array_types import FAR, Array, no_type_check
+from longspan.axes import entries, explicit_mesh, on_auto_axes
 from longspan.cache.checks import (
     check_drawable,
     check_dtype,
@@ -24,6 +23,7 @@ from longspan.cache.checks import (
 from longspan.cache.lifetimes import sees_free
 from longspan.cache.picture import show_held
 from longspan.cache.plan import Plan
+from longspan.checks import check_static_size, is_known
 from longspan.masks import Mask, Prefix
 from longspan.masks.base import SLOT
 from longspan.masks.by_slot import kv_flags

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from longspan._optional import needs
+from longspan.optional import needs
 
 INTERRUPTED = 130
 
@@ -32,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"longspan: {error}", file=sys.stderr)
         return 1
     if arguments is None:  # the process is ours
-        from longspan.cli._library import repeat_dropped_interrupts
+        from longspan.cli.library import repeat_dropped_interrupts
 
         _print_anything()
         repeat_dropped_interrupts()
-    from longspan.cli._app import run
+    from longspan.cli.app import run
 
     return run(arguments)
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan._optional import needs
-from longspan.cli._files import check_writable, written
-from longspan.cli._notices import compiling, say
-from longspan.cli._options import LONGEST, PLANNED, AsJson, print_json
 from longspan.cli.expressions import parse
+from longspan.cli.files import check_writable, written
+from longspan.cli.notices import compiling, say
+from longspan.cli.options import LONGEST, PLANNED, AsJson, print_json
+from longspan.optional import needs
 
 Rows = list[dict[str, Any]]
 
@@ -110,10 +110,10 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _engines(names: list[str] | None) -> list[str]:
-    from longspan.cli._library import library
+    from longspan.cli.library import library
 
     library()
-    from longspan._checks import check_choice
+    from longspan.checks import check_choice
     from longspan.engines import ENGINES
 
     for name in names or ():

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan._optional import is_there
-from longspan.cli._library import library
-from longspan.cli._notices import compiling
-from longspan.cli._options import PLANNED, AsJson, print_json
+from longspan.cli.library import library
+from longspan.cli.notices import compiling
+from longspan.cli.options import PLANNED, AsJson, print_json
+from longspan.optional import is_there
 
 FAILED = 1
 

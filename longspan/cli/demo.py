@@ -8,13 +8,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from longspan._optional import needs
-from longspan.cli._library import library
-from longspan.cli._notices import Held, compiling
-from longspan.cli._stage import Stage
 from longspan.cli.info import facts_of_machine
+from longspan.cli.library import library
+from longspan.cli.notices import Held, compiling
 from longspan.cli.race import PARTS, Race, race
+from longspan.cli.stage import Stage
 from longspan.cli.timing import machine
+from longspan.optional import needs
 
 DEVICES = 8
 PROMPT = b"def main(self):\n    "
@@ -225,7 +225,7 @@ def _decoder(stage: Stage, sizes: Sizes, seconds: float) -> None:
 
 
 def _draw_losses(stage: Stage, losses: list[float]) -> None:
-    from longspan._optional import is_there
+    from longspan.optional import is_there
 
     if not is_there("matplotlib"):
         return

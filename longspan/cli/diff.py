@@ -5,8 +5,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli._options import KEYS, PLANNED, AsJson, Expression, print_json
 from longspan.cli.expressions import parse
+from longspan.cli.options import KEYS, PLANNED, AsJson, Expression, print_json
 
 CELLS = 64  # along a side, at each step of the search
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli._files import check_writable, written
-from longspan.cli._library import library
-from longspan.cli._notices import compiling, say
-from longspan.cli._options import LONGEST, AsJson, print_json
+from longspan.cli.files import check_writable, written
+from longspan.cli.library import library
 from longspan.cli.modules import modules_of
+from longspan.cli.notices import compiling, say
+from longspan.cli.options import LONGEST, AsJson, print_json
 from longspan.cli.texts import read_stdin, tokenizer_of
 
 STEP = 64  # lengths are padded to multiples of this or of an eighth: few programs, little padding

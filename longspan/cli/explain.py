@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from longspan.cli._library import library
-from longspan.cli._options import KEYS, LONGEST, PLANNED, AsJson, Expression, print_json
 from longspan.cli.expressions import parse
+from longspan.cli.library import library
+from longspan.cli.options import KEYS, LONGEST, PLANNED, AsJson, Expression, print_json
 
 
 def explain(
@@ -27,7 +27,7 @@ def explain(
     mask = parse(expression, T)
     import jax
 
-    from longspan._checks import FLOATS, check_choice
+    from longspan.checks import FLOATS, check_choice
 
     check_choice("--dtype", dtype, FLOATS)
     q = jax.ShapeDtypeStruct((B, T, N, H), dtype)

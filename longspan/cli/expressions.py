@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.cli._library import library
+from longspan.cli.library import library
 
 MOST_CHARACTERS = 20_000
 # A BigBird beyond these would take minutes to draw and to look at: blocks, tokens in one, and numbers that are drawn.

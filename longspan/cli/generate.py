@@ -6,9 +6,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from longspan.cli._library import library
-from longspan.cli._notices import Held, compiling
-from longspan.cli._options import LONGEST, AsJson, print_json
+from longspan.cli.library import library
+from longspan.cli.notices import Held, compiling
+from longspan.cli.options import LONGEST, AsJson, print_json
 from longspan.cli.texts import Stream, read_stdin, stop_tokens, tokenizer_of
 
 TITLE = 60  # characters of a prompt above its answer

@@ -5,8 +5,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from longspan.cli._library import library
-from longspan.cli._options import AsJson, print_json
+from longspan.cli.library import library
+from longspan.cli.options import AsJson, print_json
 
 BESIDE = (
     *("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "safetensors", "tokenizers"),

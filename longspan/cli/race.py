@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longspan.cli._library import library
+from longspan.cli.library import library
 
 PARTS = 32  # of the queries, one after the other: dense scores of all of them at once fit few machines
 ROWS = 64  # that are computed in float64

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan.cli._files import check_writable, written
-from longspan.cli._library import library
-from longspan.cli._options import LONGEST, AsJson, Expression, Keys, Queries, print_json
 from longspan.cli.expressions import parse
+from longspan.cli.files import check_writable, written
+from longspan.cli.library import library
+from longspan.cli.options import LONGEST, AsJson, Expression, Keys, Queries, print_json
 
 WIDEST = 64  # characters across where there is no terminal
 MOST_TILES = 2**16  # along a side, in a picture

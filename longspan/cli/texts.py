@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspan._optional import needs
+from longspan.optional import needs
 
 FEW = 16  # tokens
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are not yet a character

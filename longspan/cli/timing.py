@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longspan._optional import is_there
-from longspan.cli._library import library
+from longspan.cli.library import library
+from longspan.optional import is_there
 
 SETTLE = 0.05  # seconds between two contestants: thread pools spin for a while after their work is done
 MOST_DENSE = 1 << 30  # bytes of scores up to which what is dense takes part

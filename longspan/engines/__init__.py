@@ -1,7 +1,7 @@
 """Ways to compute attention, under one contract: `Engine` answers a `Request`.
 
 `reference` is dense and defines what is correct, `xla` is block-sparse in plain JAX, `cpu` a native kernel. Engines
-never import each other; what differentiating them has in common is in `_gradient`. What a decoder's step does besides,
+never import each other; what differentiating them has in common is in `gradient`. What a decoder's step does besides,
 with layers that are stacked, is here too: `multiply` and `put` read and write one layer where it lies, if possible.
 """
 
@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspan._checks import check_choice
-from longspan._merge import Result as Result
-from longspan.engines._contract import Engine as Engine
-from longspan.engines._request import Request as Request
+from longspan.checks import check_choice
+from longspan.combine import Result as Result
+from longspan.engines.contract import Engine as Engine
 from longspan.engines.cpu import ENGINE as _CPU
 from longspan.engines.cpu import library as _library
 from longspan.engines.cpu.product import can_multiply as _can_multiply
 from longspan.engines.cpu.product import products as _products
 from longspan.engines.cpu.put import put as _put
 from longspan.engines.reference import ENGINE as _REFERENCE
+from longspan.engines.request import Request as Request
 from longspan.engines.xla import ENGINE as _XLA
 
 # In the order in which "auto" tries them: the fastest first. `python -m benchmarks crossover` measures it: `cpu` was

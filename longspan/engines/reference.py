@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._merge import Result
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.biases import apart, together, total
+from longspan.combine import Result
 from longspan.dropout import keep
-from longspan.engines._contract import Engine
-from longspan.engines._request import Request
+from longspan.engines.contract import Engine
+from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from longspan.models._family import Family
 from longspan.models.families import FAMILIES
+from longspan.models.family import Family
 
 # What a larger model's config says of all of its parts.
 OF_ALL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from longspan._checks import FLOATS, check_choice
+from longspan.checks import FLOATS, check_choice
 from longspan.hf.config import Content, config_of, read_content
 from longspan.hf.names import HEADS, Parameter, body_name, head_prefixes, parameters, task_of
 from longspan.hf.sizes import refuse_large_heads, refuse_too_large, wrong_sizes
 from longspan.hf.tensors import KINDS, Tensors
 from longspan.models import CausalLM, Encoder, Model
-from longspan.models._family import Family, Task
 from longspan.models.encoders.bigbird import RANDOM_BLOCKS
+from longspan.models.family import Family, Task
 
 logger = logging.getLogger("longspan.hf")
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from longspan.models._family import Family, Names, Task, theirs
 from longspan.models.families import FAMILIES
+from longspan.models.family import Family, Names, Task, theirs
 
 # Names that start like this belong to a head.
 HEADS = tuple({name.partition(".")[0] + "." for f in FAMILIES for task in f.tasks for _, name in task.names})

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from longspan.hf.config import Content, has_labels, number_of_labels
 from longspan.hf.names import file_name
 from longspan.hf.tensors import Tensors
-from longspan.models._family import Size, Task
-from longspan.models._fields import is_count
+from longspan.models.family import Size, Task
+from longspan.models.fields import is_count
 
 
 class Wrong(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 
 from longspan.hf.config import read_object
 from longspan.hf.names import Parameter
-from longspan.models._family import Task
 from longspan.models.families import FAMILIES
+from longspan.models.family import Task
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIXES = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})  # of bodies

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._axes import BATCH_AXES, HEAD_AXIS
-from longspan._checks import check_positions, to_int32
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.axes import BATCH_AXES, HEAD_AXIS
+from longspan.checks import check_positions, to_int32
 from longspan.masks import Full, Mask, Segments
 from longspan.masks.cut import Kept, gather
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from longspan._checks import check_extents, check_lengths
-from longspan._types import Array as AnyArray
-from longspan._types import no_type_check
+from longspan.array_types import Array as AnyArray
+from longspan.array_types import no_type_check
+from longspan.checks import check_extents, check_lengths
 from longspan.maskinfo.bound import BATCH_AXES, KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, AxisName, Bound
 from longspan.maskinfo.checks import check_ids, check_rank, check_size
 from longspan.maskinfo.convert import as_bool, qkv_cu_seqlens_to_qkv_masks

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from longspan._checks import ids_as_int32, to_int32
-from longspan._constants import unfolded
+from longspan.checks import ids_as_int32, to_int32
+from longspan.constants import unfolded
 
 
 def is_traced(value: Any) -> bool:

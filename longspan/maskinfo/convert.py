@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from longspan._checks import check_choice
-from longspan._constants import unfolded
-from longspan._types import Array as AnyArray
-from longspan._types import no_type_check
+from longspan.array_types import Array as AnyArray
+from longspan.array_types import no_type_check
+from longspan.checks import check_choice
+from longspan.constants import unfolded
 from longspan.maskinfo.checks import check_ids, check_ints, check_rank, check_size
 from longspan.maskinfo.debug import traced
 from longspan.maskinfo.ids import first_equal

@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
 from longspan.maskinfo.bound import as_positions, check_axis_names
 from longspan.maskinfo.build import Constructors
 from longspan.maskinfo.checks import check_ids, is_traced

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from longspan._checks import check_choice
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.checks import check_choice
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced
 from longspan.render import Grid, grid_of, lines

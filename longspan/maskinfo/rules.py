@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from longspan._checks import check_choice, check_lengths
-from longspan._types import Array as AnyArray
-from longspan._types import no_type_check
+from longspan.array_types import Array as AnyArray
+from longspan.array_types import no_type_check
+from longspan.checks import check_choice, check_lengths
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_names, check_size, is_traced
 from longspan.maskinfo.ids import PADDING, name_chunks, name_types

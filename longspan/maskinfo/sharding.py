@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from longspan._axes import BATCH_AXES
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.axes import BATCH_AXES
 from longspan.maskinfo.bound import KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, Bound
 
 DEFAULTS = {

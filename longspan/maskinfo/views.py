@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from longspan._types import EngineName, no_type_check
+from longspan.array_types import EngineName, no_type_check
 from longspan.layout import BlockLayout
 from longspan.maskinfo.bound import Bound
 from longspan.maskinfo.checks import check_size, is_traced
 from longspan.maskinfo.ids import LAST_POSITION, PADDING, has_several, lengths_of, positions_of, sequences
 
 if TYPE_CHECKING:
-    from longspan._explain import Explanation
     from longspan.engines import Engine
+    from longspan.explanation import Explanation
 
 MOST_SEGMENTS = 128
 KINDS = ("causal", "sliding_window", "chunked", "token_type_ids")
@@ -305,7 +305,7 @@ class Views(Bound):
             >>> info.explain(engine="reference").engine
             'reference'
         """
-        from longspan._explain import explain
+        from longspan.explanation import explain
 
         heads = self.mask.heads if heads is None else check_size("heads", heads, least=1)
         q, kv = (

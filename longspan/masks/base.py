@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from longspan._checks import check_lengths, check_sides, is_known
-from longspan._constants import on_host
-from longspan._types import Array, Namespace, Positions, no_type_check
+from longspan.array_types import Array, Namespace, Positions, no_type_check
+from longspan.checks import check_lengths, check_sides, is_known
+from longspan.constants import on_host
 from longspan.masks.checks import check_bools, check_slots
 from longspan.masks.pieces import Piece
 from longspan.masks.pytree import Value

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import FAR, Array
+from longspan.array_types import FAR, Array
 from longspan.masks.base import rule
 from longspan.masks.checks import check_intervals
 from longspan.masks.compare import Compare

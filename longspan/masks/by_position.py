@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from longspan._types import Number
+from longspan.array_types import Number
 from longspan.masks.algebra import And
 from longspan.masks.base import NOBODY, Mask, Periodicity, rule
 from longspan.masks.checks import check_at_least, check_number

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from longspan._checks import check_choice
-from longspan._types import Array, Number
+from longspan.array_types import Array, Number
+from longspan.checks import check_choice
 from longspan.masks.algebra import Or
 from longspan.masks.base import BY_SLOT, Extent, Mask, rule
 from longspan.masks.by_position import Empty

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import check_static_size, ids_as_int32, is_array, is_int, is_known
-from longspan._types import FAR
+from longspan.array_types import FAR
+from longspan.checks import check_static_size, ids_as_int32, is_array, is_int, is_known
 
 
 def check_number(mask: Any, name: str) -> None:

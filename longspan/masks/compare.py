@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from longspan._checks import check_choice
-from longspan._types import FAR
+from longspan.array_types import FAR
+from longspan.checks import check_choice
 from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Periodicity, Pinned, rule
 from longspan.masks.hulls import hull_between, hull_of_equals
 from longspan.masks.pieces import Piece

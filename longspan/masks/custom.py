@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._constants import constant
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.constants import constant
 from longspan.masks.base import BY_POSITION, Extent, Mask, rule
 from longspan.masks.checks import check_bools, check_custom, check_truth, takes_rows_and_heads
 from longspan.masks.pytree import short

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import FAR, Namespace
+from longspan.array_types import FAR, Namespace
 from longspan.masks.base import Extent, Mask, rule
 from longspan.masks.pytree import short
 from longspan.masks.sides import Side, Slots, Tiles, find_between, grows

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import Namespace
+from longspan.array_types import Namespace
 from longspan.masks.sides import Side, Tiles, search_rows
 from longspan.masks.spans import Spans, everything
 from longspan.masks.terms import Term

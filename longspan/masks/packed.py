@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from longspan._checks import ids_as_int32, is_array, is_int
-from longspan._constants import unfolded
-from longspan._types import Array, Namespace, Number, no_type_check
+from longspan.array_types import Array, Namespace, Number, no_type_check
+from longspan.checks import ids_as_int32, is_array, is_int
+from longspan.constants import unfolded
 from longspan.masks.base import Extent, rule
 from longspan.masks.by_slot import EqualIds, both_extents
 from longspan.masks.checks import check_array, check_at_least

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan._types import Namespace
+from longspan.array_types import Namespace
 from longspan.masks.sides import KEYS, Tiles
 from longspan.masks.spans import Spans, everything, running_max
 

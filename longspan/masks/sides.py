@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import to_int32
-from longspan._constants import constant
-from longspan._types import FAR, Namespace, Number
+from longspan.array_types import FAR, Namespace, Number
+from longspan.checks import to_int32
+from longspan.constants import constant
 
 QUERIES, KEYS = 2, 3  # the axis of rank-4 arrays that each side runs along
 MOST_REMEMBERED = 64

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import Namespace
+from longspan.array_types import Namespace
 from longspan.masks.sides import KEYS
 
 MOST_INTERVALS = 64  # a rule that needs more than this many intervals per row is covered by fewer, wider ones

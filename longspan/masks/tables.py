@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from longspan._checks import is_known
-from longspan._constants import unfolded
-from longspan._types import FAR, Array, Namespace, Number, no_type_check
+from longspan.array_types import FAR, Array, Namespace, Number, no_type_check
+from longspan.checks import is_known
+from longspan.constants import unfolded
 from longspan.masks.base import NOBODY, Extent, Listing, Mask, rule
 from longspan.masks.by_position import Empty, Full
 from longspan.masks.by_slot import FOREVER, BySlot

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import check_choice
-from longspan._types import FAR, Number
+from longspan.array_types import FAR, Number
+from longspan.checks import check_choice
 from longspan.masks.base import NOBODY
 from longspan.masks.checks import check_at_least, check_entries, check_indices, check_number
 from longspan.masks.cut import gather

@@ -13,7 +13,7 @@ Example:
 
 # ruff: noqa: E402 - without Flax no import below would get far, and its error would not say what to install.
 
-from longspan._optional import needs
+from longspan.optional import needs
 
 needs(__name__, "flax", extra="flax")
 

@@ -8,12 +8,12 @@ from typing import Any, ParamSpec
 import jax
 from flax import nnx
 
-from longspan.models._graph import Graph, without_source
-from longspan.models._rngs import check_call_rngs, dropout_stream
 from longspan.models.encoders.encoder import Encoder
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.encoders.tasks import Model
+from longspan.models.graph import Graph, without_source
 from longspan.models.output import Output
+from longspan.models.rngs import check_call_rngs, dropout_stream
 
 P = ParamSpec("P")
 OPTIONS = (

@@ -1,6 +1,5 @@
 """The families whose checkpoints Longspan knows."""
 
-from longspan.models._family import Family
 from longspan.models.decoders.gemma2 import GEMMA2
 from longspan.models.decoders.gemma3 import GEMMA3
 from longspan.models.decoders.llama import LLAMA
@@ -12,6 +11,7 @@ from longspan.models.encoders.bert import BERT
 from longspan.models.encoders.bigbird import BIG_BIRD
 from longspan.models.encoders.longformer import LONGFORMER
 from longspan.models.encoders.roberta import ROBERTA
+from longspan.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     *(BERT, ROBERTA, LONGFORMER, BIG_BIRD),

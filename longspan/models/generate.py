@@ -10,9 +10,8 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Int
 
-from longspan._axes import auto_mesh, on_auto_mesh
-from longspan._types import Array, no_type_check
-from longspan.models._graph import Graph, without_source
+from longspan.array_types import Array, no_type_check
+from longspan.axes import auto_mesh, on_auto_mesh
 from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.requests import (
     ROWS,
@@ -27,6 +26,7 @@ from longspan.models.decoders.requests import (
 from longspan.models.decoders.room import check_room
 from longspan.models.decoders.sampling import Sampling
 from longspan.models.decoders.steps import NOTHING, Compiled, Rules, State, burst, prefill, start
+from longspan.models.graph import Graph, without_source
 
 SHORTEST = 32  # tokens of a prompt's chunk, from which on smaller ones would save little
 STOPS = 8  # the number of stop tokens is rounded up to a multiple, so that another one compiles nothing

@@ -13,7 +13,7 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
-from longspan._optional import needs as _needs
+from longspan.optional import needs as _needs
 
 _needs("longspan.nn", "flax", "flax")
 

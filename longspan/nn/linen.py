@@ -38,15 +38,15 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int, Num
 
-from longspan._types import EngineName, no_type_check
+from longspan.array_types import EngineName, no_type_check
 from longspan.cache import Cache
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.nn._attend import attend
-from longspan.nn._rope import resolved, rope_places, settled, turned
-from longspan.nn._shared import Heads, Split, attention_fn, dot_general, resolve_heads, rms_norm, split_of
+from longspan.nn.attend import attend
+from longspan.nn.rope import resolved, rope_places, settled, turned
+from longspan.nn.shared import Heads, Split, attention_fn, dot_general, resolve_heads, rms_norm, split_of
 from longspan.parallel.shared import Shared
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longspan._checks import check_static_size
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.checks import check_static_size
 from longspan.layout import _Plane
 from longspan.layout import plan as layout_of
 from longspan.masks import Mask

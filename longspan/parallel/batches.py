@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspan._axes import BATCH_AXES, entries, on_auto_axes
-from longspan._checks import check_static_size
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.axes import BATCH_AXES, entries, on_auto_axes
+from longspan.checks import check_static_size
 from longspan.parallel.order import Order, check_order, padded, stored
 from longspan.parallel.specs import Axes
 

@@ -13,12 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
-from longspan._axes import BATCH_AXES, HEAD_AXIS
-from longspan._checks import check_keywords
-from longspan._constants import unfolded
-from longspan._programs import jit_by_function
-from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
+from longspan.array_types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
+from longspan.checks import check_keywords
+from longspan.constants import unfolded
 from longspan.engines import Engine, Request
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
@@ -29,6 +28,7 @@ from longspan.parallel.parts import Setting
 from longspan.parallel.plan import Asked, Plan, planned
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
+from longspan.programs import jit_by_function
 
 
 @overload

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.engines import Request
 from longspan.layout import sides_of
 from longspan.parallel.exchange import Exchange, Lists

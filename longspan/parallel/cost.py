@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from longspan._checks import check_static_size
-from longspan._pairs import count_by_query
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.checks import check_static_size
 from longspan.masks.sides import two_sides
+from longspan.pairs import count_by_query
 from longspan.parallel.balance import load, pairs_of
 from longspan.parallel.plan import Plan
 from longspan.parallel.traffic import Sizes, traffic

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import Namespace
+from longspan.array_types import Namespace
 from longspan.layout import sides_of
 from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION, Listing

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from longspan._checks import check_static_size
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.checks import check_static_size
 
 
 @no_type_check

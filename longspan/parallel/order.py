@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from longspan._checks import check_choice, check_static_size
+from longspan.checks import check_choice, check_static_size
 
 Order: TypeAlias = Literal["contiguous", "zigzag"]
 ORDERS = ("contiguous", "zigzag")

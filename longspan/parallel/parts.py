@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._merge import Result
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.biases import Bias, apart, map_terms, terms
+from longspan.combine import Result
 from longspan.engines import Engine, Request, choose
 from longspan.masks import Global
 from longspan.masks.base import SLOT

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from longspan._checks import check_static_size
+from longspan.checks import check_static_size
 from longspan.parallel.order import chunk_of, owner_of, runs_of
 from longspan.render.html import BLUE, ORANGE, SIDE, Ink, line, page, paint, swatch
 from longspan.render.picture import shortened

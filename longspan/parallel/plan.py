@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longspan._checks import check_extents, check_static_size
-from longspan._types import no_type_check
+from longspan.array_types import no_type_check
+from longspan.checks import check_extents, check_static_size
 from longspan.masks import Mask
 from longspan.masks.base import POSITION
 from longspan.parallel.balance import load, pairs_of

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._merge import Result, combine
-from longspan._types import FAR, statistics_dtype
+from longspan.array_types import FAR, statistics_dtype
 from longspan.biases import apart
+from longspan.combine import Result, combine
 from longspan.engines import Request
-from longspan.engines._gradient import Passes, differentiable
+from longspan.engines.gradient import Passes, differentiable
 from longspan.masks import Mask
 from longspan.parallel.by_head import bias_of_all, of_head, one_head, over_heads, side_by_side
 from longspan.parallel.collectives import Columns, Halo, Listed, gathered, reach, ring, ring_back, scattered, tokens

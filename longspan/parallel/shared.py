@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from longspan._attention import attention
-from longspan._axes import auto_mesh
+from longspan.attend import attention
+from longspan.axes import auto_mesh
 from longspan.parallel.call import attention as shared_attention
 from longspan.parallel.order import check_length, check_mesh, stored
 from longspan.parallel.specs import Axes

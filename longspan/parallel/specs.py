@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from longspan._axes import axis_names
+from longspan.axes import axis_names
 from longspan.biases import Bias, terms
 from longspan.masks import Mask
 from longspan.masks.base import SLOT

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.parallel.arrays import gathers
 from longspan.parallel.plan import Plan, Step, hops_home
 

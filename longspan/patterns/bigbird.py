@@ -11,16 +11,16 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int, Num
 
-from longspan._attention import attention
-from longspan._checks import FLOATS, check_qkv, check_static_size, is_array, is_int
-from longspan._types import Array, EngineName, Key, Output, Query, Real, no_type_check
+from longspan.array_types import Array, EngineName, Key, Output, Query, Real, no_type_check
+from longspan.attend import attention
 from longspan.biases import Bias
+from longspan.checks import FLOATS, check_qkv, check_static_size, is_array, is_int
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.masks import Blocks, Full, Global, Mask, Segments, rule
 from longspan.parallel.call import attention as shared_attention
 from longspan.parallel.order import Order, check_mesh
-from longspan.patterns._padding import padding_ids
+from longspan.patterns.padding import padding_ids
 
 LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 tokens
 

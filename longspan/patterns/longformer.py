@@ -13,16 +13,16 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Num
 
-from longspan._attention import attention
-from longspan._checks import FLOATS, check_qkv, is_array, is_int
-from longspan._constants import unfolded
-from longspan._types import Array, EngineName, Key, Number, Output, Query, Real, no_type_check
+from longspan.array_types import Array, EngineName, Key, Number, Output, Query, Real, no_type_check
+from longspan.attend import attention
+from longspan.checks import FLOATS, check_qkv, is_array, is_int
+from longspan.constants import unfolded
 from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
 from longspan.parallel.call import attention as shared_attention
 from longspan.parallel.order import Order, check_mesh
-from longspan.patterns._padding import padding_ids
+from longspan.patterns.padding import padding_ids
 
 
 @no_type_check

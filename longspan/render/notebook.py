@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from longspan._checks import is_known
+from longspan.checks import is_known
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.render.html import picture_html, tiles_html

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longspan._checks import check_static_size
-from longspan._optional import needs
+from longspan.checks import check_static_size
 from longspan.layout import plan
 from longspan.masks import Mask
+from longspan.optional import needs
 from longspan.render.bands import Bands, colour
 from longspan.render.html import BLUE, KINDS, Ink
 from longspan.render.picture import Picture, picture_of, ticks

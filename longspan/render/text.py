@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longspan._checks import check_static_size
+from longspan.checks import check_static_size
 from longspan.masks import Mask
 from longspan.render.grid import Grid
 from longspan.render.picture import Panel, Picture, heads_shown, picture_of, ticks

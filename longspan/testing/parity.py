@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._attention import attention
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
+from longspan.attend import attention
 from longspan.biases import apart, together
 from longspan.engines import Engine
 from longspan.testing.truth import Truth, attention_in_float64

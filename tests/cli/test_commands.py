@@ -388,7 +388,7 @@ def test_a_mistake_of_ours_is_not_hidden(run, monkeypatch):
 
 
 def test_without_the_extra_it_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr("longspan._optional.is_there", lambda name: name != "typer")
+    monkeypatch.setattr("longspan.optional.is_there", lambda name: name != "typer")
     code, out, err = run("show", "Causal()")
     assert (code, out) == (1, "")
     assert err == "longspan: The command `longspan` needs typer: pip install 'longspan[cli]'\n"
@@ -397,7 +397,7 @@ def test_without_the_extra_it_says_what_to_install(run, monkeypatch):
 def commands():
     from typer.main import get_command
 
-    from longspan.cli._app import app
+    from longspan.cli.app import app
 
     return get_command(app).commands
 

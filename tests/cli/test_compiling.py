@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspan.cli._notices import Held, compiling, covered
+from longspan.cli.notices import Held, compiling, covered
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -36,7 +36,7 @@ def test_time_that_is_not_spent_compiling_does_not_count(capsys, monkeypatch):
     from jax import monitoring
 
     clock = iter([10.0, 11.5, 12.0])
-    monkeypatch.setattr("longspan.cli._notices.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("longspan.cli.notices.time.perf_counter", lambda: next(clock))
     with compiling("it"):
         monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", 1.0)
         monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.cli import _library, _print_anything
-from longspan.cli._files import check_writable, written
-from longspan.cli._notices import say
+from longspan.cli import _print_anything, library
+from longspan.cli.files import check_writable, written
+from longspan.cli.notices import say
 from longspan.cli.texts import read_stdin, stop_tokens
 from tests.cli.asserts import assert_one_line
 
@@ -184,7 +184,7 @@ def test_a_closed_standard_input_is_named(monkeypatch):
 def test_an_interrupt_that_python_drops_is_raised_again(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
     monkeypatch.setattr(_library, "AGAIN", 0.01)
-    _library.repeat_dropped_interrupts()
+    library.repeat_dropped_interrupts()
     sys.unraisablehook(SimpleNamespace(exc_type=ValueError))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:

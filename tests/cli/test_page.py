@@ -25,7 +25,7 @@ def test_the_page_shows_what_is_printed(command, printed, capsys):
 
 
 def test_the_page_names_every_command():
-    from longspan.cli._app import app
+    from longspan.cli.app import app
 
     names = {command.callback.__name__ for command in app.registered_commands}
     assert names == set(re.findall(r"^\| `(\w+)[` ]", PAGE.read_text("utf-8"), re.MULTILINE))

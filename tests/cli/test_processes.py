@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import longspan as ls
-from longspan.cli._library import _uninterrupted
+from longspan.cli.library import _uninterrupted
 from tests.cli import checkpoints
 
 ROOT = Path(__file__).parent.parent.parent

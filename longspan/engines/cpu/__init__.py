@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from longspan._merge import Result
-from longspan.engines._contract import Engine
-from longspan.engines._request import Request
+from longspan.combine import Result
+from longspan.engines.contract import Engine
 from longspan.engines.cpu import library
 from longspan.engines.cpu.biases import Biases, biases_of, differentiable_biases, unknown_bias
 from longspan.engines.cpu.call import call, call_layer
 from longspan.engines.cpu.operands import bit_bytes, dense_bit_bytes, prepare
 from longspan.engines.cpu.program import unknown
+from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.biases import Bias, apart, terms, together
-from longspan.engines._request import Request
+from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
 

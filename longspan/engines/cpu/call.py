@@ -12,10 +12,10 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspan._types import statistics_dtype
-from longspan.engines._varying import vary, varying_axes
+from longspan.array_types import statistics_dtype
 from longspan.engines.cpu import library
 from longspan.engines.cpu.operands import Plan
+from longspan.engines.varying import vary, varying_axes
 
 # Passes of their own for the gradient of one operand, and which.
 GRADIENTS = {"bias_gradient": "bias", "table_gradient": "table"}

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import statistics_dtype
-from longspan.engines._request import Request
+from longspan.array_types import statistics_dtype
 from longspan.engines.cpu.biases import Biases
 from longspan.engines.cpu.library import static_ints
 from longspan.engines.cpu.program import encode, knows, most_visits, unknown
+from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import FAR
-from longspan.engines._varying import vary, varying_axes
+from longspan.array_types import FAR
+from longspan.engines.varying import vary, varying_axes
 from longspan.layout import BlockLayout, plan
 from longspan.masks import And, Blocks, Dense, Empty, Full, Mask, Not, Or, PerHead
 from longspan.masks.compare import Compare

@@ -9,10 +9,10 @@ and the program does not grow with T.
 
 from dataclasses import replace
 
-from longspan._merge import Result
 from longspan.biases import terms
-from longspan.engines._contract import Engine
-from longspan.engines._request import Request
+from longspan.combine import Result
+from longspan.engines.contract import Engine
+from longspan.engines.request import Request
 from longspan.engines.xla.backward import backward
 from longspan.engines.xla.forward import forward
 from longspan.engines.xla.parts import Plan

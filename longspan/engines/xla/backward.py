@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 
-from longspan._types import statistics_dtype
-from longspan.engines._varying import vary, varying_axes
+from longspan.array_types import statistics_dtype
+from longspan.engines.varying import vary, varying_axes
 from longspan.engines.xla.biases import add_bias_gradients, bias_gradients, no_gradients, unpad_biases
 from longspan.engines.xla.parts import (
     ZERO,

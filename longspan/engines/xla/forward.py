@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from longspan._merge import Result, combine, normalised
-from longspan._types import statistics_dtype
-from longspan.engines._varying import vary, varying_axes
+from longspan.array_types import statistics_dtype
+from longspan.combine import Result, combine, normalised
+from longspan.engines.varying import vary, varying_axes
 from longspan.engines.xla.parts import (
     Plan,
     Run,

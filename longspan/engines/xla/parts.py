@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.biases import Bias
 from longspan.dropout import Dropout
 from longspan.layout import BlockLayout

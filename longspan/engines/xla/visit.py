@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from longspan._types import statistics_dtype
+from longspan.array_types import statistics_dtype
 from longspan.dropout import keep
-from longspan.engines._varying import vary, varying_axes
+from longspan.engines.varying import vary, varying_axes
 from longspan.engines.xla.biases import bias_tile
 from longspan.engines.xla.parts import (
     Plan,

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 from longspan.cache.store import Step
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
-from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.cache import attend_cached
+from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear, rms_norm
-from longspan.nn._rope import turned
+from longspan.nn.rope import turned
 from longspan.parallel.shared import ALONE, Shared
 
 

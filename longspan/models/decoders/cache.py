@@ -11,15 +11,15 @@ import numpy as np
 from jaxtyping import Int
 
 from longspan import cache as caches
-from longspan._attention import attention, attention_of_layer, planned
-from longspan._checks import check_static_size, is_known
-from longspan._types import Array, no_type_check
+from longspan.array_types import Array, no_type_check
+from longspan.attend import attention, attention_of_layer, planned
 from longspan.cache import Cache
 from longspan.cache.checks import check_dtype, check_rows
 from longspan.cache.store import Step, without_keys
+from longspan.checks import check_static_size, is_known
 from longspan.engines import put
 from longspan.layout import BlockLayout
-from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.runs import Run
 
 if TYPE_CHECKING:

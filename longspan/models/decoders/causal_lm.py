@@ -10,17 +10,17 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
-from longspan._types import Array as AnyArray
+from longspan.array_types import Array as AnyArray
 from longspan.engines import multiply, reads_in_place
-from longspan.models._placed import columns_of, placed
-from longspan.models._rngs import check_rngs
-from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.cache import DecoderCache, empty_cache
+from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
 from longspan.models.decoders.layer import run_layers, stack
 from longspan.models.decoders.products import is_plain
 from longspan.models.layers import embed, linear, rms_norm
 from longspan.models.output import Output
+from longspan.models.placed import columns_of, placed
+from longspan.models.rngs import check_rngs
 from longspan.parallel.shared import Shared
 
 FEW = 64  # tokens of a step of decoding, at most

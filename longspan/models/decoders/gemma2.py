@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from longspan.models._fields import check_flags, check_positives
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.decoders._family import (
+from longspan.models.decoders.family import (
     FULL,
     LAYER,
     OURS,
@@ -20,6 +19,7 @@ from longspan.models.decoders._family import (
 )
 from longspan.models.decoders.llama import CAUSAL_LM
 from longspan.models.decoders.rope import BESIDE
+from longspan.models.fields import check_flags, check_positives
 
 
 @dataclass(frozen=True, kw_only=True)

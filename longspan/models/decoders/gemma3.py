@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longspan.models._fields import check_counts
-from longspan.models.decoders._family import FULL, SLIDING, DecoderConfig, DecoderFamily, write_sizes
+from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig, DecoderFamily, write_sizes
 from longspan.models.decoders.gemma2 import NAMES, Gemma2Config, read_gemma
 from longspan.models.decoders.llama import CAUSAL_LM
 from longspan.models.decoders.rope import BESIDE, both_spellings, object_of, standard_rope
+from longspan.models.fields import check_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import is_int, is_known
+from longspan.checks import is_int, is_known
 from longspan.masks import positions_from_segments
-from longspan.models._inputs import check_shape, shape_of_input
-from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Tokens
 from longspan.models.decoders.cache import DecoderCache, layouts
+from longspan.models.decoders.family import DecoderConfig
+from longspan.models.inputs import check_shape, shape_of_input
 from longspan.parallel.shared import ALONE, Shared
 
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.attention import Attention, Tokens
+from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.products import linear_each
 from longspan.models.decoders.runs import Run, by_run
 from longspan.models.layers import by_pieces, linear, rms_norm

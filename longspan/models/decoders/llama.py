@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longspan.models._family import Task
-from longspan.models._fields import check_flags
-from longspan.models.decoders._family import DecoderConfig, DecoderFamily
 from longspan.models.decoders.causal_lm import CausalLM
+from longspan.models.decoders.family import DecoderConfig, DecoderFamily
+from longspan.models.family import Task
+from longspan.models.fields import check_flags
 
 
 @dataclass(frozen=True, kw_only=True)

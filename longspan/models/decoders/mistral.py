@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longspan.models.decoders._family import FULL, SLIDING, DecoderConfig, DecoderFamily, read_window
+from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig, DecoderFamily, read_window
 from longspan.models.decoders.llama import CAUSAL_LM
 
 

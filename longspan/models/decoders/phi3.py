@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longspan._checks import check_choice
-from longspan.models._fields import check_counts
-from longspan.models.decoders._family import FULL, SLIDING, DecoderConfig, DecoderFamily, read_window
+from longspan.checks import check_choice
+from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig, DecoderFamily, read_window
 from longspan.models.decoders.llama import CAUSAL_LM
 from longspan.models.decoders.rope import ORIGINAL
+from longspan.models.fields import check_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longspan.models._fields import check_counts, check_flags
-from longspan.models.decoders._family import FULL, SLIDING, DecoderFamily, LayerTypes, read_window
+from longspan.models.decoders.family import FULL, SLIDING, DecoderFamily, LayerTypes, read_window
 from longspan.models.decoders.llama import CAUSAL_LM
+from longspan.models.fields import check_counts, check_flags
 
 
 @dataclass(frozen=True, kw_only=True)

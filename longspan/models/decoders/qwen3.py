@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longspan.models._fields import check_flags
-from longspan.models.decoders._family import DecoderFamily, read_window
+from longspan.models.decoders.family import DecoderFamily, read_window
 from longspan.models.decoders.llama import CAUSAL_LM
 from longspan.models.decoders.qwen2 import Qwen2Config
+from longspan.models.fields import check_flags
 
 
 @dataclass(frozen=True, kw_only=True)

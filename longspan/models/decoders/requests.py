@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from longspan._checks import check_static_size
-from longspan.models.decoders._family import DecoderConfig
+from longspan.checks import check_static_size
 from longspan.models.decoders.cache import DecoderCache
 from longspan.models.decoders.causal_lm import CausalLM
+from longspan.models.decoders.family import DecoderConfig
 
 # Programs are compiled for few sizes: powers of two up to the second number, then multiples of it.
 ROWS = 1, 8

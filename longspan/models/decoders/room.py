@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from longspan import cache as caches
-from longspan.models.decoders._family import DecoderConfig
+from longspan.models.decoders.family import DecoderConfig
 
 
 def check_room(config: DecoderConfig, batch: int, length: int, dtype: Any) -> None:

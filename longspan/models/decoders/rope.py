@@ -5,7 +5,7 @@ from typing import Any
 
 from flax.core import FrozenDict, unfreeze
 
-from longspan.models._fields import is_number, is_positive
+from longspan.models.fields import is_number, is_positive
 
 BESIDE = ("rope_theta", "rope_scaling", "rope_parameters")  # the keys that are read here
 OLD_SPELLING = ("rope_scaling", "rope_theta", "rope_local_base_freq")  # of what `rope_parameters` hold

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from longspan.models._graph import Graph
-from longspan.models.decoders._family import DecoderConfig
 from longspan.models.decoders.cache import DecoderCache, empty_cache
 from longspan.models.decoders.causal_lm import CausalLM
+from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of
 from longspan.models.decoders.sampling import Sampling, choose
+from longspan.models.graph import Graph
 
 BURST = 8  # tokens of a row between two looks of the host
 NOTHING = -1  # in the place of a token: the row has finished

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from longspan.masks import Global
 from longspan.masks.by_slot import kv_flags
-from longspan.models.encoders._family import EncoderConfig
+from longspan.models.encoders.family import EncoderConfig
 from longspan.models.layers import linear, side_by_side
 from longspan.parallel.shared import ALONE, Shared
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longspan.models._family import Task
-from longspan.models.encoders._family import EncoderConfig, EncoderFamily
 from longspan.models.encoders.attention import FullAttention
 from longspan.models.encoders.encoder import Embeddings, Encoder
+from longspan.models.encoders.family import EncoderConfig, EncoderFamily
 from longspan.models.encoders.tasks import MaskedLM, QuestionAnswering, SequenceClassifier, TokenClassifier
+from longspan.models.family import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from longspan._checks import check_choice
-from longspan.models._family import Task
-from longspan.models._fields import check_counts, check_flags
-from longspan.models.encoders._family import NULL, OURS, EncoderFamily
+from longspan.checks import check_choice
 from longspan.models.encoders.attention import FullAttention, Site, Tokens
 from longspan.models.encoders.bert import BODY, ENCODER, MASKED_LM, TOKEN_CLASSIFIER, BertConfig
 from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.family import NULL, OURS, EncoderFamily
 from longspan.models.encoders.roberta import SEQUENCE_CLASSIFIER
 from longspan.models.encoders.tasks import QuestionAnswering
+from longspan.models.family import Task
+from longspan.models.fields import check_counts, check_flags
 from longspan.models.layers import dropout
 from longspan.patterns import bigbird_attention, bigbird_random_blocks
 

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from longspan._types import Array as AnyArray
-from longspan.models._placed import placed
-from longspan.models._rngs import Rngs, check_call_rngs, check_rngs, dropout_stream, next_key
+from longspan.array_types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.encoders._family import EncoderConfig
 from longspan.models.encoders.attention import Site, Tokens
+from longspan.models.encoders.family import EncoderConfig
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, by_pieces, dropout, embed, linear
 from longspan.models.output import Output
+from longspan.models.placed import placed
+from longspan.models.rngs import Rngs, check_call_rngs, check_rngs, dropout_stream, next_key
 from longspan.parallel.shared import Shared
 
 

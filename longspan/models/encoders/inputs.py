@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from longspan.models._inputs import check_rows, check_shape, shape_of_input
-from longspan.models.encoders._family import EncoderConfig
+from longspan.models.encoders.family import EncoderConfig
+from longspan.models.inputs import check_rows, check_shape, shape_of_input
 
 
 def check_inputs(

@@ -12,11 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan.masks import Full, Segments, Window
-from longspan.models._fields import MOST, check_counts, is_count
-from longspan.models.encoders._family import NULL, OURS, EncoderFamily, refuse_decoders
 from longspan.models.encoders.attention import FullAttention, Site, Tokens
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER
+from longspan.models.encoders.family import NULL, OURS, EncoderFamily, refuse_decoders
 from longspan.models.encoders.roberta import MASKED_LM, SEQUENCE_CLASSIFIER, RobertaConfig, RobertaEmbeddings
+from longspan.models.fields import MOST, check_counts, is_count
 from longspan.models.layers import linear
 from longspan.patterns import longformer_attention
 

@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from longspan.models._family import Task
-from longspan.models._fields import check_counts
-from longspan.models.encoders._family import EncoderFamily
 from longspan.models.encoders.attention import FullAttention
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER, BertConfig
 from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.family import EncoderFamily
 from longspan.models.encoders.tasks import MaskedLM, SequenceClassifier
+from longspan.models.family import Task
+from longspan.models.fields import check_counts
 
 
 @dataclass(frozen=True, kw_only=True)

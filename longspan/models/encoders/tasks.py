@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int, Shaped
 
-from longspan._types import Array as AnyArray
-from longspan.models._placed import columns_of, placed
-from longspan.models._rngs import Drawn, Rngs, check_call_rngs, dropout_stream, next_key
+from longspan.array_types import Array as AnyArray
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.encoders._family import EncoderConfig
 from longspan.models.encoders.encoder import Encoder, FeedForward, drops_any
+from longspan.models.encoders.family import EncoderConfig
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
+from longspan.models.placed import columns_of, placed
+from longspan.models.rngs import Drawn, Rngs, check_call_rngs, dropout_stream, next_key
 from longspan.parallel.shared import Shared
 
 

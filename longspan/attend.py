@@ -9,17 +9,17 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
-from longspan._axes import BATCH_AXES, HEAD_AXIS, entries, on_auto_axes
-from longspan._checks import check_keywords
-from longspan._constants import unfolded
-from longspan._programs import jit_by_function
-from longspan._types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
+from longspan.array_types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
+from longspan.axes import BATCH_AXES, HEAD_AXIS, entries, on_auto_axes
 from longspan.biases import AnyBias
+from longspan.checks import check_keywords
+from longspan.constants import unfolded
 from longspan.engines import Engine, Request, choose
-from longspan.engines._gradient import attend, forward_mode_refused
+from longspan.engines.gradient import attend, forward_mode_refused
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
+from longspan.programs import jit_by_function
 
 
 @overload

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from longspan._types import Array, LogSumExp, Output, no_type_check, statistics_dtype
+from longspan.array_types import Array, LogSumExp, Output, no_type_check, statistics_dtype
 
 
 class Result(NamedTuple):

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from longspan._checks import is_known
-from longspan._types import Namespace
+from longspan.array_types import Namespace
+from longspan.checks import is_known
 
 Tree = TypeVar("Tree")
 FEW = 64  # elements that XLA may fold

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longspan._optional import is_there
-from longspan.cli._files import written
+from longspan.cli.files import written
+from longspan.optional import is_there
 
 
 class Stage:

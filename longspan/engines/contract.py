@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import jax
 
-from longspan._merge import Result
-from longspan.engines._request import Request
+from longspan.combine import Result
+from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
 

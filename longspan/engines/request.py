@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from longspan._axes import BATCH_AXES, HEAD_AXIS, numbers_of
-from longspan._checks import (
+from longspan.array_types import Namespace, statistics_dtype
+from longspan.axes import BATCH_AXES, HEAD_AXIS, numbers_of
+from longspan.biases import bound
+from longspan.checks import (
     FLOATS,
     check_bound_lengths,
     check_broadcast,
@@ -22,9 +24,7 @@ from longspan._checks import (
     number_of,
     with_batch,
 )
-from longspan._merge import Result
-from longspan._types import Namespace, statistics_dtype
-from longspan.biases import bound
+from longspan.combine import Result
 from longspan.dropout import Dropout
 from longspan.layout import BlockLayout, lay_out
 from longspan.maskinfo import MaskInfo

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._checks import is_abstract, is_array, is_int
+from longspan.checks import is_abstract, is_array, is_int
 
 
 def shape_of_input(config: Any, input_ids: Any, inputs_embeds: Any) -> tuple[int, int]:
@@ -46,6 +46,7 @@ def _check_array(name: str, value: Any) -> None:
 
 
 def check_shape(name: str, value: Any, wanted: list[tuple[int, int]]) -> None:
+    """Raises an error unless `value` is an array of one of the wanted shapes."""
     _check_array(name, value)
     if tuple(value.shape) not in wanted:
         shapes = " or ".join(map(str, dict.fromkeys(wanted)))

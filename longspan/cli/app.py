@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from longspan._version import __version__
 from longspan.cli import INTERRUPTED
-from longspan.cli._notices import say
 from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.demo import demo
@@ -20,7 +18,9 @@ from longspan.cli.encode import encode
 from longspan.cli.explain import explain
 from longspan.cli.generate import generate
 from longspan.cli.info import info
+from longspan.cli.notices import say
 from longspan.cli.show import show
+from longspan.version import __version__
 
 BAD_INPUT = 2
 # What a user's input can lead to; anything else is a mistake of ours, and its traceback is worth having.

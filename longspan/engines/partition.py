@@ -21,9 +21,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspan._merge import Result
 from longspan.biases import apart
-from longspan.engines._request import Request
+from longspan.combine import Result
+from longspan.engines.request import Request
 from longspan.masks.pytree import axes_of
 
 
@@ -65,6 +65,7 @@ def _axes_of_result(result: Result) -> list[str]:
 
 
 def on_several_devices() -> bool:
+    """Whether the program being traced may run on more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     # A program may be compiled for devices that are not here.
     return max(jax.device_count(), mesh.size) > 1 and not mesh.manual_axes

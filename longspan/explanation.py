@@ -10,12 +10,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Bool, Float
 
 from longspan import cache
-from longspan._advice import Planned, advice, estimate, facts, in_numpy
-from longspan._axes import BATCH_AXES, HEAD_AXIS
-from longspan._checks import is_abstract
-from longspan._types import Array, EngineName, Key, Positions, Query, Real, Value, no_type_check
-from longspan._work import short, work
+from longspan.advice import Planned, advice, estimate, facts, in_numpy
+from longspan.array_types import Array, EngineName, Key, Positions, Query, Real, Value, no_type_check
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.biases import AnyBias
+from longspan.checks import is_abstract
 from longspan.engines import ENGINES, Engine, Request, choose
 from longspan.layout import BlockLayout, count
 from longspan.maskinfo import MaskInfo
@@ -24,6 +23,7 @@ from longspan.parallel.order import Order, check_mesh
 from longspan.parallel.report import sending
 from longspan.parallel.specs import Axes
 from longspan.render.html import page, table_html, tile_bar
+from longspan.work import short, work
 
 
 @no_type_check

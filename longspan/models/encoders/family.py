@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from longspan._checks import check_choice
-from longspan.models._family import Family, Size
-from longspan.models._fields import MOST, check_counts, check_flags, check_reals
+from longspan.checks import check_choice
 from longspan.models.activations import ACTIVATIONS
+from longspan.models.family import Family, Size
+from longspan.models.fields import MOST, check_counts, check_flags, check_reals
 
 # Metadata of a config's field that no `config.json` has, at least not under this name.
 OURS = {"in_json": False}

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan._attention import attention
+from longspan.attend import attention
 from longspan.cache import Cache
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
-from longspan.nn._rope import check_rope, turned
+from longspan.nn.rope import check_rope, turned
 from longspan.parallel.shared import Shared
 
 NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys

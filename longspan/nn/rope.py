@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from longspan._checks import is_abstract
+from longspan.checks import is_abstract
 from longspan.rope import frequencies, rotate
 
 

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longspan._kinds import classify_tiles, read_tiles, sample_partial
-from longspan._work import short, work
 from longspan.engines import Engine, Request
-from longspan.engines._varying import varying_axes
+from longspan.engines.varying import varying_axes
 from longspan.layout import BlockLayout, Counts, count_tiles, plan, planes_of
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Custom, Mask, rule
 from longspan.masks.base import POSITION
 from longspan.masks.by_slot import EqualIds
 from longspan.masks.terms import VALID
+from longspan.tile_kinds import classify_tiles, read_tiles, sample_partial
+from longspan.work import short, work
 
 WASTEFUL = 4  # executed over useful FLOPs from which on tokens or tiles are advised about
 TILE = 32  # the smaller tile that is tried

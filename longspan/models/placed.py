@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from longspan._axes import entries, explicit_mesh, on_auto_axes, once
+from longspan.axes import entries, explicit_mesh, on_auto_axes, once
 from longspan.models.output import Output
 from longspan.parallel.shared import Shared
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longspan._merge import Result
 from longspan.biases import apart, together
-from longspan.engines._contract import Engine
-from longspan.engines._partition import backward_apart, forward_apart
-from longspan.engines._request import Request
-from longspan.engines._varying import vary, varying_axes
+from longspan.combine import Result
+from longspan.engines.contract import Engine
+from longspan.engines.partition import backward_apart, forward_apart
+from longspan.engines.request import Request
+from longspan.engines.varying import vary, varying_axes
 
 
 class Passes(NamedTuple):

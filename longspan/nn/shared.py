@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
-from longspan._attention import attention
-from longspan._axes import entries, on_auto_axes, once
-from longspan._types import EngineName, no_type_check, statistics_dtype
+from longspan.array_types import EngineName, no_type_check, statistics_dtype
+from longspan.attend import attention
+from longspan.axes import entries, on_auto_axes, once
 from longspan.biases import terms
 from longspan.engines import Engine
 from longspan.maskinfo import MaskInfo

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from longspan._programs import jit_by_function
+from longspan.programs import jit_by_function
 
 BATCH_AXES, HEAD_AXIS = ("dp", "fsdp"), "tp"  # the mesh axes that split rows and heads, as `parallel.mesh` has them
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from longspan._checks import check_choice
+from longspan.checks import check_choice
 from longspan.masks import Causal, Mask, Segments, Window
-from longspan.models._family import Family, Size
-from longspan.models._fields import MOST, check_counts, check_flags, check_reals, is_count
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders.rope import BESIDE, both_spellings, object_of, one_rope, override_rope
 from longspan.models.decoders.runs import Run, runs
-from longspan.nn._rope import frozen
+from longspan.models.family import Family, Size
+from longspan.models.fields import MOST, check_counts, check_flags, check_reals, is_count
+from longspan.nn.rope import frozen
 from longspan.rope import frequencies
 
 # Metadata of a config's field that no `config.json` has, at least not under this name.

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from longspan._types import FAR, Namespace
+from longspan.array_types import FAR, Namespace
 
 INT32 = np.iinfo(np.int32)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises a ValueError that lists the choices, unless `value` is one of them."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(repr(c) for c in choices)}.")
 
@@ -29,6 +30,7 @@ def check_lengths(q_len: Any, kv_len: Any) -> None:
 
 
 def check_tiles(q_tile: Any, kv_tile: Any) -> None:
+    """Raises a ValueError unless both tile sizes are ints of at least 1."""
     for name, value in (("q_tile", q_tile), ("kv_tile", kv_tile)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
