@@ -169,7 +169,7 @@ def answer(request: Request, engine: Any) -> tuple[Any, Any]:
     """(out, lse) of a request by an engine."""
     chosen, _ = choose(engine, request)
     with forward_mode_refused(chosen):
-        return on_auto_axes(_run, _like_queries, (chosen,), (request,))
+        return on_auto_axes(_run_engine, _like_queries, (chosen,), (request,))
 
 
 def attention_of_layer(q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None) -> jax.Array:
@@ -187,10 +187,10 @@ def attention_of_layer(q, k, v, layer, *, mask: BlockLayout, scale=None, soft_ca
     return found[0]
 
 
-def planned(q, k, v, **call) -> BlockLayout:
+def plan_attention_layout(q, k, v, **call) -> BlockLayout:
     """The layout that `attention` plans for such a call, for many calls alike; q, k and v may be shapes alone."""
     request = Request.of(q=q, k=k, v=v, **call)
-    return request.planned(*choose("auto", request)[0].tiles(request))
+    return request.plan_layout(*choose("auto", request)[0].tiles(request))
 
 
 def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
@@ -200,7 +200,7 @@ def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
 
 
 @partial(jit_by_function, static_argnums=0)
-def _run(engine: Engine, request: Request):
+def _run_engine(engine: Engine, request: Request):
     data = {name: getattr(request, name) for name in ("mask", "q_positions", "kv_positions", "rows", "heads", "layout")}
     request = replace(request, **unfolded(data))
     if not request.has_pairs:

@@ -77,7 +77,7 @@ def explain(
     if is_known and 0 not in dims.values():
         with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
             known = in_numpy(request)
-            layout = known.planned(q_tile, kv_tile, xp=np)
+            layout = known.plan_layout(q_tile, kv_tile, xp=np)
             counts = count(layout)
             done = work(dims, layout, counts)
             flops = done["useful_flops"], done["executed_flops"]

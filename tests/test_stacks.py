@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.attend import attention_of_layer, planned
+from longspan.attend import attention_of_layer, plan_attention_layout
 from longspan.engines import put
 from longspan.engines.cpu import library
 from longspan.engines.cpu.put import put as native_put
@@ -43,7 +43,7 @@ def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype):
     mask, options = ls.Causal() & ls.Window(20, 0), dict(scale=0.3, soft_cap=4.0)
     where = jax.device_put(dict(q_positions=np.array([[S - 1], [25]]), kv_positions=np.arange(S)))
     own = jax.device_put((np.asarray(k)[1], np.asarray(v)[1]))
-    layout = planned(q, *own, mask=mask, **where, **options)
+    layout = plan_attention_layout(q, *own, mask=mask, **where, **options)
     got = jax.jit(lambda q, k, v, layer: attention_of_layer(q, k, v, layer, mask=layout, **options))(q, k, v, 1)
     want = ls.attention(q, *own, mask=mask, **where, **options)
     assert got.dtype == dtype and np.isfinite(np.asarray(got, np.float32)).all()

@@ -34,11 +34,15 @@ def calls(kind, engine, number):
 def few(monkeypatch):
     """Attention that keeps the programs of 2 functions: to compile 33 of them takes half a minute."""
     jax.clear_caches()
-    monkeypatch.setattr(attend, "_run", jit_by_function(attend._run.__wrapped__, kept=2, static_argnums=0))
+    monkeypatch.setattr(
+        attend, "_run_engine", jit_by_function(attend._run_engine.__wrapped__, kept=2, static_argnums=0)
+    )
 
 
 def test_every_jitted_function_that_takes_masks_keeps_the_programs_of_32_functions():
-    limits = [run.cache_info().maxsize for run in (attend._run, axes._on_auto_axes, parallel_call._run)]
+    limits = [
+        run.cache_info().maxsize for run in (attend._run_engine, axes._on_auto_axes, parallel_call._attend_on_mesh)
+    ]
     assert limits == [32, 32, 32]
 
 
@@ -46,13 +50,13 @@ def test_every_jitted_function_that_takes_masks_keeps_the_programs_of_32_functio
 def test_a_new_function_per_call_frees_the_programs_of_earlier_ones(kind, engine, few):
     for call in calls(kind, engine, 4):
         assert call(X).shape == X.shape
-    assert programs("_run") == 2
+    assert programs("_run_engine") == 2
 
 
 def test_gradients_with_a_new_function_per_call_free_those_of_earlier_ones(few):
     for call in calls("mask", "reference", 4):
         jax.grad(lambda x, call=call: call(x).sum())(X)
-    assert programs("_run") == 4  # forward and backward
+    assert programs("_run_engine") == 4  # forward and backward
 
 
 def test_a_function_that_was_evicted_runs_again(few):
@@ -90,7 +94,7 @@ def test_one_function_with_changing_arrays_compiles_once():
     for n, want in zip((1, 3), same, strict=True):
         mask, bias = ls.Custom(near, jnp.asarray(n)), ls.ScoreBias(sloped, jnp.asarray(1 / 8))
         np.testing.assert_allclose(ls.attention(X, X, X, mask=mask, bias=bias), want, rtol=1e-5, atol=1e-6)
-    assert programs("_run") == 1
+    assert programs("_run_engine") == 1
 
 
 def test_functions_are_found_wherever_they_are():

@@ -130,7 +130,7 @@ class Request:
         """Whether there are queries, keys, heads and batch rows at all."""
         return 0 not in (self.dims[axis] for axis in "BTSNK")
 
-    def planned(self, q_tile: int, kv_tile: int, *, xp: Namespace = jnp) -> BlockLayout:
+    def plan_layout(self, q_tile: int, kv_tile: int, *, xp: Namespace = jnp) -> BlockLayout:
         """The layout of this call: the caller's, or one of such tiles.
 
         In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
@@ -151,7 +151,7 @@ class Request:
         if dropout is not None and dropout.words is None:
             numbers = (self.dims["B"], self.dims["N"]) if self.rows is None else (self.rows, self.heads)
             dropout = dropout.drawn(*numbers)
-        return replace(self, layout=self.planned(q_tile, kv_tile), dropout=dropout)
+        return replace(self, layout=self.plan_layout(q_tile, kv_tile), dropout=dropout)
 
     def with_scale(self, *, dense: bool = False) -> "Request":
         """The request with a scale that is data in its queries: engines take a static one.

@@ -191,8 +191,10 @@ class Rules(Bound):
             _has_documents=True,
         )
         end = jnp.broadcast_to(end, (batch,))
-        q = None if kept == all_queries else _run(jnp.clip(end - kept, 0, all_queries - kept), kept)
-        kv = None if window >= all_keys else _run(jnp.clip(lengths - window, 0, all_keys - window), window)
+        q = None if kept == all_queries else _consecutive_slots(jnp.clip(end - kept, 0, all_queries - kept), kept)
+        kv = (
+            None if window >= all_keys else _consecutive_slots(jnp.clip(lengths - window, 0, all_keys - window), window)
+        )
         return masked if q is None and kv is None else masked._cut(q, kv)
 
     @staticmethod
@@ -217,7 +219,7 @@ class Rules(Bound):
         query, width = _check_index(index, q_len, batch)[:, None], min(left + right + 1, kv_len)
         if self.q_positions is None and self.kv_positions is None:
             offset = jnp.broadcast_to(jnp.asarray(offset, np.int32), (batch,))
-            return query, _run(jnp.clip(query[:, 0] + offset - left, 0, kv_len - width), width)
+            return query, _consecutive_slots(jnp.clip(query[:, 0] + offset - left, 0, kv_len - width), width)
         # Given positions may lie anywhere (a rolling cache): the slots that the query sees come first, then others.
         one = self._with(_rule=window, _has_documents=True)._cut(query, None)
         seen = one.mask.dense(1, kv_len, q_positions=one.q_positions, kv_positions=one.kv_positions)
@@ -226,7 +228,7 @@ class Rules(Bound):
 
     def _last_keys(self, count: int):
         batch, _, kv_len = self.shape
-        return None if count >= kv_len else _run(jnp.full((batch,), kv_len - count, np.int32), count)
+        return None if count >= kv_len else _consecutive_slots(jnp.full((batch,), kv_len - count, np.int32), count)
 
 
 def _combined(combine: str, rule: Mask, types: Mask) -> Mask:
@@ -237,7 +239,7 @@ def _combined(combine: str, rule: Mask, types: Mask) -> Mask:
     return types if isinstance(rule, Full) else rule & types
 
 
-def _run(starts, size: int):
+def _consecutive_slots(starts, size: int):
     """Slots [B, size] from each row's start on."""
     return starts[:, None] + jnp.arange(size, dtype=np.int32).reshape(1, -1)
 

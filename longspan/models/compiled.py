@@ -70,10 +70,10 @@ def _call(parts: "_Parts", options: tuple, arrays: dict[str, Any], rngs: Any) ->
     graph, state = parts.now()
     drops = rngs is not None and not (parts.model.deterministic if options[0] is None else options[0])
     if not drops:
-        return _run(graph, None, options, state, None, arrays)[0]
+        return _call_model(graph, None, options, state, None, arrays)[0]
     stream: Any = dropout_stream(rngs)
     stream_graph, stream_state = nnx.split(stream)
-    output, count = _run(graph, stream_graph, options, state, stream_state, arrays)
+    output, count = _call_model(graph, stream_graph, options, state, stream_state, arrays)
     stream.count[...] = count
     return output
 
@@ -108,7 +108,7 @@ def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(structure: Graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
+def _call_model(structure: Graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
     """The output, and how far the stream has counted."""
     stream = None if stream_graph is None else nnx.merge(stream_graph, stream_state)
     output = nnx.merge(structure.graph, state)(**arrays, **dict(zip(OPTIONS, options, strict=True)), rngs=stream)

@@ -119,21 +119,21 @@ def _bursts(
     params, rules = on_auto_mesh((params, rules))
     of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
     check_room(model.config, len(rows), length, model.dtype)
-    cache, last = _run(start, model.config, len(rows), length, model.dtype)
+    cache, last = _run_program(start, model.config, len(rows), length, model.dtype)
     for ids, lengths in chunks(rows, chunk):
-        cache, last = _run(prefill, of, params, cache, last, ids, lengths, rules.ropes)
+        cache, last = _run_program(prefill, of, params, cache, last, ids, lengths, rules.ropes)
     check_cache(model.config, cache)
     seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
     left = np.array([most if len(row) else 0 for row in rows], np.int32)
     state = State(last, np.zeros_like(left), left, np.int32(0), seen)
     while np.asarray(state.left).any():
-        cache, state, tokens = _run(burst, of, params, cache, state, rules)
+        cache, state, tokens = _run_program(burst, of, params, cache, state, rules)
         check_cache(model.config, cache)
         found = np.asarray(tokens)
         yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NOTHING)]
 
 
-def _run(program: Callable, *arguments: Any) -> Any:
+def _run_program(program: Callable, *arguments: Any) -> Any:
     """A program, where XLA places values by itself: of explicit axes the types of caches would have to be found out."""
     mesh = jax.sharding.get_mesh()
     if AxisType.Explicit not in mesh.axis_types:

@@ -26,12 +26,16 @@ def placed(call: Callable[..., Output]) -> Callable[..., Output]:
         if explicit_mesh(state, arrays) is None:
             return call(model, **arrays, shared=shared, **options)
         options = options | dict(shared=shared.on_auto_axes())
-        return on_auto_axes(_run, _specs, (call, graph, model._columns, tuple(options.items())), (state, arrays))
+        return on_auto_axes(
+            _call_model_on_auto_axes, _specs, (call, graph, model._columns, tuple(options.items())), (state, arrays)
+        )
 
     return method
 
 
-def _run(call: Callable[..., Output], graph: Any, columns: Any, options: tuple, state: Any, arrays: Any) -> Output:
+def _call_model_on_auto_axes(
+    call: Callable[..., Output], graph: Any, columns: Any, options: tuple, state: Any, arrays: Any
+) -> Output:
     return call(nnx.merge(graph, state), **arrays, **dict(options))
 
 

@@ -25,7 +25,7 @@ from longspan.masks import Mask
 from longspan.parallel.arrays import laid_out, lettered
 from longspan.parallel.order import Order, check_length, check_order, padded, stored
 from longspan.parallel.parts import Setting
-from longspan.parallel.plan import Asked, Plan, planned
+from longspan.parallel.plan import Asked, Plan, plan_communication
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 from longspan.programs import jit_by_function
@@ -197,7 +197,7 @@ def attention(
     )  # fmt: skip
     check_call(axes, request, order)
     plan = chosen_plan(plan, request, axes, order, global_capacity)
-    out, lse = _run(request, setting=Setting(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
+    out, lse = _attend_on_mesh(request, setting=Setting(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -263,7 +263,7 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
         travel=all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias)),
     )
     if given is None:
-        return planned(request.mask, length, shards, order, global_capacity=capacity, **more)
+        return plan_communication(request.mask, length, shards, order, global_capacity=capacity, **more)
     if not isinstance(given, Plan):
         raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(given).__name__}.")
     if given.order != order:
@@ -289,7 +289,7 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
 
 
 @partial(jit_by_function, static_argnames=("setting", "axes"))
-def _run(request: Request, *, setting: Setting, axes: Axes):
+def _attend_on_mesh(request: Request, *, setting: Setting, axes: Axes):
     """(out, lse) of the program on all devices, of arrays that are padded and split."""
     if not request.has_pairs:
         return request.without_pairs()[:2]

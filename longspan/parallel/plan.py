@@ -243,10 +243,12 @@ def plan(
         >>> ls.parallel.plan(ls.Chunk(8), 64, 4).sent_rows
         0
     """
-    return planned(mask, length, shards, order, global_capacity=global_capacity, kv_heads=kv_heads)
+    return plan_communication(mask, length, shards, order, global_capacity=global_capacity, kv_heads=kv_heads)
 
 
-def planned(mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True) -> Plan:
+def plan_communication(
+    mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True
+) -> Plan:
     """`plan`, where positions may be other than indices, and queries may have to stay where they are.
 
     The plans of masks without arrays are remembered.

@@ -104,7 +104,7 @@ def test_dropout_counts_its_stream_on():
 def test_no_parameter_leaves_the_program():
     model = make()
     jaxpr = jax.make_jaxpr(lambda ids: models.compiled(model)(ids).logits)(jnp.asarray(IDS))
-    calls = [eqn for eqn in jaxpr.eqns if eqn.params.get("name") == "_run"]
+    calls = [eqn for eqn in jaxpr.eqns if eqn.params.get("name") == "_call_model"]
     assert len(calls) == 1
     shapes = [v.aval.shape for v in calls[0].outvars]
     assert shapes == [(2, 29, 12), (2, 29, 2)]

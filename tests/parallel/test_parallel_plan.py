@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.parallel.plan import planned, remembered
+from longspan.parallel.plan import plan_communication, remembered
 
 T, SHARDS = 16384, 8
 GATHER = 7 * 2048
@@ -79,8 +79,8 @@ def test_plans_of_static_masks_are_remembered_by_all_that_decides_them():
         lambda: plan(ls.Blocks(table, 64), kv_heads=2),
         lambda: plan(ls.Blocks(blocks(number=1), 64)),
         lambda: plan(ls.Window(3, 3) | ls.Global((5,))),
-        lambda: planned(ls.Window(3, 3) | ls.Global((5,)), T, SHARDS, "contiguous", travel=False),
-        lambda: planned(ls.Window(3, 3) | ls.Global((5,)), T, SHARDS, "contiguous", positions=False),
+        lambda: plan_communication(ls.Window(3, 3) | ls.Global((5,)), T, SHARDS, "contiguous", travel=False),
+        lambda: plan_communication(ls.Window(3, 3) | ls.Global((5,)), T, SHARDS, "contiguous", positions=False),
     ]
     first = [call() for call in calls]
     assert len({str(found) for found in first}) == len(first) == len({id(found) for found in first})

@@ -307,7 +307,7 @@ def test_a_plan_made_earlier_is_used_and_nothing_is_planned_again(case, monkeypa
     def never(*_, **__):
         raise AssertionError("planned again")
 
-    monkeypatch.setattr(parallel_call, "planned", never)
+    monkeypatch.setattr(parallel_call, "plan_communication", never)
     monkeypatch.setattr(parallel_call, "Setting", lambda *x: used.append(x[0]) or Setting(*x))
     np.testing.assert_allclose(call(make(), plan=plan, **more), want, rtol=1e-5, atol=1e-5)
     assert used[0] is plan

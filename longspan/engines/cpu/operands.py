@@ -119,7 +119,7 @@ def bit_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
     dims = request.dims
 
     def shapes(request: Request) -> BlockLayout:
-        return _broadcast_layout(request.planned(q_tile, kv_tile), dims["B"], dims["N"])
+        return _broadcast_layout(request.plan_layout(q_tile, kv_tile), dims["B"], dims["N"])
 
     layout = jax.eval_shape(shapes, request)
     tile = layout.q_tile * -(-layout.kv_tile // 8)

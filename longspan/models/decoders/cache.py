@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from longspan import cache as caches
 from longspan.array_types import Array, no_type_check
-from longspan.attend import attention, attention_of_layer, planned
+from longspan.attend import attention, attention_of_layer, plan_attention_layout
 from longspan.cache import Cache
 from longspan.cache.checks import check_dtype, check_rows
 from longspan.cache.store import Step, without_keys
@@ -170,7 +170,7 @@ def layouts(config: DecoderConfig, steps: Mapping[str, Step], dtype: Any) -> dic
         q = jax.ShapeDtypeStruct((batch, count, heads, size), dtype)
         kv = jax.ShapeDtypeStruct((batch, seen, kv_heads, size), dtype)
         options = dict(scale=config.scale, soft_cap=config.soft_cap)
-        found[kind] = planned(q, kv, kv, **step.of(config.mask(kind)), **options)
+        found[kind] = plan_attention_layout(q, kv, kv, **step.of(config.mask(kind)), **options)
     return found
 
 

@@ -123,14 +123,14 @@ class CausalLM(nnx.Module):
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
             tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, shared)
-            return self._output(self._run(x, tokens, remat=remat)[0], None)
+            return self._output(self._apply_layers(x, tokens, remat=remat)[0], None)
         step, tokens_before, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
         if attention_mask is not None:
             # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
             tokens_before, lengths = tokens_first(attention_mask)
             x = jnp.take_along_axis(x, tokens_before[..., None], axis=1)
         tokens, cache = cached_tokens_of(config, shape, cache, lengths, self.dtype)
-        x, stacks = self._run(x, tokens, cache.stacks, step=step, remat=remat)
+        x, stacks = self._apply_layers(x, tokens, cache.stacks, step=step, remat=remat)
         if tokens_before is not None:
             x = jnp.take_along_axis(x, jnp.argsort(tokens_before, axis=1)[..., None], axis=1)
         return self._output(x, replace(cache, stacks=stacks), step=step)
@@ -173,7 +173,7 @@ class CausalLM(nnx.Module):
         # Rounded first, as the families do that scale: √2304 is 48 in float32 as well as in bfloat16, √3072 is not.
         return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
 
-    def _run(
+    def _apply_layers(
         self, x, tokens, stacks: Any = None, *, step: bool = False, remat: bool = False
     ) -> tuple[jax.Array, tuple]:
         graphs, states = zip(*map(nnx.split, self.layers), strict=True)

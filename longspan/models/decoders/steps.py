@@ -110,7 +110,7 @@ def burst(
 
 def _hidden(model: CausalLM, cache: DecoderCache, ids, lengths, ropes, *, step: bool) -> tuple[jax.Array, DecoderCache]:
     tokens, cache = cached_tokens_of(model.config, ids.shape, cache, lengths, model.dtype, ropes)
-    x, stacks = model._run(model._embedded(ids, None), tokens, cache.stacks, step=step)
+    x, stacks = model._apply_layers(model._embedded(ids, None), tokens, cache.stacks, step=step)
     return x, replace(cache, stacks=stacks)
 
 
