@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.engines import Engine, Request
 from longspan.engines.varying import varying_axes
-from longspan.layout import BlockLayout, Counts, count_tiles, plan, planes_of
+from longspan.layout import BlockLayout, Counts, count_tiles, plan_layout, planes_of
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Custom, Mask, rule
 from longspan.masks.base import POSITION
@@ -141,7 +141,7 @@ def sorted_by_id(call: Planned) -> str | None:
     if POSITION in mask.reads:
         places = (("q_positions", request.q_positions, q), ("kv_positions", request.kv_positions, kv))
         positions = {name: _taken(given, order) for name, given, order in places}
-    layout = plan(mask.cut(q, kv), T, S, call.layout.q_tile, call.layout.kv_tile, **positions, xp=np)
+    layout = plan_layout(mask.cut(q, kv), T, S, call.layout.q_tile, call.layout.kv_tile, **positions, xp=np)
     flops = call.lowered_to(layout)
     if flops is None:
         return None
@@ -160,7 +160,7 @@ def smaller_tiles(call: Planned) -> str | None:
     T, S = request.dims["T"], request.dims["S"]
     q_tile, kv_tile = min(TILE, layout.q_tile), min(TILE, layout.kv_tile)
     positions = dict(q_positions=layout.q_positions, kv_positions=layout.kv_positions)
-    flops = call.lowered_to(plan(request.mask, T, S, q_tile, kv_tile, **positions, xp=np))
+    flops = call.lowered_to(plan_layout(request.mask, T, S, q_tile, kv_tile, **positions, xp=np))
     if flops is None:
         return None
     tiles = f"q_tile={q_tile}, kv_tile={kv_tile}"
@@ -182,7 +182,7 @@ WASTE: tuple[Callable[[Planned], str | None], ...] = (sorted_by_id, smaller_tile
 
 def _cost(mask: Mask, part: Mask) -> str:
     """What a part that bounds nothing costs the mask it is in."""
-    empty, full = mask.tells()
+    empty, full = mask.provable_kinds()
     effect = (
         "no tile can be skipped" if not empty
         else "no tile is known to be full, so every visited one is masked pair by pair" if not full

@@ -288,13 +288,13 @@ def total(bias: Any, q: Slots, kv: Slots, dtype: Any) -> Any:
     return sum(parts[1:], start=parts[0])
 
 
-def apart(tree: Any) -> tuple[Any, Any]:
+def partition_floats(tree: Any) -> tuple[Any, Any]:
     """Its arrays of floats, which have gradients, and all others: two such trees with None in each other's places."""
     floats = jax.tree.map(lambda x: x if _is_float(x) else None, tree)
     return floats, jax.tree.map(lambda x: None if _is_float(x) else x, tree)
 
 
-def together(floats: Any, others: Any) -> Any:
+def combine_floats(floats: Any, others: Any) -> Any:
     """The tree that was taken `apart`."""
     return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)
 

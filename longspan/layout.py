@@ -189,7 +189,7 @@ class Rows(NamedTuple):
 
 
 @no_type_check
-def plan(
+def plan_layout(
     mask: Mask,
     q_len: int,
     kv_len: int,
@@ -202,13 +202,15 @@ def plan(
 ) -> BlockLayout:
     """The layout of a mask, with NumPy's arrays if all that it reads is static, and with JAX's otherwise."""
     check_sides(mask, q_len, kv_len, q_positions, kv_positions)
-    return lay_out(mask, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions, xp=xp)
+    return plan_checked_layout(
+        mask, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions, xp=xp
+    )
 
 
-def lay_out(
+def plan_checked_layout(
     mask: Mask, q_len, kv_len, q_tile, kv_tile, *, q_positions=None, kv_positions=None, rows=None, heads=None, xp=None
 ) -> BlockLayout:
-    """`plan` of a mask and positions that were checked.
+    """`plan_layout` of a mask and positions that were checked.
 
     `rows` [B] and `heads` [N] are the numbers of these rows and heads, if they are some of a call's: both or neither.
     """
@@ -218,7 +220,7 @@ def lay_out(
         data: Any = dict(mask=mask, q_positions=q_positions, kv_positions=kv_positions, rows=rows, heads=heads)
         known = on_host(data) if xp is jnp else None
         if known is not None:
-            layout = lay_out(q_len=q_len, kv_len=kv_len, q_tile=q_tile, kv_tile=kv_tile, **known, xp=np)
+            layout = plan_checked_layout(q_len=q_len, kv_len=kv_len, q_tile=q_tile, kv_tile=kv_tile, **known, xp=np)
             return replace(jax.device_put(layout), mask=mask)
 
     def tables_of(*given):

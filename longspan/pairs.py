@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longspan.masks import And, Mask, Not, Or, PerHead
-from longspan.masks.pieces import Piece
+from longspan.masks.count_pieces import CountPiece
 from longspan.masks.sides import KEYS, Side, Tiles, grows
 
 FEW = 8  # one of so many
@@ -124,14 +124,14 @@ class _Placed(NamedTuple):
 
 def _pieces(rule: Mask, places: _Places) -> list[_Placed] | None:
     """A rule's pieces; None if it does not know them."""
-    pieces = rule._pieces(places.q, places.kv)
+    pieces = rule._count_pieces(places.q, places.kv)
     if pieces is None:
         return None
     placed = [_placed(piece, places) for piece in pieces]
     return None if any(piece is None for piece in placed) else [piece for piece in placed if piece is not None]
 
 
-def _placed(piece: Piece, places: _Places) -> _Placed | None:
+def _placed(piece: CountPiece, places: _Places) -> _Placed | None:
     q_len, kv_len = places.q.length, places.kv.length
     low, high = (0 if piece.low is None else piece.low), (kv_len if piece.high is None else piece.high)
     if piece.within is not None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import longspan as ls
 from longspan import layout as layouts
 from longspan import tile_kinds
-from longspan.layout import count, plan
+from longspan.layout import count, plan_layout
 from longspan.testing import masks
 
 pytestmark = pytest.mark.quick
@@ -41,7 +41,7 @@ def expected(mask, layout):
 
 
 def planned(mask, q_tile, kv_tile, q_seed, kv_seed):
-    return plan(mask, T, S, q_tile, kv_tile, q_positions=place(q_seed, T), kv_positions=place(kv_seed, S), xp=np)
+    return plan_layout(mask, T, S, q_tile, kv_tile, q_positions=place(q_seed, T), kv_positions=place(kv_seed, S), xp=np)
 
 
 @pytest.mark.check
@@ -76,7 +76,7 @@ def test_a_sample_of_all_tiles_estimates_exactly(mask, q_tile, kv_tile):
 
 def test_a_sample_of_some_tiles_estimates_well_and_counts_tiles_exactly():
     mask = ls.Causal() & ls.Segments(np.random.default_rng(0).integers(0, 5, (1, 3001)))
-    layout = plan(mask, 3001, 3001, 16, 16, xp=np)
+    layout = plan_layout(mask, 3001, 3001, 16, 16, xp=np)
     exact = count(layout)
     with (
         patch.multiple(layouts, count_by_query=lambda *_: None, MOST_READ=0, CHUNK=0, RECTANGLE=1000),
@@ -90,7 +90,7 @@ def test_a_sample_of_some_tiles_estimates_well_and_counts_tiles_exactly():
 
 def test_rows_and_heads_share_what_may_be_read():
     mask = ls.PerHead((ls.Custom(lambda q, k: q > k), ls.Custom(lambda q, k: q < k)))
-    layout = plan(mask, 64, 64, 16, 16, xp=np)
+    layout = plan_layout(mask, 64, 64, 16, 16, xp=np)
     with patch.object(layouts, "MOST_READ", 2 * 64 * 64):
         assert count(layout).read is None
     with patch.object(layouts, "MOST_READ", 64 * 64):

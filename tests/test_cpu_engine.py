@@ -20,7 +20,7 @@ import longspan as ls
 from longspan.engines.cpu import library
 from longspan.engines.cpu.operands import ROLES, Plan
 from longspan.engines.cpu.program import most_visits
-from longspan.layout import plan
+from longspan.layout import plan_layout
 from longspan.testing import Shape, assert_matches_reference, make_qkv, masks
 
 LIBRARY_MISSING = library.missing()
@@ -225,11 +225,11 @@ def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider)
     rooms = []
 
     def traced(mask):
-        rooms.append(most_visits(plan(mask, 23, 31, 3, 2, xp=jnp)))
+        rooms.append(most_visits(plan_layout(mask, 23, 31, 3, 2, xp=jnp)))
 
     jax.eval_shape(traced, mask)
     jax.eval_shape(lambda: traced(mask))  # NumPy's arrays stay known
-    concrete = plan(mask, 23, 31, 3, 2, xp=np)
+    concrete = plan_layout(mask, 23, 31, 3, 2, xp=np)
     visits = [len(tiles) for b, n in concrete.planes() for tiles in _tiles_by_row(concrete, b, n)]
     assert max(visits) <= min(rooms)
 

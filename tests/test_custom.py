@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.engines import ENGINES
-from longspan.layout import count, plan
+from longspan.layout import count, plan_layout
 from longspan.masks import Mask, rule
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 from tests.selection import one_in
@@ -81,7 +81,7 @@ def test_rows_and_heads_that_are_told_apart_have_their_own_truth(batch, heads, b
     assert mask.dense(T, S).shape[:2] == (batch, heads) == (mask.batch, mask.heads)
     picture = "\n".join("".join(".#"[int(x)] for x in row) for row in expected[min(2, batch - 1), min(3, heads - 1)])
     assert mask.show(T, S, batch=2, head=3) == picture
-    assert count(plan(mask, T, S, 8, 4, xp=np)).pairs == expected[:batch, :heads].sum()
+    assert count(plan_layout(mask, T, S, 8, 4, xp=np)).pairs == expected[:batch, :heads].sum()
     assert_obeys_laws(mask, T, S)
     assert_obeys_laws(mask, T, S, q_positions=np.arange(T)[::-1] // 2, kv_positions=np.arange(S) * 2)
 
@@ -275,7 +275,7 @@ BOUNDED = {
 def test_exact_bounds_visit_what_the_built_in_rule_visits(name, length):
     mine, built_in = BOUNDED[name]
     for transposed in (False, True):
-        layouts = [plan(m, length, length, 128, 128, xp=np) for m in (mine, built_in)]
+        layouts = [plan_layout(m, length, length, 128, 128, xp=np) for m in (mine, built_in)]
         got, want = (layout.transpose() if transposed else layout for layout in layouts)
         assert got.visits() == want.visits()
 
@@ -285,7 +285,7 @@ def test_what_lies_between_more_intervals_than_a_row_has_is_left_to_classify():
         return far(q, kv, *((n * 1000, n * 1000) for n in range(6)))
 
     mask = ls.Custom(lambda q, k: ((q - k) % 1000 == 0) & (q >= k) & (q - k <= 5000), bounds=six)
-    layout = plan(mask, 8192, 8192, 16, 16, xp=np)
+    layout = plan_layout(mask, 8192, 8192, 16, 16, xp=np)
     counts = count(layout)
     assert layout.starts.shape[3] == 4
     assert counts.partial + counts.full < layout.visits() < 0.6 * 512 * 513 / 2

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan.layout import count, plan
+from longspan.layout import count, plan_layout
 from longspan.masks import Compare, array, number, rule
 from longspan.masks.by_slot import kv_flags
-from longspan.masks.cut import View
+from longspan.masks.cut import CutMask
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 from longspan.testing import masks as any_mask
 from tests.selection import only
@@ -80,7 +80,7 @@ def test_a_cut_allows_what_the_mask_allows_at_these_slots_and_obeys_the_laws(
     sizes = places[0].shape[1], places[1].shape[1]
     np.testing.assert_array_equal(truth(cut, *sizes, *places), wanted(mask, q, kv, q_positions, kv_positions))
     assert_obeys_laws(cut, *sizes, q_tile=q_tile, kv_tile=kv_tile, q_positions=places[0], kv_positions=places[1])
-    pairs = count(plan(cut, *sizes, q_tile, kv_tile, q_positions=places[0], kv_positions=places[1], xp=np)).pairs
+    pairs = count(plan_layout(cut, *sizes, q_tile, kv_tile, q_positions=places[0], kv_positions=places[1], xp=np)).pairs
     assert pairs == np.count_nonzero(truth(cut, *sizes, *places)) * cut.heads // N
 
 
@@ -92,7 +92,7 @@ def test_a_cut_of_a_cut_is_one_cut(mask, q_seed, kv_seed, q_again, kv_again, q_t
     sizes = rows_of(q, T).shape[1], rows_of(kv, S).shape[1]
     more = [some_slots(s, n, xp) if n else None for s, n in zip((q_again, kv_again), sizes, strict=True)]
     twice = (Wrapped(once) if wrapped else once).cut(*more, q_len=sizes[0], kv_len=sizes[1])
-    assert not any(isinstance(m, View) and isinstance(m.mask, View) for m in twice.walk())
+    assert not any(isinstance(m, CutMask) and isinstance(m.mask, CutMask) for m in twice.walk())
     both = [
         np.take_along_axis(rows_of(a, n), rows_of(b, size), axis=1)
         for a, b, n, size in zip((q, kv), more, (T, S), sizes, strict=True)
@@ -113,7 +113,7 @@ def test_traced_slots_are_planned_soundly(mask, q_seed, kv_seed, q_tile, kv_tile
     @jax.jit
     def run(mask, q, kv):
         cut = mask.cut(q, kv, q_len=T, kv_len=S)
-        layout = plan(cut, *sizes, q_tile, kv_tile, q_positions=places[0], kv_positions=places[1], xp=jnp)
+        layout = plan_layout(cut, *sizes, q_tile, kv_tile, q_positions=places[0], kv_positions=places[1], xp=jnp)
         sides = layout.sides(batch=B, heads=N)
         kinds = cut.classify(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
         return layout, layout.transpose(), kinds
@@ -339,7 +339,7 @@ def test_heads_that_share_a_mask_share_it_after_a_cut():
 
 def test_a_view_prints_and_survives_flattening():
     mask = NearSlots(3).cut([1, 2], jnp.arange(4))
-    assert repr(mask) == "View(NearSlots(left=3), i32[1,2], i32[1,4])"
+    assert repr(mask) == "CutMask(NearSlots(left=3), i32[1,2], i32[1,4])"
     leaves, tree = jax.tree.flatten(mask)
     assert jax.tree.unflatten(tree, leaves) == mask
     assert mask.batch == 1 and NearSlots(3).cut(jnp.zeros((3, 2), int)).batch == 3

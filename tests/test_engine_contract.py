@@ -279,13 +279,13 @@ def test_second_derivatives_are_refused_by_name(engine):
 def test_a_call_is_checked_once_and_looks_at_its_sides_once(engine, monkeypatch):
     calls = []
     for module, name in (
-        (checks, "check_extents"), (request, "check_extents"), (ls.Mask, "_sides"), (request, "lay_out"),
+        (checks, "check_extents"), (request, "check_extents"), (ls.Mask, "_sides"), (request, "plan_checked_layout"),
     ):  # fmt: skip
         of = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, of=of, name=name, **y: calls.append(name) or of(*x, **y))
     q, k, v = make_qkv(Shape(B=2, T=17, S=17, N=2, K=1, H=3), jnp.float32)
     ls.attention(q, k, v, mask=ls.Causal() & ls.Segments(np.zeros((2, 17), int)), engine=engine)
-    assert sorted(calls) == ["check_extents", "lay_out"]
+    assert sorted(calls) == ["check_extents", "plan_checked_layout"]
 
 
 def test_a_request_is_made_by_keyword_and_is_the_whole_call():

@@ -7,7 +7,7 @@ import pytest
 
 import longspan as ls
 from longspan.engines import ENGINES, Request
-from longspan.layout import count, plan
+from longspan.layout import count, plan_layout
 from longspan.testing import Shape, assert_obeys_laws, make_qkv
 from tests.engines import every_engine
 from tests.gallery import GALLERY, SCORES
@@ -33,7 +33,7 @@ def test_the_truth_is_that_of_a_plain_loop(exhibit):
 @pytest.mark.check
 def test_few_tiles_are_visited_without_an_allowed_pair(exhibit):
     mask, _, q_len, kv_len = exhibit.build(**exhibit.large)
-    layout = plan(mask, q_len, kv_len, exhibit.tile, exhibit.tile, xp=np)
+    layout = plan_layout(mask, q_len, kv_len, exhibit.tile, exhibit.tile, xp=np)
     least, counts = tiles_with_a_pair(mask, layout), count(layout)
     assert least <= counts.partial + counts.full <= layout.visits() <= exhibit.slack * least
 
@@ -42,7 +42,7 @@ def test_few_tiles_are_visited_without_an_allowed_pair(exhibit):
 def test_sparse_exhibits_compute_just_the_tiles_that_hold_a_pair(name):
     exhibit = GALLERY[name]
     mask, _, q_len, kv_len = exhibit.build(**exhibit.large)
-    layout = plan(mask, q_len, kv_len, exhibit.tile, exhibit.tile, xp=np)
+    layout = plan_layout(mask, q_len, kv_len, exhibit.tile, exhibit.tile, xp=np)
     assert layout.visits() == tiles_with_a_pair(mask, layout) < 0.6 * mask.heads * layout.q_tiles * layout.kv_tiles
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan.layout import count, plan
+from longspan.layout import count, plan_layout
 from longspan.testing import assert_obeys_laws, masks
 from tests import oracle
 
@@ -53,7 +53,7 @@ def test_classify_never_lies_and_the_layout_visits_each_allowed_pair_once(mask, 
 
 @given(ANY_MASK, tile, tile)
 def test_counts_equal_those_of_the_dense_mask(mask, q_tile, kv_tile):
-    counts = count(plan(mask, T, S, q_tile, kv_tile, xp=np))
+    counts = count(plan_layout(mask, T, S, q_tile, kv_tile, xp=np))
     q, kv = mask._sides(T, S, None, None, np)
     told_apart = np.broadcast_to(mask.allowed(q.slots(), kv.slots()), (mask.batch, mask.heads, T, S))
     assert counts.pairs == np.count_nonzero(told_apart)
@@ -104,10 +104,10 @@ def test_a_mask_survives_flattening_and_equals_itself(mask):
 def test_planning_in_jax_equals_planning_in_numpy(mask, q_tile, kv_tile):
     @jax.jit
     def in_jax(mask):
-        layout = plan(mask, T, S, q_tile, kv_tile, xp=jnp)
+        layout = plan_layout(mask, T, S, q_tile, kv_tile, xp=jnp)
         return layout, layout.transpose(), mask.dense(T, S)
 
-    host = plan(mask, T, S, q_tile, kv_tile, xp=np)
+    host = plan_layout(mask, T, S, q_tile, kv_tile, xp=np)
     device, transposed, dense = in_jax(mask)
     for here, there in ((host, device), (host.transpose(), transposed)):
         for name in ("starts", "stops", "common", "common_count"):
@@ -163,7 +163,7 @@ def test_each_rule_on_its_own_is_classified_tightly(mask, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_each_rule_on_its_own_spans_no_more_than_it_sees(mask, size):
     """Rows visit nothing beyond their first and last tile with an allowed pair, in both directions."""
-    layout = plan(mask, 12, 12, size, size, xp=np)
+    layout = plan_layout(mask, 12, 12, size, size, xp=np)
     q, kv = layout.sides(xp=np)
     some, _ = (
         np.broadcast_to(k, (1, 1, layout.q_tiles, layout.kv_tiles))[0, 0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.layout import count, plan
+from longspan.layout import count, plan_layout
 from longspan.testing import Shape, assert_obeys_laws, make_qkv
 
 pytestmark = pytest.mark.quick
@@ -105,7 +105,7 @@ def test_planning_is_traceable_and_new_ids_do_not_retrace():
     @jax.jit
     def starts(ids):
         traces.append(1)
-        return plan(ls.Causal() & ls.Segments(ids), 8, 8, 2, 2).stops
+        return plan_layout(ls.Causal() & ls.Segments(ids), 8, 8, 2, 2).stops
 
     for seed in range(3):
         ids = np.sort(np.random.default_rng(seed).integers(0, 3, (1, 8)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 import longspan as ls
-from longspan.layout import EMPTY, FULL, PARTIAL, plan
+from longspan.layout import EMPTY, FULL, PARTIAL, plan_layout
 from longspan.render import html, shares
 from longspan.render.notebook import lengths
 from longspan.render.picture import percent, picture_of, ticks
@@ -29,7 +29,7 @@ X = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32)
 
 
 def dense_pairs(mask, q_len, kv_len, q_cell, kv_cell, batch=0, head=0):
-    q, kv = plan(mask, q_len, kv_len, 1, 1, xp=np).sides(xp=np)
+    q, kv = plan_layout(mask, q_len, kv_len, 1, 1, xp=np).sides(xp=np)
     truth = np.asarray(mask.allowed(q.slots(), kv.slots()))
     truth = np.broadcast_to(truth, np.broadcast_shapes(truth.shape, (1, 1, q_len, kv_len))).astype(int)
     truth = truth[min(batch, truth.shape[0] - 1), min(head, truth.shape[1] - 1)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan.layout import plan
+from longspan.layout import plan_layout
 from longspan.masks import rule
 from longspan.masks.sides import Tiles
 from longspan.render import grid, grid_of
@@ -24,7 +24,7 @@ MILLION = 1_000_000
 
 def dense_cells(mask, q_len, kv_len, q_cell, kv_cell, batch=0, head=0, **positions):
     """(some, every) read off the truth table."""
-    q, kv = plan(mask, q_len, kv_len, 1, 1, **positions, xp=np).sides(xp=np)
+    q, kv = plan_layout(mask, q_len, kv_len, 1, 1, **positions, xp=np).sides(xp=np)
     truth = np.asarray(mask.allowed(q.slots(), kv.slots()))
     truth = np.broadcast_to(truth, np.broadcast_shapes(truth.shape, (1, 1, q_len, kv_len)))
     truth = truth[min(batch, truth.shape[0] - 1), min(head, truth.shape[1] - 1)]

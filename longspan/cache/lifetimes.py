@@ -10,7 +10,7 @@ import numpy as np
 from longspan.array_types import FAR
 from longspan.cache.outline import Outline, listed, outlined
 from longspan.masks import Mask
-from longspan.masks.algebra import together
+from longspan.masks.algebra import combine_periodicities
 
 MOST_REMEMBERED = 2**22  # positions of plans and of lists that are remembered: longer ones take 300 MB each
 
@@ -104,7 +104,7 @@ _known, _known_every = by_structure(_outlined), by_structure(_every)
 
 def _outline(rules: Sequence[Mask], length: int, slack: int, room: int) -> Outline | None:
     """An outline for the lifetimes of all of these rules, if they repeat."""
-    depends = together([rule.periodicity() for rule in rules])
+    depends = combine_periodicities([rule.periodicity() for rule in rules])
     if depends is None:
         return None
     # A query before the key's own place makes positions tied, and one at it does not: distances 0 and 1 matter, too.

@@ -227,7 +227,7 @@ def _why(mask: Mask, slots: Slots, end: np.ndarray, outline: Outline) -> str:
     if slots.capacity >= number_alive(alive, outline):
         blamed = _unforgetting(mask, outline.length)
         return f"nothing can be dropped: {', '.join(map(repr, blamed))} keeps every key in view"
-    loose = list(dict.fromkeys(map(repr, mask.loose())))
+    loose = list(dict.fromkeys(map(repr, mask.inexact())))
     note = f"; known only by bounds: {', '.join(loose)}" if loose else ""
     steps = _lives_for(end, slots, outline)
     if slots.table is None and steps is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longspan.biases import apart, together
+from longspan.biases import combine_floats, partition_floats
 from longspan.combine import Result
 from longspan.engines.contract import Engine
 from longspan.engines.partition import backward_apart, forward_apart
@@ -57,7 +57,7 @@ def attend(engine: Engine, request: Request) -> tuple[jax.Array, jax.Array]:
 def differentiable(passes: Passes, request: Request) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a request, whose gradient is that of the passes; it cannot be differentiated again."""
     # A bias may hold integers too, which have no gradient.
-    bias, integers = apart(request.bias)
+    bias, integers = partition_floats(request.bias)
     floats = Floats(request.q, request.k, request.v, bias, request.sinks)
     rest = replace(request, **dict.fromkeys(Floats._fields) | dict(bias=integers))
     # Marked here, outside custom_vjp, so that gradients of replicated operands are summed over their axes.
@@ -80,7 +80,7 @@ def forward_mode_refused(engine: Engine):
 
 
 def _joined(floats: Floats, rest: Request) -> Request:
-    return replace(rest, **floats._asdict() | dict(bias=together(floats.bias, rest.bias)))
+    return replace(rest, **floats._asdict() | dict(bias=combine_floats(floats.bias, rest.bias)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspan.biases import apart
+from longspan.biases import partition_floats
 from longspan.combine import Result
 from longspan.engines.request import Request
 from longspan.masks.pytree import axes_of
@@ -54,7 +54,7 @@ def backward_apart(run: Callable, request: Request, result: Result, delta, dout)
         return tuple(run(request, request.layout, result, delta, dout))
     given = _numbered(request), result, delta, dout
     axes = [*axes_of(given[0]), *_axes_of_result(result), "BTN", "BTNH"]
-    dbias = axes_of(apart(request.bias)[0], request.array_axes["bias"])
+    dbias = axes_of(partition_floats(request.bias)[0], request.array_axes["bias"])
     names = ["BTNH", "BSKH", "BSKH", *dbias]
     return _call(lambda request, *more: tuple(run(request, request.layout, *more)), given, axes, lambda _: names)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import statistics_dtype
-from longspan.biases import apart, together, total
+from longspan.biases import combine_floats, partition_floats, total
 from longspan.combine import Result
 from longspan.dropout import keep
 from longspan.engines.contract import Engine
@@ -165,9 +165,9 @@ def _bias_gradient(request: Request, layout: BlockLayout, gradient):
     if request.bias is None:
         return None
     q, kv = (side.slots() for side in layout.sides(batch=request.dims["B"], heads=request.dims["N"]))
-    floats, integers = apart(request.bias)
+    floats, integers = partition_floats(request.bias)
 
     def summed(floats):
-        return jnp.broadcast_to(total(together(floats, integers), q, kv, gradient.dtype), gradient.shape)
+        return jnp.broadcast_to(total(combine_floats(floats, integers), q, kv, gradient.dtype), gradient.shape)
 
     return jax.vjp(summed, floats)[1](gradient)[0]

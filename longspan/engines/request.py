@@ -26,7 +26,7 @@ from longspan.checks import (
 )
 from longspan.combine import Result
 from longspan.dropout import Dropout
-from longspan.layout import BlockLayout, lay_out
+from longspan.layout import BlockLayout, plan_checked_layout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Dense, Full, Mask, PerHead
 from longspan.masks.pytree import short
@@ -137,7 +137,7 @@ class Request:
         """
         if self.layout is None:
             given = {name: getattr(self, name) for name in ("q_positions", "kv_positions", "rows", "heads")}
-            return lay_out(self.mask, self.dims["T"], self.dims["S"], q_tile, kv_tile, **given, xp=xp)
+            return plan_checked_layout(self.mask, self.dims["T"], self.dims["S"], q_tile, kv_tile, **given, xp=xp)
         if self.rows is None:
             return self.layout
         return _some_of(self.layout, self.mask, self.rows, self.heads)

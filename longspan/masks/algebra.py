@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.masks.base import NOBODY, Extent, Mask, Periodicity, Pinned, rule
+from longspan.masks.base import NO_QUERY, Extent, Mask, Periodicity, Pinned, rule
 from longspan.masks.checks import check_masks
 from longspan.masks.compare import Compare
 from longspan.masks.sides import KEYS, QUERIES
@@ -74,7 +74,7 @@ class _Composition(Mask):
         )
 
     def periodicity(self):
-        return together([part.periodicity() for part in self.parts()])
+        return combine_periodicities([part.periodicity() for part in self.parts()])
 
     def _cut(self, q, kv, q_len, kv_len):
         given = {name: length for name, length in (("q_len", q_len), ("kv_len", kv_len)) if length is not None}
@@ -111,8 +111,8 @@ class And(_Composition):
     def q_spans(self, kv, q):
         return intersect(QUERIES, [m.q_spans(kv, q) for m in self.masks])
 
-    def tells(self):
-        empty, full = zip(*(m.tells() for m in self.masks), strict=True)
+    def provable_kinds(self):
+        empty, full = zip(*(m.provable_kinds() for m in self.masks), strict=True)
         return any(empty), all(full)
 
     def nearest_query(self, key, at, step):
@@ -124,21 +124,21 @@ class And(_Composition):
             patience -= moving.size
             for mask in self.masks:
                 after = mask.nearest_query(key[moving], after, step)
-                if (np.abs(after) >= NOBODY).all():
+                if (np.abs(after) >= NO_QUERY).all():
                     break
             found[moving] = after
-            moving = moving[(after != before) & (np.abs(after) < NOBODY)]
+            moving = moving[(after != before) & (np.abs(after) < NO_QUERY)]
         return found
 
-    def loose(self):
-        return (*super().loose(), *self._slow_to_agree())
+    def inexact(self):
+        return (*super().inexact(), *self._slow_to_agree())
 
     def periodicity(self):
         return None if self._slow_to_agree() else super().periodicity()
 
     def _slow_to_agree(self) -> list[Mask]:
         """Two strides may take longer to agree than `nearest_query` searches."""
-        strides = [mask for mask in self.walk() if mask.strides]
+        strides = [mask for mask in self.walk() if mask.is_strided]
         return strides if len(strides) > 1 else []
 
     def atoms(self):
@@ -180,8 +180,8 @@ class Or(_Composition):
     def q_spans(self, kv, q):
         return unite(QUERIES, [m.q_spans(kv, q) for m in self.masks])
 
-    def tells(self):
-        empty, full = zip(*(m.tells() for m in self.masks), strict=True)
+    def provable_kinds(self):
+        empty, full = zip(*(m.provable_kinds() for m in self.masks), strict=True)
         return all(empty), any(full)
 
     def nearest_query(self, key, at, step):
@@ -226,10 +226,10 @@ class Not(_Composition):
         may_any, must_all = self.mask.classify(q, kv)
         return ~must_all, ~may_any
 
-    def tells(self):
+    def provable_kinds(self):
         if type(self.mask).classify is Mask.classify:  # its spans say nothing of what it leaves out
             return False, False
-        empty, full = self.mask.tells()
+        empty, full = self.mask.provable_kinds()
         return full, empty
 
     def atoms(self):
@@ -250,8 +250,8 @@ class Not(_Composition):
     def nearest_query(self, key, at, step):
         return at if isinstance(rule := self.lower(), Not) else rule.nearest_query(key, at, step)
 
-    def loose(self):
-        return (self,) if isinstance(rule := self.lower(), Not) or rule.loose() else ()
+    def inexact(self):
+        return (self,) if isinstance(rule := self.lower(), Not) or rule.inexact() else ()
 
     def periodicity(self):
         return Periodicity() if isinstance(rule := self.lower(), Not) else rule.periodicity()
@@ -282,8 +282,8 @@ class PerHead(_Composition):
     def allowed(self, q, kv):
         return self._select(q.side, lambda mask: mask.allowed(q, kv))
 
-    def tells(self):
-        empty, full = zip(*(m.tells() for m in self.masks), strict=True)
+    def provable_kinds(self):
+        empty, full = zip(*(m.provable_kinds() for m in self.masks), strict=True)
         return any(empty), any(full)
 
     def classify(self, q, kv):
@@ -350,7 +350,7 @@ class PerHead(_Composition):
         return [f"({', '.join(map(repr, self.masks))}{',' if len(self.masks) == 1 else ''})"]
 
 
-def together(found: Sequence[Periodicity | None]) -> Periodicity | None:
+def combine_periodicities(found: Sequence[Periodicity | None]) -> Periodicity | None:
     """What several rules depend on; None if that is not known of one of them."""
     known = [one for one in found if one is not None]
     if len(known) < len(found):

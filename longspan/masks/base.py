@@ -20,7 +20,7 @@ from longspan.array_types import Array, Namespace, Positions, no_type_check
 from longspan.checks import check_lengths, check_sides, is_known
 from longspan.constants import on_host
 from longspan.masks.checks import check_bools, check_slots
-from longspan.masks.pieces import Piece
+from longspan.masks.count_pieces import CountPiece
 from longspan.masks.pytree import Value
 from longspan.masks.pytree import rule as rule
 from longspan.masks.sides import Side, Slots, Tiles, two_sides
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
 BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
 FEW_PAIRS = 2**22  # whose truth NumPy computes sooner than JAX compiles an operation
-NOBODY = 2**62  # times -1: a query before all others; times 1: one after them
+NO_QUERY = 2**62  # `nearest_query` gives NO_QUERY * step where no query sees the key: beyond every position
 
 
 # What holds for one `allowed` only: a class with another forgets what its parent said; a `Rule` asks what it lowers to.
-SAID_OF_A_RULE = (
-    "reads", "reads_q_place", "by_token", "strides", "classify", "kv_spans", "q_spans", "nearest_query", "periodicity",
-    "loose", "unbounded", "tells", "pinned", "listing", "documents", "of_head", "negated", "_cut", "_pieces",
+NOT_INHERITED = (
+    "reads", "reads_q_place", "by_token", "is_strided", "classify", "kv_spans", "q_spans", "nearest_query",
+    "periodicity", "inexact", "unbounded", "provable_kinds", "pinned", "listing", "documents", "of_head", "negated",
+    "_cut", "_count_pieces",
 )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ class Mask(Value):
         super().__init_subclass__(**options)
         if "allowed" in vars(cls):
             cls.allowed = _of_bools(cls.allowed)
-            for name in SAID_OF_A_RULE:
+            for name in NOT_INHERITED:
                 says = next(c for c in cls.__mro__ if name in vars(c))
                 # A parent that has no rule of its own speaks of all rules of a kind.
                 if says is not cls and says.allowed is not Mask.allowed:
@@ -192,7 +193,7 @@ class Mask(Value):
             return (self,)
         return tuple(leaf for part in self.parts() for leaf in part.unbounded())
 
-    def tells(self) -> tuple[bool, bool]:
+    def provable_kinds(self) -> tuple[bool, bool]:
         """Whether tiles of it can be known to be EMPTY, and whether they can be known to be FULL."""
         own = not self.unbounded()
         return own, own and type(self).classify is not Mask.classify
@@ -200,16 +201,16 @@ class Mask(Value):
     def nearest_query(self, key: np.ndarray, at: np.ndarray, step: int) -> np.ndarray:
         """The last query up to `at` (step = -1), or the first from it on (step = 1), that may see each key.
 
-        `NOBODY · step` if there is none. By this caches know how long to keep a key. What says nothing may be seen by
+        `NO_QUERY · step` if there is none. By this caches know how long to keep a key. What says nothing may be seen by
         everybody.
         """
         return at
 
-    def loose(self) -> tuple["Mask", ...]:
+    def inexact(self) -> tuple["Mask", ...]:
         """The rules in it of which `nearest_query` knows only a bound: those that hold data, and users' own."""
         if type(self).nearest_query is Mask.nearest_query:
             return (self,)
-        return tuple(leaf for part in self.parts() for leaf in part.loose())
+        return tuple(leaf for part in self.parts() for leaf in part.inexact())
 
     def periodicity(self) -> Periodicity | None:
         """What `nearest_query` depends on, if that repeats: caches then plan one period, not every position.
@@ -219,7 +220,7 @@ class Mask(Value):
         return None if type(self).nearest_query is not Mask.nearest_query else Periodicity()
 
     @property
-    def strides(self) -> bool:
+    def is_strided(self) -> bool:
         """Whether the queries that see a key lie apart at a fixed distance."""
         return False
 
@@ -245,14 +246,14 @@ class Mask(Value):
         """The ids of both sides, int [B or 1, T] and [B or 1, S], if it has some: pictures show them as bands."""
         return next((ids for part in self.parts() if (ids := part.documents()) is not None), None)
 
-    def reach(self) -> int:
+    def largest_number(self) -> int:
         """The largest number in it, as far as it holds numbers: how long a picture must be to show them."""
         own = [n for value in vars(self).values() for n in (value if isinstance(value, tuple) else (value,))]
         numbers = [abs(n) for n in own if isinstance(n, int) and not isinstance(n, bool)]
         # Numbers by batch row; longer arrays are along tokens, and what they hold are ids and flags.
         arrays = [n for n in own if isinstance(n, np.ndarray | jax.Array) and n.ndim <= 1 and is_known(n)]
         numbers += [int(np.abs(np.asarray(n)).max(initial=0)) for n in arrays if n.dtype.kind == "i"]
-        return max([*numbers, *(part.reach() for part in self.parts())], default=0)
+        return max([*numbers, *(part.largest_number() for part in self.parts())], default=0)
 
     @no_type_check
     def cut(
@@ -293,9 +294,9 @@ class Mask(Value):
 
     def _cut(self, q, kv, q_len: int | None, kv_len: int | None) -> "Mask":
         """`cut` of a rule by slot, to int32 [B or 1, n] or None; by default it is looked at through the slots."""
-        from longspan.masks.cut import view
+        from longspan.masks.cut import cut_mask
 
-        return view(self, q, kv, q_len, kv_len)
+        return cut_mask(self, q, kv, q_len, kv_len)
 
     def extents(self) -> Iterator[Extent]:
         """The sizes that this mask's arrays fix."""
@@ -370,9 +371,9 @@ class Mask(Value):
             >>> Window(1, 1).layout(512, 512, q_tile=128, kv_tile=128).visits()
             10
         """
-        from longspan.layout import plan
+        from longspan.layout import plan_layout
 
-        return plan(self, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions)
+        return plan_layout(self, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions)
 
     @no_type_check
     def show(
@@ -493,11 +494,11 @@ class Mask(Value):
             "Compose masks with `&`, `|` and `~`, and ask for none with `mask is None`."
         )
 
-    def _pieces(self, q: Side, kv: Side) -> list[Piece] | None:
+    def _count_pieces(self, q: Side, kv: Side) -> list[CountPiece] | None:
         """Disjoint pieces that are just what is allowed in one batch row and head (NumPy only); None: not known."""
         if SLOT in self.reads:
             return None
-        return [Piece(within=self)]
+        return [CountPiece(within=self)]
 
     def _sides(self, q_len, kv_len, q_positions, kv_positions, xp: Namespace):
         batch = check_sides(self, q_len, kv_len, q_positions, kv_positions)

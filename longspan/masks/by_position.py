@@ -10,7 +10,7 @@ import numpy as np
 
 from longspan.array_types import Number
 from longspan.masks.algebra import And
-from longspan.masks.base import NOBODY, Mask, Periodicity, rule
+from longspan.masks.base import NO_QUERY, Mask, Periodicity, rule
 from longspan.masks.checks import check_at_least, check_number
 from longspan.masks.compare import Compare
 from longspan.masks.pytree import short
@@ -34,13 +34,13 @@ class Full(Mask):
     def allowed(self, q, kv):
         return np.True_
 
-    def tells(self):
+    def provable_kinds(self):
         return False, True
 
     def nearest_query(self, key, at, step):
         return at + key * 0
 
-    def loose(self):
+    def inexact(self):
         return ()
 
     def negated(self):
@@ -68,13 +68,13 @@ class Empty(Mask):
     def allowed(self, q, kv):
         return np.False_
 
-    def tells(self):
+    def provable_kinds(self):
         return True, False
 
     def nearest_query(self, key, at, step):
-        return key * 0 + NOBODY * step
+        return key * 0 + NO_QUERY * step
 
-    def loose(self):
+    def inexact(self):
         return ()
 
     def negated(self):
@@ -189,9 +189,9 @@ class Window(Leaf):
     def _dense(self) -> bool:
         return isinstance(self.dilation, int) and self.dilation == 1
 
-    def reach(self):
+    def largest_number(self):
         dilation = self.dilation if isinstance(self.dilation, int) else 1
-        return super().reach() * dilation
+        return super().largest_number() * dilation
 
     def lower(self):
         near = _between(reach(self.left, self.dilation, -1), reach(self.right, self.dilation))

@@ -6,8 +6,6 @@
 from dataclasses import KW_ONLY, replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from longspan.array_types import Array, Number
 from longspan.checks import check_choice
 from longspan.masks.algebra import Or
@@ -19,8 +17,6 @@ from longspan.masks.cut import gather
 from longspan.masks.pytree import short
 from longspan.masks.rules import Leaf
 from longspan.masks.terms import Term, array, member, number, slot
-
-FOREVER = np.iinfo(np.int32).max
 
 
 class BySlot(Mask):

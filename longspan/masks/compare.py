@@ -8,9 +8,9 @@ import numpy as np
 
 from longspan.array_types import FAR
 from longspan.checks import check_choice
-from longspan.masks.base import BY_POSITION, BY_SLOT, NOBODY, Extent, Mask, Periodicity, Pinned, rule
+from longspan.masks.base import BY_POSITION, BY_SLOT, NO_QUERY, Extent, Mask, Periodicity, Pinned, rule
+from longspan.masks.count_pieces import CountPiece
 from longspan.masks.hulls import hull_between, hull_of_equals
-from longspan.masks.pieces import Piece
 from longspan.masks.spans import Spans, everything, nothing, whole_or_nothing
 from longspan.masks.terms import (
     ARRAY,
@@ -80,10 +80,10 @@ class Compare(Mask):
         return SLOT not in sources or NUMBER in sources
 
     @property
-    def strides(self):
+    def is_strided(self):
         return self.q.modulo is not None
 
-    def tells(self):
+    def provable_kinds(self):
         return True, True
 
     def allowed(self, q, kv):
@@ -120,18 +120,18 @@ class Compare(Mask):
         return _spans(self.kv, FLIPPED[self.relation], self.q, kv, q, self.few)
 
     def nearest_query(self, key, at, step):
-        if self.loose():
+        if self.inexact():
             return at
-        value, far = self.kv.at(key), key * 0 + NOBODY
+        value, far = self.kv.at(key), key * 0 + NO_QUERY
         low = {"<=": -far, "<": -far, ">": value + 1}.get(self.relation, value)
         high = {">=": far, ">": far, "<": value - 1}.get(self.relation, value)
         return self.q.nearest(np.broadcast_to(at, key.shape), step, low, high)
 
-    def loose(self):
+    def inexact(self):
         return () if self.q.is_static and self.kv.is_static else (self,)
 
     def periodicity(self):
-        if self.loose():
+        if self.inexact():
             return Periodicity()
         if self.q.grows and self.kv.grows:
             unit = within_reach(self.q.divide)
@@ -172,7 +172,7 @@ class Compare(Mask):
 
     def negated(self) -> Mask | None:
         """What it does not allow; None if that is no comparison."""
-        if self.strides or self.kv.modulo is not None or self.q.valid != "all" or self.kv.valid != "all":
+        if self.is_strided or self.kv.modulo is not None or self.q.valid != "all" or self.kv.valid != "all":
             return None
         first, *others = (replace(self, relation=relation, few=False) for relation in OPPOSITE[self.relation])
         return first | others[0] if others else first
@@ -181,19 +181,19 @@ class Compare(Mask):
         mine, theirs = self.q.cut(q), self.kv.cut(kv)
         return self if mine is self.q and theirs is self.kv else replace(self, q=mine, kv=theirs)
 
-    def _pieces(self, q, kv):
+    def _count_pieces(self, q, kv):
         if self.relation == "==" and not (self.q.grows and self.kv.grows):
             ids = [_line(term.value(side.slots()), side) for term, side in ((self.q, q), (self.kv, kv))]
             mine, theirs = self.q.defined(q.slots()), self.kv.defined(kv.slots())
             high = kv.length if mine is None else np.where(_line(mine, q), kv.length, 0)
-            return [Piece(0, high, *ids, keys=None if theirs is None or self._of_ids else _line(theirs, kv))]
+            return [CountPiece(0, high, *ids, keys=None if theirs is None or self._of_ids else _line(theirs, kv))]
         if self.q.of == NUMBER:
-            return [Piece(keys=_line(self.allowed(q.slots(0, 1), kv.slots()), kv))]
+            return [CountPiece(keys=_line(self.allowed(q.slots(0, 1), kv.slots()), kv))]
         if self.kv.of == NUMBER:
-            return [Piece(0, np.where(_line(self.allowed(q.slots(), kv.slots(0, 1)), q), kv.length, 0))]
+            return [CountPiece(0, np.where(_line(self.allowed(q.slots(), kv.slots(0, 1)), q), kv.length, 0))]
         if self.kv.of in (ARRAY, MEMBER) or (self.kv.of == SLOT and kv.positions is not None):
             return None
-        return [Piece(within=self)]
+        return [CountPiece(within=self)]
 
     @property
     def _of_ids(self) -> bool:

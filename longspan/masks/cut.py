@@ -1,8 +1,9 @@
 """A rule cut to some slots: arrays are gathered, and what cannot be gathered is looked at through the slots.
 
-`View` shows its rule the sides as they were before the cut. Of each tile the rule sees the range of slots that the kept
-ones lie in, their positions, and the entries of its arrays at just these slots; so what it promises of a tile holds for
-the kept slots too. Where they grow, an interval of slots before the cut is an interval after it: skipping survives.
+`CutMask` gives its rule the sides as they were before the cut. For each tile the rule reads the range of slots that the
+kept slots lie in, their positions, and the entries of its arrays at the kept slots only. A bound on the tile therefore
+holds for the kept slots. If the kept slots never decrease, an interval of slots before the cut is an interval after it,
+and tiles can still be skipped.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -15,7 +16,7 @@ from longspan.array_types import FAR, Namespace
 from longspan.masks.base import Extent, Mask, rule
 from longspan.masks.pytree import short
 from longspan.masks.sides import Side, Slots, Tiles, find_between, grows
-from longspan.masks.spans import MOST_INTERVALS, Spans
+from longspan.masks.spans import MAX_INTERVALS, Spans
 
 Kept = Any  # int32 [B or 1, n], the slots of a side that stay, NumPy (static) or JAX (data); None: all
 
@@ -28,15 +29,15 @@ def gather(array: Any, slots: Kept) -> Any:
     return _columns(xp, xp.asarray(array), xp.asarray(slots))
 
 
-def view(mask: Mask, q: Kept, kv: Kept, q_len: int | None, kv_len: int | None) -> "View":
+def cut_mask(mask: Mask, q: Kept, kv: Kept, q_len: int | None, kv_len: int | None) -> "CutMask":
     """A rule looked at through some slots; lengths that are not given are those of its arrays, or else bounds."""
     q_len = None if q is None else _length(q, mask._length("T") if q_len is None else q_len)
     kv_len = None if kv is None else _length(kv, mask._length("S") if kv_len is None else kv_len)
-    return View(mask, q, kv, q_len, kv_len)
+    return CutMask(mask, q, kv, q_len, kv_len)
 
 
 @rule
-class View(Mask):
+class CutMask(Mask):
     """Allows what `mask` allows for the slots that were kept."""
 
     static = ("q_slots", "kv_slots")
@@ -73,23 +74,23 @@ class View(Mask):
     def unbounded(self):
         return self.mask.unbounded()
 
-    def tells(self):
-        return self.mask.tells()
+    def provable_kinds(self):
+        return self.mask.provable_kinds()
 
     def extents(self):
         gone = set()
         for name, slots, axis in (("q_slots", self.q_slots, "T"), ("kv_slots", self.kv_slots, "S")):
             if slots is not None:
                 gone.add(axis)
-                yield Extent(f"View.{name}", "B", slots.shape[0])
-                yield Extent(f"View.{name}", axis, slots.shape[1])
+                yield Extent(f"CutMask.{name}", "B", slots.shape[0])
+                yield Extent(f"CutMask.{name}", axis, slots.shape[1])
         yield from (extent for extent in self.mask.extents() if extent.axis not in gone)
 
     def _cut(self, q, kv, q_len, kv_len):
         # Through both at once, instead of a view of a view.
         q, q_len = (q, q_len) if self.q_slots is None else (gather(self.q_slots, q), self.q_len)
         kv, kv_len = (kv, kv_len) if self.kv_slots is None else (gather(self.kv_slots, kv), self.kv_len)
-        return view(self.mask, q, kv, q_len, kv_len)
+        return cut_mask(self.mask, q, kv, q_len, kv_len)
 
     def _tiles(self, q, kv):
         return _tiles(q, self.q_slots, self.q_len), _tiles(kv, self.kv_slots, self.kv_len)
@@ -167,7 +168,7 @@ class KeptTiles(Tiles):
         return self.outer.last
 
     def blocks(self, unit: int):
-        return super().blocks(unit) if self.size <= MOST_INTERVALS * unit else None
+        return super().blocks(unit) if self.size <= MAX_INTERVALS * unit else None
 
     @property
     def _kept(self):

@@ -9,10 +9,8 @@ import numpy as np
 
 from longspan.array_types import Namespace
 from longspan.masks.sides import Side, Tiles, search_rows
-from longspan.masks.spans import Spans, everything
+from longspan.masks.spans import NO_SLOT, Spans, everything
 from longspan.masks.terms import Term
-
-NEVER = np.iinfo(np.int32).max
 
 
 def hull_of_equals(row: Term, other: Term, rows: Tiles) -> Spans | None:
@@ -36,7 +34,7 @@ def hull_between(term: Term, side: Side, low: Any, high: Any) -> Spans:
     for bound, least in ((high, False), (low, True)):
         if bound is not None:
             wanted = ~entries if least else entries  # ~x falls where x grows, and is never too large, unlike -x
-            wanted = wanted if defined is None else xp.where(defined, wanted, np.int32(NEVER))
+            wanted = wanted if defined is None else xp.where(defined, wanted, np.int32(NO_SLOT))
             ends.append(_first_and_last(xp, _here(side, wanted), ~bound if least else bound))
     firsts, lasts = zip(*ends, strict=True)
     first, last = reduce(xp.maximum, firsts), reduce(xp.minimum, lasts)
@@ -71,18 +69,18 @@ def _first_and_last(xp: Namespace, entries: Any, bound: Any) -> tuple[Any, Any]:
 
 
 def _occurrences(xp: Namespace, ids: Any, counts: Any, others: Any) -> tuple[Any, Any]:
-    """For each id [B, T] that counts, the first and last slot of an equal one of `others` [B, S]; else (NEVER, -1)."""
+    """The first and last slot of `others` [B, S] equal to each id [B, T] that counts; (NO_SLOT, -1) without one."""
     rows = max(ids.shape[0], others.shape[0])
     counts = xp.ones_like(ids, bool) if counts is None else counts
     ids, counts, others = (xp.broadcast_to(a, (rows, a.shape[1])) for a in (ids, counts, others))
     if 0 in (ids.shape[1], others.shape[1]):
-        return xp.full(ids.shape, NEVER, np.int32), xp.full(ids.shape, -1, np.int32)
+        return xp.full(ids.shape, NO_SLOT, np.int32), xp.full(ids.shape, -1, np.int32)
     if xp is np:
         found = [_occurrences_on_host(a, b) for a, b in zip(ids, others, strict=True)]
         first, last = (np.stack(part) for part in zip(*found, strict=True))
     else:
         first, last = jax.vmap(_occurrences_in_row)(ids, others)
-    return xp.where(counts, first, np.int32(NEVER)), xp.where(counts, last, np.int32(-1))
+    return xp.where(counts, first, np.int32(NO_SLOT)), xp.where(counts, last, np.int32(-1))
 
 
 def _occurrences_in_row(ids, others):
@@ -93,7 +91,7 @@ def _occurrences_in_row(ids, others):
     right = jnp.searchsorted(ranked, ids, side="right") - 1
     found, last = left <= right, len(others) - 1
     first_slot, last_slot = order[jnp.clip(left, 0, last)], order[jnp.clip(right, 0, last)]
-    return jnp.where(found, first_slot, np.int32(NEVER)), jnp.where(found, last_slot, np.int32(-1))
+    return jnp.where(found, first_slot, np.int32(NO_SLOT)), jnp.where(found, last_slot, np.int32(-1))
 
 
 def _occurrences_on_host(ids: np.ndarray, others: np.ndarray):
@@ -105,7 +103,7 @@ def _occurrences_on_host(ids: np.ndarray, others: np.ndarray):
     else:
         mine, theirs, size = ids - np.int32(least), others - np.int32(least), most - least + 1
     slots = np.arange(len(others), dtype=np.int32)
-    first, last = np.full(size, NEVER, np.int32), np.full(size, -1, np.int32)
+    first, last = np.full(size, NO_SLOT, np.int32), np.full(size, -1, np.int32)
     last[theirs] = slots  # of equal ids, the one that is written last stays
     first[theirs[::-1]] = slots[::-1]
     return first[mine], last[mine]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longspan.masks.base import SAID_OF_A_RULE, Mask, Pinned
+from longspan.masks.base import NOT_INHERITED, Mask, Pinned
 
 
 class Rule(Mask):
@@ -39,11 +39,11 @@ class Rule(Mask):
         yield from self.lower().extents()  # it may tell rows and heads apart of which its own arrays say nothing
 
     @property
-    def strides(self):
-        return any(part.strides for part in self.atoms().walk())
+    def is_strided(self):
+        return any(part.is_strided for part in self.atoms().walk())
 
-    def loose(self):
-        return (self,) if self.lower().loose() else ()
+    def inexact(self):
+        return (self,) if self.lower().inexact() else ()
 
     def pinned(self, length):
         found = self.lower().pinned(length)
@@ -72,6 +72,6 @@ def _asked_of_the_lowered(name: str) -> Any:
     return lambda self, *args: getattr(self.lower(), name)(*args)
 
 
-for _name in SAID_OF_A_RULE:
+for _name in NOT_INHERITED:
     if _name not in vars(Rule):
         setattr(Rule, _name, _asked_of_the_lowered(_name))

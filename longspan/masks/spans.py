@@ -10,7 +10,8 @@ import numpy as np
 from longspan.array_types import Namespace
 from longspan.masks.sides import KEYS
 
-MOST_INTERVALS = 64  # a rule that needs more than this many intervals per row is covered by fewer, wider ones
+NO_SLOT = np.iinfo(np.int32).max  # where an interval without slots begins: after every slot
+MAX_INTERVALS = 64  # a rule that needs more than this many intervals per row is covered by fewer, wider ones
 
 
 class Spans(NamedTuple):
@@ -59,7 +60,7 @@ def running_max(xp: Namespace, array):
 def _both(axis: int, a: Spans, b: Spans) -> Spans:
     # What both see lies in an interval of each, or in a tile common to one of them.
     common = _either(a.common, b.common)
-    if a.low.shape[axis] * b.low.shape[axis] > MOST_INTERVALS:
+    if a.low.shape[axis] * b.low.shape[axis] > MAX_INTERVALS:
         few, many = sorted((a, b), key=lambda s: s.low.shape[axis])
         return Spans(*_clip(axis, few, many), common)
     xp = _namespace(a.low, b.low)
@@ -72,8 +73,8 @@ def _both(axis: int, a: Spans, b: Spans) -> Spans:
 def _clip(axis: int, few: Spans, many: Spans):
     """The intervals of `few`, cut to what lies between the first and the last of `many`."""
     xp = _namespace(few.low, many.low)
-    empty, never = many.low >= many.high, np.int32(np.iinfo(np.int32).max)
-    first = xp.min(xp.where(empty, never, many.low), axis=axis, keepdims=True)
+    empty = many.low >= many.high
+    first = xp.min(xp.where(empty, np.int32(NO_SLOT), many.low), axis=axis, keepdims=True)
     last = xp.max(xp.where(empty, np.int32(0), many.high), axis=axis, keepdims=True)
     return xp.maximum(few.low, first), xp.minimum(few.high, last)
 

@@ -12,15 +12,15 @@ from jaxtyping import Bool
 from longspan.array_types import FAR, Array, Namespace, Number, no_type_check
 from longspan.checks import is_known
 from longspan.constants import unfolded
-from longspan.masks.base import NOBODY, Extent, Listing, Mask, rule
+from longspan.masks.base import NO_QUERY, Extent, Listing, Mask, rule
 from longspan.masks.by_position import Empty, Full
-from longspan.masks.by_slot import FOREVER, BySlot
+from longspan.masks.by_slot import BySlot
 from longspan.masks.checks import check_array, check_at_least, check_block_bools, check_listing, check_number
+from longspan.masks.count_pieces import CountPiece
 from longspan.masks.cut import gather
-from longspan.masks.pieces import Piece
 from longspan.masks.pytree import short
 from longspan.masks.sides import KEYS, QUERIES
-from longspan.masks.spans import MOST_INTERVALS, Spans, nothing
+from longspan.masks.spans import MAX_INTERVALS, NO_SLOT, Spans, nothing
 
 
 @rule
@@ -118,9 +118,9 @@ class Blocks(BySlot):
         flat = rows.reshape(*rows.shape[:3], rows.shape[4] * rows.shape[5])
         low = xp.where(flat < 0, np.int32(0), flat * size)
         high = xp.where(flat < 0, np.int32(0), xp.minimum((flat + 1) * size, kv.side.length))
-        if 0 < flat.shape[3] <= MOST_INTERVALS:
+        if 0 < flat.shape[3] <= MAX_INTERVALS:
             return Spans(low, high)
-        least = xp.min(xp.where(flat < 0, FOREVER, flat * size), axis=3, keepdims=True, initial=FOREVER)
+        least = xp.min(xp.where(flat < 0, NO_SLOT, flat * size), axis=3, keepdims=True, initial=NO_SLOT)
         return Spans(least, xp.max(high, axis=3, keepdims=True, initial=0))
 
     def q_spans(self, kv, q):
@@ -129,26 +129,26 @@ class Blocks(BySlot):
         if length == FAR:  # nobody knows it: no table of its blocks
             return super().q_spans(kv, q)
         first, last = _listed_by(xp, _rank4(kv.table(self.table)).astype(np.int32), -(-length // size))
-        low = xp.where(first <= last, first * size, FOREVER)
+        low = xp.where(first <= last, first * size, NO_SLOT)
         high = xp.where(first <= last, xp.minimum((last + 1) * size, q.side.length), np.int32(0))
         low, high = (xp.repeat(a, min(size, max(length, 1)), axis=2)[..., :length] for a in (low, high))
         return Spans(kv.least(low), kv.greatest(high))
 
     def nearest_query(self, key, at, step):
-        if self.loose():
+        if self.inexact():
             return at
         size, (listings, count) = self.block_size, self._listings
         wanted = key // size * count + np.clip(at // size, -1, count - 2)
         # Neighbours mostly ask for the same pair of blocks: each run of them is looked up once.
-        starts = np.flatnonzero(np.diff(wanted, prepend=-NOBODY))
+        starts = np.flatnonzero(np.diff(wanted, prepend=-NO_QUERY))
         runs, pair = np.diff(starts, append=len(wanted)), wanted[starts]
         place = np.searchsorted(listings, pair, side="right") - 1 if step < 0 else np.searchsorted(listings, pair)
         found = listings[place]
         edge = found % count * size + (size - 1 if step < 0 else 0)
-        query = np.where(found // count == key[starts] // size, edge, NOBODY * step)
+        query = np.where(found // count == key[starts] // size, edge, NO_QUERY * step)
         return np.where(np.repeat(found == pair, runs), at, np.repeat(query, runs))
 
-    def loose(self):
+    def inexact(self):
         return () if isinstance(self.table, np.ndarray) else (self,)
 
     def listing(self):
@@ -157,7 +157,7 @@ class Blocks(BySlot):
         return Listing(self.block_size, self.table.shape[-1], self.table.shape[-3] > 1, nothing)
 
     def of_head(self, head):
-        alike = self.table.shape[-3] == 1 or self.loose()  # of a table that is data only its bounds are known
+        alike = self.table.shape[-3] == 1 or self.inexact()  # of a table that is data only its bounds are known
         return self if alike else replace(self, table=self.table[..., head : head + 1, :, :])
 
     @cached_property
@@ -168,9 +168,9 @@ class Blocks(BySlot):
         rows, entries = np.nonzero(table >= 0)
         count = len(table) + 2
         listings = np.unique(table[rows, entries].astype(np.int64) * count + rows)
-        return np.concatenate([[-NOBODY], listings, [NOBODY]]), count
+        return np.concatenate([[-NO_QUERY], listings, [NO_QUERY]]), count
 
-    def _pieces(self, q, kv):
+    def _count_pieces(self, q, kv):
         if kv.positions is not None:  # keys are then taken in the order of their positions, where blocks fall apart
             return None
         size, rows = self.block_size, self.table.shape[-2]
@@ -181,7 +181,7 @@ class Blocks(BySlot):
             counts = (listed >= 0) & ~np.any([listed == other for other in columns[:i]], axis=0)
             ends = (np.where(counts, listed + i, 0) for i in (0, 1))
             low, high = (end.repeat(min(size, max(q.length, 1)))[: q.length] * size for end in ends)
-            pieces.append(Piece(low, high))
+            pieces.append(CountPiece(low, high))
         return pieces
 
     def extents(self):
@@ -359,14 +359,14 @@ class Dense(BySlot):
         low, high = _first_and_last(xp, array, others.side.axis)  # [B or 1, N or 1, size], in entries of the array
         none = low >= high
         high = high * length if theirs is None and n == 1 else high + shift
-        low, high = xp.where(none, np.int32(FOREVER), low + shift), xp.where(none, np.int32(0), high)
+        low, high = xp.where(none, np.int32(NO_SLOT), low + shift), xp.where(none, np.int32(0), high)
         if mine is None and size == 1:
             return Spans(*(end[..., None] for end in (xp.minimum(low, high), high)))
         if mine is not None:
             slot = xp.arange(rows.side.length, dtype=np.int32).reshape(1, -1)
             place = slot - (mine if isinstance(mine, int) else mine[..., 0, 0])
             outside = ((place < 0) | (place >= size))[:, None]
-            low = xp.where(outside, np.int32(FOREVER), gather(low, place))
+            low = xp.where(outside, np.int32(NO_SLOT), gather(low, place))
             high = xp.where(outside, np.int32(0), gather(high, place))
         low, high = rows.least(low), rows.greatest(high)
         return Spans(xp.minimum(low, high), high)
@@ -390,7 +390,7 @@ def _listed_by(xp: Namespace, table, count: int):
     listed = table.reshape(planes, -1)
     plane = xp.broadcast_to(xp.arange(planes, dtype=np.int32).reshape(-1, 1), listed.shape)
     slot = xp.where((listed >= 0) & (listed < count), listed, np.int32(count))
-    first = xp.full((planes, count + 1), FOREVER, np.int32)
+    first = xp.full((planes, count + 1), NO_SLOT, np.int32)
     last = xp.full((planes, count + 1), -1, np.int32)
     if xp is np:
         np.minimum.at(first, (plane, slot), place)

@@ -9,7 +9,7 @@ import numpy as np
 
 from longspan.array_types import FAR, Number
 from longspan.checks import check_choice
-from longspan.masks.base import NOBODY
+from longspan.masks.base import NO_QUERY
 from longspan.masks.checks import check_at_least, check_entries, check_indices, check_number
 from longspan.masks.cut import gather
 from longspan.masks.pytree import Value, rule, short
@@ -159,19 +159,19 @@ class Term(Value):
         return (value if self.modulo is None else value % within_reach(self.modulo)) + within_reach(self.plus)
 
     def nearest(self, at: np.ndarray, step: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """The nearest token from `at` on in one direction where a static term is in [low, high]; else NOBODY · step."""
+        """The token nearest to `at`, in direction `step`, whose static term is in [low, high]; else NO_QUERY * step."""
         if self.of == NUMBER:
             value = self.at(at)
-            return np.where((low <= value) & (value <= high), at, NOBODY * step)
+            return np.where((low <= value) & (value <= high), at, NO_QUERY * step)
         if self.of == MEMBER:
             return self._nearest_member(at, step, low, high)
         low, high, divide = low - within_reach(self.plus), high - within_reach(self.plus), within_reach(self.divide)
         if self.modulo is not None:
             return _nearest_residue(at, step, low, high, divide, within_reach(self.modulo))
-        low = np.where(low <= -NOBODY // 2, -NOBODY, low * divide)
-        high = np.where(high >= NOBODY // 2, NOBODY, high * divide + divide - 1)
+        low = np.where(low <= -NO_QUERY // 2, -NO_QUERY, low * divide)
+        high = np.where(high >= NO_QUERY // 2, NO_QUERY, high * divide + divide - 1)
         found = np.minimum(at, high) if step < 0 else np.maximum(at, low)
-        return np.where((found >= low) & (found <= high), found, NOBODY * step)
+        return np.where((found >= low) & (found <= high), found, NO_QUERY * step)
 
     def places(self, other: "Term") -> frozenset[int]:
         """Where the comparison of a static term with a number, or with few of them, may change."""
@@ -188,14 +188,14 @@ class Term(Value):
         zero, one = ((low <= value) & (value <= high) for value in self._of_members())
         members = np.unique(np.array(self.data, np.int64))
         index = np.searchsorted(members, at, side="right") - 1 if step < 0 else np.searchsorted(members, at)
-        member = np.array([-NOBODY, *members, NOBODY])[index + 1]
+        member = np.array([-NO_QUERY, *members, NO_QUERY])[index + 1]
         # Members that are neighbours are a run, and the nearest token that is none is beside its end.
         runs = np.cumsum(np.diff(members, prepend=members[:1]) > 1)
         last = np.searchsorted(runs, runs, "right") - 1
         ends = members[np.searchsorted(runs, runs)] - 1 if step < 0 else members[last] + 1
         outside, inside = np.array(at), np.isin(at, members)
         outside[inside] = ends[np.searchsorted(members, outside[inside])]
-        return np.where(zero & one, at, np.where(one, member, np.where(zero, outside, NOBODY * step)))
+        return np.where(zero & one, at, np.where(one, member, np.where(zero, outside, NO_QUERY * step)))
 
     def _of_members(self) -> np.ndarray:
         """The term of a token that is not listed, and of one that is."""
@@ -309,7 +309,7 @@ def _nearest_residue(at: np.ndarray, step: int, low, high, divide: int, modulo: 
     unit = unit + step * ((residue - high) % modulo if step < 0 else (low - residue) % modulo)
     found = unit * divide + (divide - 1 if step < 0 else 0)
     found = np.where((low <= residue) & (residue <= high), at, found)
-    return np.where(low <= high, found, NOBODY * step)
+    return np.where(low <= high, found, NO_QUERY * step)
 
 
 def is_static_number(number: Any, value: Any) -> bool:

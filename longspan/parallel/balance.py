@@ -7,7 +7,7 @@ import numpy as np
 from longspan.array_types import no_type_check
 from longspan.checks import check_static_size
 from longspan.layout import _Plane
-from longspan.layout import plan as layout_of
+from longspan.layout import plan_layout as layout_of
 from longspan.masks import Mask
 from longspan.parallel.needs import without_arrays
 from longspan.parallel.order import ORDERS, Order, owner_of, padded, runs_of

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan.biases import Bias, Whole, apart, map_terms, terms
+from longspan.biases import Bias, Whole, map_terms, partition_floats, terms
 from longspan.engines import Request
 from longspan.masks.pytree import axes_of
 from longspan.parallel.specs import as_data
@@ -65,7 +65,7 @@ def bias_of_all(bias: Any, stacked: Any) -> Any:
     found = []
     for term, part in zip(terms(bias), terms(stacked), strict=True):
         part = part.bias if isinstance(_ready(term), Whole) else part
-        floats = apart(term)[0]
+        floats = partition_floats(term)[0]
         leaves = [
             _joined(x, axes, like)
             for x, axes, like in zip(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import statistics_dtype
-from longspan.biases import Bias, apart, map_terms, terms
+from longspan.biases import Bias, map_terms, partition_floats, terms
 from longspan.combine import Result
 from longspan.engines import Engine, Request, choose
 from longspan.masks import Global
@@ -117,7 +117,7 @@ def _take(array, slots):
 
 def _into_columns(bias: Any, gradient: Any, slots: Any) -> Any:
     """The gradient of a bias, floats alone, from that of some of its columns; summed in float32."""
-    floats, _ = apart(bias)
+    floats, _ = partition_floats(bias)
     if bias is None:
         return None
     found = []

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import FAR, statistics_dtype
-from longspan.biases import apart
+from longspan.biases import partition_floats
 from longspan.combine import Result, combine
 from longspan.engines import Request
 from longspan.engines.gradient import Passes, differentiable
@@ -270,7 +270,7 @@ def _backward(setting: Setting, call: Request, result: Result, delta, dout) -> t
 def _taken_back(device: Device, rest: Mask, result: Result, delta, dout) -> tuple[Any, Any, Any, Any]:
     setting, call, saved = device.setting, device.call, result.residuals
     plan, own, given = setting.plan, (call.k, call.v), (result._replace(out=None, residuals=None), delta, dout)
-    state = _zeros(call.q), _zeros(apart(call.bias)[0])
+    state = _zeros(call.q), _zeros(partition_floats(call.bias)[0])
     totals = _zeros(own)
 
     def visit(shard, distance, state):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from longspan.layout import EMPTY, FULL, PARTIAL, BlockLayout, plan
+from longspan.layout import EMPTY, FULL, PARTIAL, BlockLayout, plan_layout
 from longspan.masks import Mask
 from longspan.masks.sides import Side, Slots, Tiles
 
@@ -121,7 +121,7 @@ def _layout(mask: Mask, q: tuple[int, int], kv: tuple[int, int], positions: Any,
     for count in FINENESS:
         sizes = [_tile(length, cell, count) for length, cell in (q, kv)]
         if layout is None or sizes != [layout.q_tile, layout.kv_tile]:
-            layout = plan(mask, q[0], kv[0], *sizes, q_positions=q_at, kv_positions=kv_at, xp=np)
+            layout = plan_layout(mask, q[0], kv[0], *sizes, q_positions=q_at, kv_positions=kv_at, xp=np)
             if most_visits(layout, *plane) <= FEW:
                 break
     assert layout is not None

@@ -50,7 +50,7 @@ def lengths(mask: Mask, q_len: int | None = None, kv_len: int | None = None) -> 
     """
     q_len, kv_len = mask._length("T") if q_len is None else q_len, mask._length("S") if kv_len is None else kv_len
     if q_len is None and kv_len is None:
-        wanted = 4 * mask.reach() - 1
+        wanted = 4 * mask.largest_number() - 1
         q_len = kv_len = min(LONGEST, max(SHORTEST, 1 << max(wanted, 0).bit_length()))
     either = q_len if kv_len is None else kv_len
     assert either is not None

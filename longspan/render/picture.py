@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longspan.layout import plan
+from longspan.layout import plan_layout
 from longspan.masks import Mask
 from longspan.render.bands import Bands
 from longspan.render.grid import Grid, grid_of, most_visits
@@ -168,6 +168,6 @@ def _visited(
     """The share of tiles that an engine would visit."""
     if not q_len or not kv_len:
         return 0.0
-    layout = plan(mask, q_len, kv_len, TILE, TILE, **positions, xp=np)
+    layout = plan_layout(mask, q_len, kv_len, TILE, TILE, **positions, xp=np)
     visits = sum(most_visits(layout, batch, head or 0) for head in heads)
     return min(1.0, visits / (layout.q_tiles * layout.kv_tiles * len(heads)))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longspan.checks import check_static_size
-from longspan.layout import plan
+from longspan.layout import plan_layout
 from longspan.masks import Mask
 from longspan.optional import needs
 from longspan.render.bands import Bands, colour
@@ -43,7 +43,9 @@ def plot(
     tiles = None
     if tile is not None:
         sizes = tile if isinstance(tile, tuple) else (tile, tile)
-        tiles = tiles_of(plan(mask, q_len, kv_len, *sizes, **positions, xp=np), batch=batch, head=head, most=most)
+        tiles = tiles_of(
+            plan_layout(mask, q_len, kv_len, *sizes, **positions, xp=np), batch=batch, head=head, most=most
+        )
     across, down = len(picture.panels), 1 if tiles is None else 2
     figure = _figure(across, down)
     figure.suptitle(_title(picture, wide=across > 1), fontsize=9)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from longspan.layout import plan
+from longspan.layout import plan_layout
 from longspan.masks import Mask
 
 
@@ -21,7 +21,7 @@ def assert_obeys_laws(
         kv_positions: positions of the keys.
     """
     positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-    layout = plan(mask, q_len, kv_len, q_tile, kv_tile, **positions, xp=np)
+    layout = plan_layout(mask, q_len, kv_len, q_tile, kv_tile, **positions, xp=np)
     q, kv = layout.sides(xp=np)
     shape = (q.batch.size, q.head.size, q_len, kv_len)
     truth = np.broadcast_to(np.asarray(mask.allowed(q.slots(), kv.slots())), shape)

@@ -9,7 +9,7 @@ import numpy as np
 
 from longspan.array_types import statistics_dtype
 from longspan.attend import attention
-from longspan.biases import apart, together
+from longspan.biases import combine_floats, partition_floats
 from longspan.engines import Engine
 from longspan.testing.truth import Truth, attention_in_float64
 
@@ -67,7 +67,7 @@ def assert_matches_reference(
         features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
     """
     floats = {"q": q, "k": k, "v": v, **{n: features.pop(n) for n in ("bias", "sinks") if features.get(n) is not None}}
-    floats, integers = apart(floats)
+    floats, integers = partition_floats(floats)
     plain, tested = _with(attention, integers), _with(run or attention, integers)
     engines = list(engine) if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]
     # The reference's own error in float64 cannot be seen, so it is that of float32, scaled to float64's unit.
@@ -95,7 +95,7 @@ def _with(call: Callable, integers: dict[str, Any]) -> Callable:
     """A call of `attention` that takes its arrays of floats, and adds the other arrays of its operands."""
 
     def run(floats, **arguments):
-        return call(**together(floats, integers), **arguments)
+        return call(**combine_floats(floats, integers), **arguments)
 
     return run
 
@@ -126,7 +126,7 @@ def _loss(call: Callable, engine, floats: dict[str, Any], mask, features):
 def _exact(floats: dict[str, Any], integers, mask, features) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The results in float64, and the size of what each of them adds up."""
     cotangents = _cotangents(floats["q"], floats["v"])
-    truth = attention_in_float64(together(floats, integers), mask, features, cotangents)
+    truth = attention_in_float64(combine_floats(floats, integers), mask, features, cotangents)
     exact = {"out": truth.out, "lse": truth.lse, **_by_part(truth.gradients)}
     scales = {part: float(np.abs(x[np.isfinite(x)]).max(initial=0)) for part, x in exact.items()}
     if truth.bias_sizes is not None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan.biases import Bias, apart, terms, together
+from longspan.biases import Bias, combine_floats, partition_floats, terms
 from longspan.dropout import keep
 from longspan.engines import Request
 from longspan.layout import BlockLayout
@@ -136,7 +136,7 @@ def _term(term: Any, q: Slots, kv: Slots, shape: tuple[int, ...]) -> np.ndarray:
     """One term of the bias for all pairs."""
     if not isinstance(term, Bias):
         return np.broadcast_to(_wide(term), shape)
-    floats, others = apart(term)
+    floats, others = partition_floats(term)
     with jax.enable_x64(True):
         values = jax.jit(_values, static_argnums=4)(_wide_tree(floats), others, q.position, kv.position, shape)
         return np.asarray(values, np.float64)
@@ -153,7 +153,7 @@ def _term_gradient(term: Any, q: Slots, kv: Slots, by_pair: np.ndarray) -> Any:
         shape = (1,) * (4 - term.ndim) + tuple(term.shape)
         repeated = tuple(axis for axis, size in enumerate(shape) if size == 1)
         return by_pair.sum(repeated, keepdims=True).reshape(term.shape)
-    floats, others = apart(term)
+    floats, others = partition_floats(term)
 
     def pulled_back(floats, others, q_pos, kv_pos, by_pair):
         values = lambda floats: _values(floats, others, q_pos, kv_pos, by_pair.shape)  # noqa: E731
@@ -170,7 +170,7 @@ def _values(floats: Any, others: Any, q_pos: Any, kv_pos: Any, shape: tuple[int,
     q_pos, kv_pos = jnp.asarray(q_pos)[:, 0, :, 0], jnp.asarray(kv_pos)[:, 0, 0, :]
     sides = two_sides(T, S, batch=B, heads=N, q_positions=q_pos, kv_positions=kv_pos)
     q, kv = (side.slots() for side in sides)
-    return jnp.broadcast_to(together(floats, others).at(q, kv, np.float64), shape)
+    return jnp.broadcast_to(combine_floats(floats, others).at(q, kv, np.float64), shape)
 
 
 def _counters(dropout: Any, batch: int, heads: int) -> tuple[Any, Any]:

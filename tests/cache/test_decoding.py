@@ -29,7 +29,7 @@ class Rows:
             assert "& Causal()" in str(refused)
             assume(False)
         self.mask, self.slack, self.seen = mask, slack, truth(mask)
-        self.last, self.exact = last_queries(self.seen), not mask.loose()
+        self.last, self.exact = last_queries(self.seen), not mask.inexact()
         bounds = np.zeros(LENGTH, bool) if self.plan.tied is None else self.plan.tied
         self.tied = tied(self.seen) if self.exact else bounds
         self.tokens: list[list[float]] = [[] for _ in range(BATCH)]

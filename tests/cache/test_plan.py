@@ -13,7 +13,7 @@ import longspan as ls
 from longspan.cache.lifetimes import lifetimes
 from longspan.cache.plan import Plan
 from longspan.cache.slots import Slots, slot_of
-from longspan.masks.base import NOBODY, Mask, rule
+from longspan.masks.base import NO_QUERY, Mask, rule
 from longspan.testing import masks as every_mask
 from tests.cache.brute import HEADS, LENGTH, decodable, exact_masks, last_queries, most_alive, tied, truth
 
@@ -41,7 +41,7 @@ def planned(mask, length=LENGTH, slack=0) -> Plan:
 def test_capacity_is_that_of_brute_force_for_static_rules_in_any_nesting(mask, slack):
     plan = planned(mask, slack=slack)
     assert plan.capacity == most_alive(last_queries(truth(mask)), slack)
-    assert not mask.loose()
+    assert not mask.inexact()
 
 
 @given(decodable(every_mask(LENGTH, LENGTH, heads=HEADS)), SLACK)
@@ -62,7 +62,7 @@ def test_the_nearest_query_is_that_of_the_truth_table(mask, seed, step):
             queries = queries[queries <= at[k]] if step < 0 else queries[queries >= at[k]]
             inside = 0 <= found[k] < LENGTH
             assert ([found[k]] if inside else []) == list(queries[-1:] if step < 0 else queries[:1])
-            assert np.abs(found[k]) <= NOBODY
+            assert np.abs(found[k]) <= NO_QUERY
 
 
 @given(exact_masks())
@@ -259,7 +259,7 @@ def test_a_rule_of_ones_own_is_taken_to_see_everything_and_named():
             return self.mask.allowed(q, kv)
 
     for own in (Odd(3, 0), Shifted(ls.Chunk(3), ["does not hash"])):
-        assert own.loose() == (own,)
+        assert own.inexact() == (own,)
         plan = ls.cache.plan(ls.Causal() & own, 30)
         assert plan.capacity == 30 and repr(own) in plan.why
         assert ls.cache.plan(ls.Causal() & own & ls.Window(3, 0), 30).capacity == 4
@@ -340,7 +340,7 @@ EVEN, ODD = (np.where(np.arange(16384)[None, :, None] % 2 == i, 0, -1) for i in 
 def test_planning_a_million_tokens_is_linear_work(mask, monkeypatch):
     asked = counting(mask, monkeypatch)
     ls.cache.plan(mask, 2**20)
-    assert sum(asked) <= (170 if mask.loose() else 40) * 2**20
+    assert sum(asked) <= (170 if mask.inexact() else 40) * 2**20
 
 
 def test_equal_structures_are_planned_once():

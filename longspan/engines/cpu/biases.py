@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import statistics_dtype
-from longspan.biases import Bias, apart, terms, together
+from longspan.biases import Bias, combine_floats, partition_floats, terms
 from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
@@ -50,8 +50,8 @@ def differentiable_biases(request: Request, layout: BlockLayout) -> tuple[Biases
     """The same, and the function from their gradients to that of the request's bias."""
     if request.bias is None:
         return Biases(), lambda _: None
-    floats, integers = apart(request.bias)
-    biases, pull = jax.vjp(lambda floats: _joined(together(floats, integers), request, layout), floats)
+    floats, integers = partition_floats(request.bias)
+    biases, pull = jax.vjp(lambda floats: _joined(combine_floats(floats, integers), request, layout), floats)
 
     def to_gradient(gradients: Biases):
         return pull(jax.tree.map(lambda g, of: g.astype(of.dtype), gradients, biases))[0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from longspan.array_types import FAR
 from longspan.engines.varying import vary, varying_axes
-from longspan.layout import BlockLayout, plan
+from longspan.layout import BlockLayout, plan_layout
 from longspan.masks import And, Blocks, Dense, Empty, Full, Mask, Not, Or, PerHead
 from longspan.masks.compare import Compare
 from longspan.masks.sides import Side, Slots
@@ -315,13 +315,13 @@ def most_visits(layout: BlockLayout) -> int:
         return layout.kv_tiles
     sizes = layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile
     if _is_static(layout.mask):
-        return _widest(plan(layout.mask, *sizes, xp=np))
+        return _widest(plan_layout(layout.mask, *sizes, xp=np))
     # What data allow lies within what the static parts of an intersection allow: within the hull of each, that is, for
     # intervals that would be too many are replaced by wider ones.
     mask = layout.mask.atoms()
     parts = [part for part in mask.parts() if _is_static(part)]
     if isinstance(mask, And) and parts and layout.common is None:
-        first, last = zip(*(_hulls(plan(part, *sizes, xp=np)) for part in parts), strict=True)
+        first, last = zip(*(_hulls(plan_layout(part, *sizes, xp=np)) for part in parts), strict=True)
         return max(1, int((reduce(np.minimum, last) - reduce(np.maximum, first)).max(initial=0)))
     return layout.kv_tiles
 

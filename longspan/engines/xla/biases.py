@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspan.biases import Bias, together
-from longspan.biases import apart as floats_apart
+from longspan.biases import Bias, combine_floats, partition_floats
 from longspan.engines.xla.parts import ZERO, Plan, Run, Tensors, add_at, sides
 
 
@@ -36,7 +35,7 @@ def _window(plan: Plan, x: Tensors, at: Run, shape):
 
 def no_gradients(biases: tuple[Any, ...], dtype) -> tuple[Any, ...]:
     """Zeros for the gradient of every array of floats in some terms."""
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), floats_apart(biases)[0])
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), partition_floats(biases)[0])
 
 
 def bias_gradients(plan: Plan, x: Tensors, at: Run, dscores) -> tuple[Any, ...]:
@@ -47,10 +46,10 @@ def bias_gradients(plan: Plan, x: Tensors, at: Run, dscores) -> tuple[Any, ...]:
         if not isinstance(term, Bias):
             _, sizes = _window(plan, x, at, term.shape)
             return full.sum(tuple(axis for axis, n in enumerate(sizes) if n == 1), keepdims=True)
-        floats, integers = floats_apart(term)
+        floats, integers = partition_floats(term)
 
         def values(floats):
-            return jnp.broadcast_to(_values(plan, x, at, together(floats, integers), full.dtype), full.shape)
+            return jnp.broadcast_to(_values(plan, x, at, combine_floats(floats, integers), full.dtype), full.shape)
 
         wide = jax.tree.map(lambda a: a.astype(full.dtype), floats)  # summed in what scores are computed in
         return jax.vjp(values, wide)[1](full)[0]

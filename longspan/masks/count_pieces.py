@@ -1,4 +1,4 @@
-"""`Piece`: pairs that can be counted query by query, without being read."""
+"""`CountPiece`: pairs that can be counted query by query, without being read."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from longspan.masks.base import Mask
 
 
-class Piece(NamedTuple):
+class CountPiece(NamedTuple):
     """Some pairs of one batch row and head: those for which all that is given holds."""
 
     low: Any = None  # int [T] or an int: the query sees key slots from here on
