@@ -16,7 +16,7 @@ Example:
 """
 
 from longspan.cache.files import restore as restore
-from longspan.cache.plan import Plan as Plan
+from longspan.cache.plan import CachePlan as CachePlan
 from longspan.cache.plan import plan as plan
 from longspan.cache.store import Cache as Cache
 from longspan.cache.store import View as View

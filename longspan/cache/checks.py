@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan.array_types import FAR
 from longspan.cache.lifetimes import compared
-from longspan.cache.plan import Plan
+from longspan.cache.plan import CachePlan
 from longspan.checks import FLOATS, check_extents, is_int, is_known, to_int32
 from longspan.masks import Mask
 
@@ -102,7 +102,7 @@ def check_rows(rows: Any, batch: int) -> Any:
     return rows
 
 
-def check_mask(plan: Plan, mask: Any, batch: int) -> None:
+def check_mask(plan: CachePlan, mask: Any, batch: int) -> None:
     """A mask that is attended with sees no key after the plan has given its slot away."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")

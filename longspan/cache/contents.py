@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from longspan.array_types import FAR
-from longspan.cache.plan import Plan
+from longspan.cache.plan import CachePlan
 from longspan.cache.slots import Slots, slot_of
 
 
-def check_contents(path: Any, plan: Plan, tensors: dict[str, np.ndarray]) -> None:
+def check_contents(path: Any, plan: CachePlan, tensors: dict[str, np.ndarray]) -> None:
     """Lengths, positions and flags are those that appends and rollbacks of a cache of the plan leave."""
     if (tensors["overflowed"].view(np.uint8) > 1).any():
         _refuse(path, plan, "`overflowed` has bytes other than 0 and 1")
@@ -19,7 +19,7 @@ def check_contents(path: Any, plan: Plan, tensors: dict[str, np.ndarray]) -> Non
         _check_positions(path, plan, row, length, furthest, tensors["positions"][row])
 
 
-def _check_lengths(path: Any, plan: Plan, row: int, length: int, furthest: int) -> None:
+def _check_lengths(path: Any, plan: CachePlan, row: int, length: int, furthest: int) -> None:
     if not 0 <= length <= plan.length:
         _refuse(path, plan, f"`length` of row {row} is {length}, not between 0 and {plan.length}")
     most = min(plan.length, length + plan.slack) if plan.evicts else plan.length
@@ -29,7 +29,7 @@ def _check_lengths(path: Any, plan: Plan, row: int, length: int, furthest: int) 
         _refuse(path, plan, f"`length` of row {row} is {length}, but positions {length - 1} and {length} come together")
 
 
-def _check_positions(path: Any, plan: Plan, row: int, length: int, furthest: int, held: np.ndarray) -> None:
+def _check_positions(path: Any, plan: CachePlan, row: int, length: int, furthest: int, held: np.ndarray) -> None:
     slots, held = Slots(plan.capacity, plan.ring, plan.pinned, plan.table), held.astype(np.int64)
     used = np.flatnonzero(held != FAR)
     outside = used[(held[used] < 0) | (held[used] >= length)]
@@ -46,7 +46,7 @@ def _check_positions(path: Any, plan: Plan, row: int, length: int, furthest: int
         _refuse(path, plan, f"`positions` of row {row} lacks position {missing[0]}, which it still keeps at {length}")
 
 
-def _needed(plan: Plan, length: int, furthest: int) -> np.ndarray:
+def _needed(plan: CachePlan, length: int, furthest: int) -> np.ndarray:
     """The positions that a row of this length holds for certain: no key up to `furthest` has taken their slots."""
     now = furthest - 1
     if plan.steady:
@@ -67,5 +67,5 @@ def _needed(plan: Plan, length: int, furthest: int) -> np.ndarray:
     return key[(stops >= key) & (stops >= now)]
 
 
-def _refuse(path: Any, plan: Plan, what: str) -> None:
+def _refuse(path: Any, plan: CachePlan, what: str) -> None:
     raise ValueError(f"{path} is damaged: {what}. No cache of {plan!r} holds this: save it again.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.array_types import no_type_check
 from longspan.cache.contents import check_contents
-from longspan.cache.plan import Plan
+from longspan.cache.plan import CachePlan
 from longspan.cache.store import Cache, tables_of
 from longspan.optional import needs
 
@@ -49,7 +49,7 @@ def save(cache: Cache, path: Any) -> None:
 
 
 @no_type_check
-def restore(path: Any, plan: Plan) -> Cache:
+def restore(path: Any, plan: CachePlan) -> Cache:
     """The cache that `Cache.save` wrote.
 
     Args:
@@ -66,7 +66,7 @@ def restore(path: Any, plan: Plan) -> Cache:
     needs("longspan.cache", "safetensors", "hf")
     import safetensors
 
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, CachePlan):
         raise TypeError(f"`plan` must be what `ls.cache.plan(mask, length)` gives, got {type(plan).__name__}.")
     if Path(path).is_dir():
         raise IsADirectoryError(f"{path} is a directory: give the file that `Cache.save` wrote.")
@@ -84,7 +84,7 @@ def restore(path: Any, plan: Plan) -> Cache:
     return Cache(**{name: jnp.asarray(x) for name, x in tensors.items()}, tables=tables_of(plan), plan=plan)
 
 
-def _check_header(path: Any, plan: Plan, metadata: dict[str, str], found: dict[str, tuple[str, tuple]]) -> None:
+def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: dict[str, tuple[str, tuple]]) -> None:
     """What a cache of the plan would have, before anything is read; how many rows and heads, the file alone knows."""
     if metadata.get("format") != FORMAT or set(found) != set(NAMES) or metadata.get("dtype") not in STORED_AS:
         raise ValueError(f"{path} is not a cache that `Cache.save` wrote.")

@@ -10,21 +10,21 @@ from longspan.checks import check_static_size
 from longspan.render.text import INK, numbers_above
 
 if TYPE_CHECKING:
-    from longspan.cache.plan import Plan
+    from longspan.cache.plan import CachePlan
 
 LEGEND = "# kept, . evicted, blank to come"
 BY_CELL = "# all kept, * + : some, . evicted, blank to come"
 ROWS = 32
 
 
-def show_step(plan: "Plan", step: int, most: int) -> str:
+def show_step(plan: "CachePlan", step: int, most: int) -> str:
     """The positions up to a step: those that a cache holds once it has been appended."""
     step = check_step(plan, step)
     gone = gone_at(plan)[: step + 1]
     return show_held(plan, np.flatnonzero(gone > step), step + 1, most)
 
 
-def show_held(plan: "Plan", held: np.ndarray, count: int, most: int) -> str:
+def show_held(plan: "CachePlan", held: np.ndarray, count: int, most: int) -> str:
     """The positions [held] that are in a cache of `count` tokens."""
     cell = _cell(plan, most)
     title = (
@@ -35,7 +35,7 @@ def show_held(plan: "Plan", held: np.ndarray, count: int, most: int) -> str:
     return "\n".join(line.rstrip() for line in (title, numbers_above(plan.length, cell, most=4), row, _legend(cell)))
 
 
-def show_all(plan: "Plan", most: int) -> str:
+def show_all(plan: "CachePlan", most: int) -> str:
     """Every step downwards, or one of so many, and what is kept after it."""
     cell, skip = _cell(plan, most), max(1, -(-plan.length // ROWS))
     steps = [min(first + skip, plan.length) - 1 for first in range(0, plan.length, skip)]
@@ -50,7 +50,7 @@ def show_all(plan: "Plan", most: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def gone_at(plan: "Plan") -> np.ndarray:
+def gone_at(plan: "CachePlan") -> np.ndarray:
     """The step [length] at which each key's slot is taken by another; -1: never stored, the length: kept to the end."""
     check_drawn(plan)
     key = np.arange(plan.length)
@@ -66,7 +66,7 @@ def gone_at(plan: "Plan") -> np.ndarray:
     return gone
 
 
-def check_drawn(plan: "Plan") -> None:
+def check_drawn(plan: "CachePlan") -> None:
     """Pictures list every position."""
     if plan.length > MOST_LISTED:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_drawn(plan: "Plan") -> None:
         )
 
 
-def check_step(plan: "Plan", step: int) -> int:
+def check_step(plan: "CachePlan", step: int) -> int:
     """A step of the plan."""
     step = check_static_size("step", step, 0)
     if step >= plan.length:
@@ -83,7 +83,7 @@ def check_step(plan: "Plan", step: int) -> int:
     return step
 
 
-def _cell(plan: "Plan", most: int) -> int:
+def _cell(plan: "CachePlan", most: int) -> int:
     """Positions to a character."""
     return max(1, -(-plan.length // check_static_size("most", most, 1)))
 
@@ -92,7 +92,7 @@ def _held(gone: np.ndarray, step: int) -> np.ndarray:
     return np.flatnonzero(gone[: step + 1] > step)
 
 
-def _row(plan: "Plan", held: np.ndarray, count: int, cell: int) -> str:
+def _row(plan: "CachePlan", held: np.ndarray, count: int, cell: int) -> str:
     """One character per cell of positions that have come."""
     cells = -(-count // cell)
     kept = np.bincount(held // cell, minlength=cells)

@@ -27,12 +27,12 @@ DIGESTED_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CachePlan:
     """Which slot of a cache each key has. Made by `ls.cache.plan`; it hashes, compares by what it says, and prints.
 
     Example:
         >>> ls.cache.plan(ls.Causal() & ls.Window(3, 0), 1000)
-        Plan(4 of 1,000 positions, a ring)
+        CachePlan(4 of 1,000 positions, a ring)
     """
 
     capacity: int  # slots
@@ -101,13 +101,13 @@ class Plan:
         return f"{len(self.pinned)} pinned and a ring" if self.pinned else "a ring"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.digest == other.digest
+        return isinstance(other, CachePlan) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"Plan({self.capacity:,} of {self.length:,} positions, {self.form})"
+        return f"CachePlan({self.capacity:,} of {self.length:,} positions, {self.form})"
 
     def __str__(self) -> str:
         share = self.capacity / max(self.length, 1)
@@ -116,7 +116,7 @@ class Plan:
 
 
 @no_type_check
-def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
+def plan(mask: Mask, length: int, *, slack: int = 0) -> CachePlan:
     """What a cache for `mask` must hold: a key from its own position to the last query that may see it.
 
     The capacity is the largest number of keys needed at once. Rules that hold arrays (documents, lengths, flags) are
@@ -149,7 +149,7 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> Plan:
     return (_known if remembered else _plan)(mask, length, slack)
 
 
-def _plan(mask: Mask, length: int, slack: int) -> Plan:
+def _plan(mask: Mask, length: int, slack: int) -> CachePlan:
     for room in (1, 4):
         made = _made(mask, length, slack, lifetimes(mask, length, slack, room))
         if made is not None:
@@ -163,7 +163,7 @@ def _plan(mask: Mask, length: int, slack: int) -> Plan:
 _known = by_structure(_plan)
 
 
-def _made(mask: Mask, length: int, slack: int, needs: Lifetimes) -> Plan | None:
+def _made(mask: Mask, length: int, slack: int, needs: Lifetimes) -> CachePlan | None:
     if length > 1 and needs.tied[1:].all():
         raise ValueError(
             f"{mask!r} lets queries see keys after them, position by position, so that no key is complete before the "
@@ -176,7 +176,7 @@ def _made(mask: Mask, length: int, slack: int, needs: Lifetimes) -> Plan | None:
         return None
     steady = slots.table is None and _lives_for(end, slots, outline) is not None
     tied = needs.tied if needs.tied.any() else None
-    return Plan(
+    return CachePlan(
         capacity=slots.capacity,
         length=length,
         slack=slack,

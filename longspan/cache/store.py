@@ -22,7 +22,7 @@ from longspan.cache.checks import (
 )
 from longspan.cache.lifetimes import sees_free
 from longspan.cache.picture import show_held
-from longspan.cache.plan import Plan
+from longspan.cache.plan import CachePlan
 from longspan.checks import check_static_size, is_known
 from longspan.masks import Mask, Prefix
 from longspan.masks.base import SLOT
@@ -54,7 +54,7 @@ class View:
     v: Leaf  # [B, S, K, Hv]
     q_positions: Leaf  # int32 [B, T]
     kv_positions: Leaf  # int32 [B, S]
-    plan: Plan = field(metadata=dict(static=True))
+    plan: CachePlan = field(metadata=dict(static=True))
 
     @no_type_check
     def of(self, mask: Mask) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Step:
     q_positions: Leaf  # int32 [B, n]
     kv_positions: Leaf  # int32 [B, S]
     order: Any  # int32 [B, S] of what was kept and what is new, by position; None: the cache itself shows it all
-    plan: Plan = field(metadata=dict(static=True))
+    plan: CachePlan = field(metadata=dict(static=True))
 
     def write(self, buffer: Any, new: Any) -> tuple[Any, Any]:
         """The buffer [B, capacity, ...] with what is new [B, n, ...] in its slots, and what is seen [B, S, ...]."""
@@ -154,7 +154,7 @@ class Cache:
     furthest: Leaf  # int32 [B]: the most that it had before a rollback; what they overwrote is gone
     overflowed: Leaf  # bool [B]: rows that were asked, inside jit, for what the plan does not have
     tables: Any  # the plan's table, end and tied where it has them: data, not constants
-    plan: Plan = field(metadata=dict(static=True))
+    plan: CachePlan = field(metadata=dict(static=True))
 
     @no_type_check
     def append(
@@ -324,7 +324,9 @@ class Cache:
 
 
 @no_type_check
-def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None) -> Cache:
+def init(
+    plan: CachePlan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None
+) -> Cache:
     """An empty cache of a plan's slots.
 
     Args:
@@ -340,7 +342,7 @@ def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_
         >>> ls.cache.init(plan, 1, 2, 64, jnp.bfloat16).k.shape
         (1, 1024, 2, 64)
     """
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, CachePlan):
         raise TypeError(f"`plan` must be what `ls.cache.plan(mask, length)` gives, got {type(plan).__name__}.")
     names = ("batch", "kv_heads", "head_dim")
     check_dtype(dtype)
@@ -351,7 +353,7 @@ def init(plan: Plan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_
     return replace(without_keys(plan, batch), k=k, v=v)
 
 
-def without_keys(plan: Plan, batch: int) -> Cache:
+def without_keys(plan: CachePlan, batch: int) -> Cache:
     """An empty cache of a plan's slots that stores positions, but no keys and values."""
     nothing: Any = None
     return Cache(
@@ -366,7 +368,7 @@ def without_keys(plan: Plan, batch: int) -> Cache:
     )
 
 
-def tables_of(plan: Plan) -> tuple[Any, Any, Any]:
+def tables_of(plan: CachePlan) -> tuple[Any, Any, Any]:
     """The arrays of a plan, on the device."""
     table, end, tied = (None if x is None else jnp.asarray(x) for x in (plan.table, plan.end, plan.tied))
     return table, end, tied

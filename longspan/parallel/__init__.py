@@ -29,5 +29,5 @@ from longspan.parallel.cost import Chip as Chip
 from longspan.parallel.cost import Cost as Cost
 from longspan.parallel.cost import cost as cost
 from longspan.parallel.mesh import mesh as mesh
-from longspan.parallel.plan import Plan as Plan
+from longspan.parallel.plan import ParallelPlan as ParallelPlan
 from longspan.parallel.plan import plan as plan

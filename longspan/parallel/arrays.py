@@ -14,7 +14,7 @@ import numpy as np
 from longspan.masks.pytree import axes_of
 from longspan.parallel.collectives import Columns, Halo
 from longspan.parallel.parts import Setting, place_of, slots_of
-from longspan.parallel.plan import Plan
+from longspan.parallel.plan import ParallelPlan
 
 
 def lettered(known: Any, length: int) -> list[tuple[str, Any]]:
@@ -31,7 +31,7 @@ def _named(letters: str, array: Any, length: int) -> tuple[str, Any]:
     return (letters[:-1] + "t" if by_token else letters), array
 
 
-def gathers(plan: Plan) -> bool:
+def gathers(plan: ParallelPlan) -> bool:
     """Whether every device must know such arrays of all tokens."""
     return plan.ring is not None or plan.exchange is not None or any(plan.by_flags)
 

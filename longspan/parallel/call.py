@@ -25,7 +25,7 @@ from longspan.masks import Mask
 from longspan.parallel.arrays import laid_out, lettered
 from longspan.parallel.order import Order, check_length, check_order, padded, stored
 from longspan.parallel.parts import Setting
-from longspan.parallel.plan import Asked, Plan, plan_communication
+from longspan.parallel.plan import Asked, ParallelPlan, plan_communication
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 from longspan.programs import jit_by_function
@@ -44,7 +44,7 @@ def attention(
     head_axis: str | None = ...,
     order: Order = ...,
     global_capacity: int | None = ...,
-    plan: Plan | None = ...,
+    plan: ParallelPlan | None = ...,
     bias: AnyBias | None = ...,
     scale: Real | None = ...,
     soft_cap: Real | None = ...,
@@ -71,7 +71,7 @@ def attention(
     head_axis: str | None = ...,
     order: Order = ...,
     global_capacity: int | None = ...,
-    plan: Plan | None = ...,
+    plan: ParallelPlan | None = ...,
     bias: AnyBias | None = ...,
     scale: Real | None = ...,
     soft_cap: Real | None = ...,
@@ -98,7 +98,7 @@ def attention(
     head_axis: str | None = ...,
     order: Order = ...,
     global_capacity: int | None = ...,
-    plan: Plan | None = ...,
+    plan: ParallelPlan | None = ...,
     bias: AnyBias | None = ...,
     scale: Real | None = ...,
     soft_cap: Real | None = ...,
@@ -125,7 +125,7 @@ def attention(
     head_axis: str | None = HEAD_AXIS,
     order: Order = "contiguous",
     global_capacity: int | None = None,
-    plan: Plan | None = None,
+    plan: ParallelPlan | None = None,
     bias: AnyBias | None = None,
     scale: Real | None = None,
     soft_cap: Real | None = None,
@@ -254,7 +254,9 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
         check_zigzag(request.mask, request.bias)
 
 
-def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, capacity: int | None) -> Plan:
+def chosen_plan(
+    given: ParallelPlan | None, request: Request, axes: Axes, order: str, capacity: int | None
+) -> ParallelPlan:
     """The plan of a call, or the one that was given, if it is for this call."""
     length, shards = request.dims["T"], axes.shards
     more: dict[str, Any] = dict(
@@ -264,7 +266,7 @@ def chosen_plan(given: Plan | None, request: Request, axes: Axes, order: str, ca
     )
     if given is None:
         return plan_communication(request.mask, length, shards, order, global_capacity=capacity, **more)
-    if not isinstance(given, Plan):
+    if not isinstance(given, ParallelPlan):
         raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(given).__name__}.")
     if given.order != order:
         raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Make another one.")
@@ -312,7 +314,7 @@ def _attend_on_mesh(request: Request, *, setting: Setting, axes: Axes):
     return out[:, :T] if features else out[:, :T, :, :0], lse[:, :T]
 
 
-def _split(request: Request, plan: Plan, axes: Axes) -> tuple[Request, Request, list[str]]:
+def _split(request: Request, plan: ParallelPlan, axes: Axes) -> tuple[Request, Request, list[str]]:
     """The call, padded to what devices divide; how each of its arrays is split; the axes of its mask and positions."""
     T, times = request.dims["T"], axes.repeats(request.dims["K"])
     more = padded(T, plan.shards, plan.order) - T
@@ -378,7 +380,7 @@ def _bias_specs(axes: Axes, bias) -> Any:
     )
 
 
-def _prepared(axes: Axes, term, more: int, plan: Plan):
+def _prepared(axes: Axes, term, more: int, plan: ParallelPlan):
     """A term of the bias, ready to be split."""
     if not isinstance(term, Bias):
         if plan.order != "contiguous" and term.shape[3] > 1:  # as the tokens lie, but looked up by token

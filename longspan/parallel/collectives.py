@@ -16,7 +16,7 @@ from longspan.layout import sides_of
 from longspan.parallel.exchange import Exchange, Lists
 from longspan.parallel.order import chunk_of, runs_of
 from longspan.parallel.parts import Setting, place_of, slots_of
-from longspan.parallel.plan import Plan
+from longspan.parallel.plan import ParallelPlan
 
 
 def shifted(tree: Any, setting: Setting, shift: int, *, around: bool = False) -> Any:
@@ -304,7 +304,7 @@ def _add_rows(total, rows, row, mine):
     return jax.vmap(lambda a, x, i: a.at[i].add(x.astype(a.dtype), mode="drop"))(total, rows, at)
 
 
-def tokens(plan: Plan, listed: tuple[int, ...], flags: tuple[Any, ...], by_flags: bool) -> tuple[Any, Any, Any]:
+def tokens(plan: ParallelPlan, listed: tuple[int, ...], flags: tuple[Any, ...], by_flags: bool) -> tuple[Any, Any, Any]:
     """(slots, which are real, how many there are too many) of the tokens that are listed or flagged."""
     slots, real = jnp.asarray(listed, np.int32).reshape(1, -1), jnp.ones((1, len(listed)), bool)
     if not by_flags:

@@ -10,7 +10,7 @@ from longspan.checks import check_static_size
 from longspan.masks.sides import two_sides
 from longspan.pairs import count_by_query
 from longspan.parallel.balance import load, pairs_of
-from longspan.parallel.plan import Plan
+from longspan.parallel.plan import ParallelPlan
 from longspan.parallel.traffic import Sizes, traffic
 
 
@@ -94,7 +94,9 @@ class Cost:
 
 
 @no_type_check
-def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: Any, chip: Chip = V5E) -> Cost:
+def cost(
+    plan: ParallelPlan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: Any, chip: Chip = V5E
+) -> Cost:
     """What one layer of a model costs one device, under a plan.
 
     Args:
@@ -115,7 +117,7 @@ def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dt
           forward and backward: 1.53 ms of products, 0.0419 ms on the link
           more shards would pay
     """
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, ParallelPlan):
         raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(plan).__name__}.")
     if not isinstance(chip, Chip):
         raise TypeError(f"`chip` must be a Chip, such as `ls.parallel.V5E`, got {chip!r}.")
@@ -139,12 +141,12 @@ def cost(plan: Plan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dt
     )
 
 
-def _pairs(plan: Plan) -> float:
+def _pairs(plan: ParallelPlan) -> float:
     """Allowed pairs of a batch row and head; by tiles where they cannot be counted."""
     q, kv = two_sides(plan.length, plan.length, xp=np)
     exact = count_by_query(plan.mask, q, kv) if plan.mask.heads == 1 else None
     return float(_by_tiles(plan).sum() if exact is None else exact)
 
 
-def _by_tiles(plan: Plan) -> np.ndarray:
+def _by_tiles(plan: ParallelPlan) -> np.ndarray:
     return pairs_of(plan.mask, plan.length, plan.shards, plan.order)

@@ -15,14 +15,14 @@ from longspan.masks import Global
 from longspan.masks.base import SLOT
 from longspan.masks.by_slot import kv_flags
 from longspan.parallel.order import chunk_of, runs_of
-from longspan.parallel.plan import Plan
+from longspan.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
 class Setting:
     """What is static about the program that every device runs."""
 
-    plan: Plan
+    plan: ParallelPlan
     engine: Any
     axis: str  # the mesh axis that shares the sequence
     everybody: tuple[str, ...]  # all axes of the mesh
@@ -36,7 +36,7 @@ class Selection(NamedTuple):
     inside: bool = False  # none lies outside
 
 
-def slots_of(plan: Plan, device: Any) -> Any:
+def slots_of(plan: ParallelPlan, device: Any) -> Any:
     """Which tokens a device holds, int32 [1, rows]."""
     size = plan.rows // runs_of(plan.order)
     within = jnp.arange(size, dtype=np.int32)
@@ -44,7 +44,7 @@ def slots_of(plan: Plan, device: Any) -> Any:
     return jnp.concatenate([chunk * np.int32(size) + within for chunk in chunks])[None]
 
 
-def place_of(plan: Plan, slots: Any) -> tuple[Any, Any]:
+def place_of(plan: ParallelPlan, slots: Any) -> tuple[Any, Any]:
     """(device, row) of some tokens."""
     size = plan.rows // runs_of(plan.order)
     chunk, within = slots // np.int32(size), slots % np.int32(size)

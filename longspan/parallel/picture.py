@@ -18,7 +18,7 @@ from longspan.render.picture import shortened
 from longspan.render.text import numbers_above
 
 if TYPE_CHECKING:
-    from longspan.parallel.plan import Plan, Step
+    from longspan.parallel.plan import ParallelPlan, Step
 
 NEITHER, SOME, ALL, QUERY, OWN = range(5)
 INK = ".:+q#"
@@ -73,8 +73,8 @@ class Seen(NamedTuple):
             yield piece.start, piece.stop, QUERY if piece.kind == "queries" else ALL
 
 
-def picture_text(plan: "Plan", most: int, devices: int) -> str:
-    """See `Plan.show`."""
+def picture_text(plan: "ParallelPlan", most: int, devices: int) -> str:
+    """See `ParallelPlan.show`."""
     most, devices = check_static_size("most", most, 1), check_static_size("devices", devices, 2)
     cell = max(1, -(-plan.length // most))
     shown = _shown(plan, devices)
@@ -95,7 +95,7 @@ def picture_text(plan: "Plan", most: int, devices: int) -> str:
     return "\n".join(text.rstrip() for text in (*_head(plan), *table, f"{legend}; {_about_pairs(plan)}"))
 
 
-def picture_html(plan: "Plan") -> str:
+def picture_html(plan: "ParallelPlan") -> str:
     """What a notebook shows of a plan."""
     head, *facts = _head(plan)
     shown = _shown(plan, HTML_DEVICES)
@@ -112,7 +112,7 @@ def picture_html(plan: "Plan") -> str:
     )
 
 
-def seen(plan: "Plan", device: int) -> Seen:
+def seen(plan: "ParallelPlan", device: int) -> Seen:
     """What one device holds and receives."""
     found, others = [], []
     for number, step in enumerate(plan.steps):
@@ -126,7 +126,7 @@ def seen(plan: "Plan", device: int) -> Seen:
     return Seen(device, tuple(_runs(plan, device)), tuple(_joined(found)), tuple(others))
 
 
-def _brought(plan: "Plan", step: "Step", device: int) -> list[tuple[int, int, int]] | None:
+def _brought(plan: "ParallelPlan", step: "Step", device: int) -> list[tuple[int, int, int]] | None:
     """Tokens [start, stop) and their owner that a step brings to a device; None: of a kind that does not tell."""
     if step.kind == "permute":
         source = device - step.shift
@@ -146,7 +146,7 @@ def _brought(plan: "Plan", step: "Step", device: int) -> list[tuple[int, int, in
     return [(start, min(stop, plan.length), source) for start, stop, source in found if start < min(stop, plan.length)]
 
 
-def _untold(plan: "Plan", number: int, device: int) -> list[Untold]:
+def _untold(plan: "ParallelPlan", number: int, device: int) -> list[Untold]:
     """What a step brings of which each device finds out when it runs."""
     step = plan.steps[number]
     if step.exchange is None:
@@ -158,7 +158,7 @@ def _untold(plan: "Plan", number: int, device: int) -> list[Untold]:
     return [Untold(number, rows, tuple(sources))] if rows else []
 
 
-def _owned(plan: "Plan", tokens: tuple[int, ...], device: int) -> list[tuple[int, int, int]]:
+def _owned(plan: "ParallelPlan", tokens: tuple[int, ...], device: int) -> list[tuple[int, int, int]]:
     """Tokens [start, stop) of other devices, and whose: neighbours together."""
     if not tokens:
         return []
@@ -170,14 +170,14 @@ def _owned(plan: "Plan", tokens: tuple[int, ...], device: int) -> list[tuple[int
     return [piece for piece in found if piece[2] != device]
 
 
-def _runs(plan: "Plan", device: int) -> list[tuple[int, int]]:
+def _runs(plan: "ParallelPlan", device: int) -> list[tuple[int, int]]:
     """The tokens [start, stop) that a device holds."""
     size, end = _size(plan), plan.length
     starts = [chunk_of(plan.order, plan.shards, device, run) * size for run in range(runs_of(plan.order))]
     return [(min(start, end), min(start + size, end)) for start in starts]
 
 
-def _size(plan: "Plan") -> int:
+def _size(plan: "ParallelPlan") -> int:
     return plan.rows // runs_of(plan.order)
 
 
@@ -194,7 +194,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return sorted(joined, key=lambda piece: (piece.steps, piece.start))
 
 
-def _shown(plan: "Plan", most: int) -> list[Seen | None]:
+def _shown(plan: "ParallelPlan", most: int) -> list[Seen | None]:
     """Devices from both ends; None: some are left out."""
     if plan.shards <= most:
         return [seen(plan, device) for device in range(plan.shards)]
@@ -206,19 +206,19 @@ def _shown(plan: "Plan", most: int) -> list[Seen | None]:
     ]
 
 
-def _head(plan: "Plan") -> list[str]:
+def _head(plan: "ParallelPlan") -> list[str]:
     first, *others = plan._lines([f"{letter}  " for letter in ascii_letters])
     return [first.replace(plan.text, shortened(plan.text), 1), *others]
 
 
-def _left(plan: "Plan", one: Seen | None, devices: int, strip: str) -> tuple[str, ...]:
+def _left(plan: "ParallelPlan", one: Seen | None, devices: int, strip: str) -> tuple[str, ...]:
     """What a row shows before what the device receives."""
     if one is None:
         return "...", f"{plan.shards - devices:,} more", "", "", ""
     return str(one.device), one.own, *_work(plan, one.device), strip
 
 
-def _work(plan: "Plan", device: int) -> tuple[str, str]:
+def _work(plan: "ParallelPlan", device: int) -> tuple[str, str]:
     """How many pairs a device computes, and how many that is to the mean."""
     if plan.pairs is None:
         return "?", "?"
@@ -226,7 +226,7 @@ def _work(plan: "Plan", device: int) -> tuple[str, str]:
     return _short(plan.pairs[device]), f"{plan.pairs[device] / mean if mean else 1:.2f}"
 
 
-def _received(plan: "Plan", one: Seen) -> list[tuple[str, ...]]:
+def _received(plan: "ParallelPlan", one: Seen) -> list[tuple[str, ...]]:
     """What a device receives in words: the letters of steps, and what they bring."""
     said = []
     for steps, group in groupby(one.pieces, lambda piece: piece.steps):
@@ -283,7 +283,7 @@ def _folded(left: str, words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _strip(plan: "Plan", one: Seen, cell: int) -> str:
+def _strip(plan: "ParallelPlan", one: Seen, cell: int) -> str:
     """Tokens from left to right, one character per cell."""
     first = cell * np.arange(-(-plan.length // cell))
     last = np.minimum(first + cell, plan.length)
@@ -295,7 +295,7 @@ def _strip(plan: "Plan", one: Seen, cell: int) -> str:
     return "".join(INK[level] for level in levels)
 
 
-def _about_pairs(plan: "Plan") -> str:
+def _about_pairs(plan: "ParallelPlan") -> str:
     if plan.pairs is None:
         return "how many pairs a device computes depends on data"
     return f"pairs are of one head{', without global tokens' if plan.columns or plan.queries or plan.capacity else ''}"
@@ -318,7 +318,7 @@ def _short(number: int | float) -> str:
 _COLUMNS = ("device", "holds", "computes", "tokens", "receives")
 
 
-def _cells(plan: "Plan", one: Seen | None) -> str:
+def _cells(plan: "ParallelPlan", one: Seen | None) -> str:
     """A row of the table for pages."""
     if one is None:
         return f'<td style="{CELL}" colspan="{len(_COLUMNS)}">… {plan.shards - HTML_DEVICES:,} more</td>'
@@ -336,7 +336,7 @@ def _lettered(words: Sequence[str]) -> str:
     return letters + html.escape(words[-1])
 
 
-def _bar(plan: "Plan", device: int) -> str:
+def _bar(plan: "ParallelPlan", device: int) -> str:
     """How much a device computes beside the others."""
     if plan.pairs is None:
         return "depends on data"
@@ -346,7 +346,7 @@ def _bar(plan: "Plan", device: int) -> str:
     return f"{_framed(BAR, filled)} {pairs} pairs, load {load}"
 
 
-def _drawn(plan: "Plan", one: Seen) -> str:
+def _drawn(plan: "ParallelPlan", one: Seen) -> str:
     """Tokens from left to right; never too thin to be seen."""
     shapes = "".join(
         f'<rect x="{SIDE * start / plan.length:.2f}" width="{max(THIN, SIDE * (stop - start) / plan.length):.2f}" '

@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """What each device sends so that attention with a mask is exact; static, hashable, prints itself.
 
     `sent_rows` and `sent_rows_backward` count what a device receives, `bound_rows` what the device that needs most
@@ -69,7 +69,7 @@ class Plan:
     queries: tuple[int, ...] = ()  # queries that see everything
     capacity: int = 0  # how many tokens flags may make global, besides
     by_flags: tuple[bool, bool] = (False, False)  # whether flags name columns, and queries
-    fallback: "Plan | None" = None  # what is done if they are more
+    fallback: "ParallelPlan | None" = None  # what is done if they are more
     data: bool = False  # how far the ring goes depends on arrays
     sees_after: bool = False  # some device may need keys of devices after it
     pairs: tuple[int, ...] | None = field(
@@ -194,7 +194,7 @@ def _shifts(step: Step) -> str:
     return " ".join(shifts if len(shifts) <= 6 else [*shifts[:3], "..", *shifts[-3:]])
 
 
-def hops_home(plan: Plan, step: Step) -> int:
+def hops_home(plan: ParallelPlan, step: Step) -> int:
     """How often gradients are sent on in a ring's backward pass until they are all at home."""
     # They travel on with each step; those that went all the way round are home then, others take a leap.
     if not plan.data:
@@ -218,7 +218,7 @@ def plan(
     *,
     global_capacity: int | None = None,
     kv_heads: int | None = None,
-) -> Plan:
+) -> ParallelPlan:
     """What devices send that share a sequence, for a mask: static, whatever the mask's arrays hold.
 
     Arrays are not looked at. `Causal() & Segments(ids)` may see all that comes before; say what you know of documents
@@ -248,7 +248,7 @@ def plan(
 
 def plan_communication(
     mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True
-) -> Plan:
+) -> ParallelPlan:
     """`plan`, where positions may be other than indices, and queries may have to stay where they are.
 
     The plans of masks without arrays are remembered.
@@ -304,7 +304,7 @@ class Asked(NamedTuple):
         return jax.tree.structure(self.mask), tuple(data), sizes, self.positions, self.travel, self.kv_heads
 
 
-def _plan_of(asked: Asked) -> Plan:
+def _plan_of(asked: Asked) -> ParallelPlan:
     """The cheaper of two plans: with global tokens brought together by themselves, and without."""
     mask, length, shards, order, positions, travel, _, given = asked
     rows = padded(length, shards, order) // shards
@@ -331,7 +331,7 @@ def check_shared(mask: Mask, length: int, shards: int) -> None:
         raise ValueError(f"{length} tokens cannot be shared by {shards} devices: give each at least one.")
 
 
-def _price(plan: Plan) -> int:
+def _price(plan: ParallelPlan) -> int:
     """Rows, where a travelling query counts for several."""
     return plan.sent_rows + sum(TRAVELLING * step.rows for step in plan.steps if step.kind == "queries")
 
@@ -361,7 +361,7 @@ def _taken_apart(mask: Mask, length, positions: bool, travel: bool, capacity: in
     return pinned.rest, Apart(columns, rows, capacity if any(by_flags) else 0, by_flags)
 
 
-def _cheapest(asked: Asked, rest: Mask, taken: Apart, by_data: bool) -> Plan:
+def _cheapest(asked: Asked, rest: Mask, taken: Apart, by_data: bool) -> ParallelPlan:
     """The plan of a mask without what is taken from it; tables that are data make devices exchange blocks, or not."""
     rows = padded(asked.length, asked.shards, asked.order) // asked.shards
     blocks = None
@@ -374,7 +374,7 @@ def _cheapest(asked: Asked, rest: Mask, taken: Apart, by_data: bool) -> Plan:
     return other if _price(other) < _price(found) else replace(found, bound_rows=other.bound_rows)
 
 
-def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Plan:
+def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> ParallelPlan:
     mask, length, shards, order, positions = asked[:5]
     known = without_arrays(rest, positions)
     needs = needs_of(known, length, shards, order)
@@ -389,7 +389,7 @@ def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> Pl
         if shards > 1
         else []
     )
-    return Plan(
+    return ParallelPlan(
         mask=without_arrays(mask, positions),
         length=length,
         shards=shards,

@@ -18,7 +18,7 @@ from longspan.parallel.by_head import bias_of_all, of_head, one_head, over_heads
 from longspan.parallel.collectives import Columns, Halo, Listed, gathered, reach, ring, ring_back, scattered, tokens
 from longspan.parallel.exchange import Lists, lists, tables_only
 from longspan.parallel.parts import Selection, Setting, attended, gradients, nothing, slots_of
-from longspan.parallel.plan import Plan
+from longspan.parallel.plan import ParallelPlan
 
 
 def attend(setting: Setting, call: Request) -> tuple[Any, Any]:
@@ -142,14 +142,14 @@ def _here(setting: Setting, call: Request) -> tuple[Device, Mask, Any]:
     return Device(setting, number, call, Selection(slots, hidden), columns, rows, blocks), rest, beyond
 
 
-def _rest(plan: Plan, mask: Mask) -> Mask:
+def _rest(plan: ParallelPlan, mask: Mask) -> Mask:
     """The mask without its global tokens, if the plan brings those together by themselves."""
     pinned = mask.pinned(plan.length)
     taken = pinned.columns <= {*plan.columns} and pinned.rows <= {*plan.queries}
     return pinned.rest if taken and (bool(pinned.kv_flags), bool(pinned.q_flags)) == plan.by_flags else mask
 
 
-def _lists(plan: Plan, call: Request, number: Any, rest: Mask) -> Lists:
+def _lists(plan: ParallelPlan, call: Request, number: Any, rest: Mask) -> Lists:
     """The blocks that are exchanged."""
     of = plan.exchange
     assert of is not None

@@ -9,7 +9,7 @@ import numpy as np
 from longspan.engines import Request
 from longspan.parallel.arrays import lettered
 from longspan.parallel.call import check_call, chosen_plan
-from longspan.parallel.plan import Plan, line
+from longspan.parallel.plan import ParallelPlan, line
 from longspan.parallel.specs import Axes
 from longspan.parallel.traffic import Sizes, Traffic, traffic
 
@@ -55,7 +55,7 @@ def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
     return lines
 
 
-def _not_counted(request: Request, axes: Axes, plan: Plan) -> list[str]:
+def _not_counted(request: Request, axes: Axes, plan: ParallelPlan) -> list[str]:
     """What XLA sends besides, before and after what devices run together."""
     T, repeats = request.dims["T"], axes.repeats(request.dims["K"])
     lines = []
@@ -93,12 +93,12 @@ def _by_token(request: Request, axes: Axes) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: ParallelPlan) -> str:
     load = "depends on data" if plan.load is None else f"{plan.load:.2f}"
     return f"{plan.shards} share the sequence, {plan.order}, {plan.rows:,} tokens each; load max/mean {load}"
 
 
-def _lines(plan: Plan, bytes_of: Traffic) -> list[str]:
+def _lines(plan: ParallelPlan, bytes_of: Traffic) -> list[str]:
     most = "at most " if plan.data else ""
     lines = [
         f"{line(step)}: {most}{int(forward):,} B forward, {int(backward):,} B backward"

@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.array_types import statistics_dtype
 from longspan.parallel.arrays import gathers
-from longspan.parallel.plan import Plan, Step, hops_home
+from longspan.parallel.plan import ParallelPlan, Step, hops_home
 
 
 class Sizes(NamedTuple):
@@ -64,7 +64,7 @@ class Traffic(NamedTuple):
         return sum((step[1] for step in self.steps), self.agreement + self.arrays)
 
 
-def traffic(plan: Plan, sizes: Sizes) -> Traffic:
+def traffic(plan: ParallelPlan, sizes: Sizes) -> Traffic:
     """The bytes that each step of a plan sends."""
     steps = tuple((step, *_bytes(plan, sizes, step)) for step in plan.steps)
     agreed = _all_reduce(8 * plan.data + 4 * (plan.fallback is not None), sizes.devices)
@@ -78,7 +78,7 @@ def traffic(plan: Plan, sizes: Sizes) -> Traffic:
     )
 
 
-def _of_arrays(plan: Plan, itemsize: int) -> Fraction:
+def _of_arrays(plan: ParallelPlan, itemsize: int) -> Fraction:
     """What it takes that every device has an array's entries of the tokens that come to it."""
     if gathers(plan):
         return Fraction(plan.gather_rows * itemsize)
@@ -91,7 +91,7 @@ def _all_reduce(result: int, devices: int) -> Fraction:
     return Fraction(2 * result * (devices - 1), devices)
 
 
-def _bytes(plan: Plan, sizes: Sizes, step: Step) -> tuple[Fraction, Fraction]:
+def _bytes(plan: ParallelPlan, sizes: Sizes, step: Step) -> tuple[Fraction, Fraction]:
     """(forward, backward) of a step."""
     row, wide = sizes.row(sizes.item), sizes.row(sizes.wide)
     if step.kind in ("permute", "exchange"):

@@ -198,7 +198,7 @@ def test_chunks_with_padding_reach_the_last_position_of_all():
 def test_pictures_of_very_many_positions_are_refused_and_those_of_a_cache_are_not():
     plan = ls.cache.plan(ls.Causal() & ls.Chunk(8), 2**28)
     for step in (None, 9):
-        with pytest.raises(ValueError, match=r"A picture of Plan\(8 of 268,435,456 .* about 34,359,738,368 bytes"):
+        with pytest.raises(ValueError, match=r"A picture of CachePlan\(8 of 268,435,456 .* about 34,359,738,368 bytes"):
             plan.show(step)
     assert (
         ls.cache.plan(ls.Causal() & ls.Chunk(8), 9000).show(30).startswith("31 of 9,000 positions: 8 kept, 23 evicted")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan.cache.lifetimes import lifetimes
-from longspan.cache.plan import Plan
+from longspan.cache.plan import CachePlan
 from longspan.cache.slots import Slots, slot_of
 from longspan.masks.base import NO_QUERY, Mask, rule
 from longspan.testing import masks as every_mask
@@ -24,7 +24,7 @@ PINNED = ls.Causal() & (ls.Window(3, 0) | ls.Prefix(2))
 SLACK = st.sampled_from([0, 0, 1, 3])
 
 
-def planned(mask, length=LENGTH, slack=0) -> Plan:
+def planned(mask, length=LENGTH, slack=0) -> CachePlan:
     """The plan; masks of which every position is tied to the next are left out."""
     try:
         return ls.cache.plan(mask, length, slack=slack)
@@ -186,7 +186,7 @@ def test_a_plan_hashes_compares_by_what_it_says_and_prints_itself():
     assert plan == same and hash(plan) == hash(same)
     others = [ls.cache.plan(PINNED, 1000), ls.cache.plan(PINNED, 999, slack=1), ls.cache.plan(WINDOW, 1000, slack=1)]
     assert len({plan, same, *others}) == 4 and plan != "plan"
-    assert repr(plan) == "Plan(7 of 1,000 positions, 2 pinned and a ring)"
+    assert repr(plan) == "CachePlan(7 of 1,000 positions, 2 pinned and a ring)"
     assert str(plan) == (
         "7 slots for 1,000 positions (0.70% of a full cache): 2 pinned and a ring\n"
         "a key is needed for 5 steps, but for 2\n"
