@@ -68,7 +68,7 @@ class View:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Step:
+class AppendStep:
     """New tokens of a plan: where their keys and values go, and what they will see. Caches of one plan share it."""
 
     slots: Leaf  # int32 [B, n]: where each is written; the capacity and beyond: nowhere
@@ -117,7 +117,7 @@ def _put(buffer, rows, where):
     return buffer.at[where].set(rows, mode="drop", unique_indices=True)
 
 
-def _seen(what: View | Step, mask: Mask, batch: int) -> dict[str, Any]:
+def _seen(what: View | AppendStep, mask: Mask, batch: int) -> dict[str, Any]:
     plan, q_positions, kv_positions = what.plan, what.q_positions, what.kv_positions
     check_mask(plan, mask, batch)
     rule = mask
@@ -173,7 +173,7 @@ class Cache:
             replace(self, length=np.asarray(self.length))._given(k.shape[1], lengths)
         return on_auto_axes(_append, _specs, (), (self, k, v, lengths))
 
-    def advance(self, count: int, lengths: Any = None) -> tuple["Cache", Step]:
+    def advance(self, count: int, lengths: Any = None) -> tuple["Cache", AppendStep]:
         """The cache with the positions of new tokens, and where their keys and values are to be written.
 
         `append` in two parts, for many caches of one plan: what they hold where is the same, and computed once.
@@ -193,7 +193,7 @@ class Cache:
         if count > self.plan.at_once:
             # By position: engines skip only where positions grow. Free slots are last.
             order = jnp.argsort(jnp.concatenate([self.positions, new], axis=1), axis=1)
-        step = Step(slots, q_positions, self.positions, order, self.plan)
+        step = AppendStep(slots, q_positions, self.positions, order, self.plan)
         positions, seen = step.write(self.positions, new)
         length = self.length + lengths
         furthest = jnp.maximum(self.furthest, length)

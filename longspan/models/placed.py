@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspan.axes import entries, explicit_mesh, on_auto_axes, once
 from longspan.models.output import Output
-from longspan.parallel.shared import Shared
+from longspan.parallel.sequence_sharding import SequenceSharding
 
 
 def placed(call: Callable[..., Output]) -> Callable[..., Output]:
@@ -21,7 +21,7 @@ def placed(call: Callable[..., Output]) -> Callable[..., Output]:
     """
 
     @functools.wraps(call)
-    def method(model: Any, arrays: dict[str, Any], *, shared: Shared, **options: Any) -> Output:
+    def method(model: Any, arrays: dict[str, Any], *, shared: SequenceSharding, **options: Any) -> Output:
         graph, state = nnx.split(model)
         if explicit_mesh(state, arrays) is None:
             return call(model, **arrays, shared=shared, **options)

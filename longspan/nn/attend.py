@@ -11,13 +11,14 @@ from longspan.cache import Cache
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.nn.rope import check_rope, turned
-from longspan.parallel.shared import Shared
+from longspan.parallel.sequence_sharding import SequenceSharding
 
 NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys
 
 
 def attend(
-    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths, shared: Shared, **options
+    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths,
+    shared: SequenceSharding, **options,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """The output [B, T, N, H], and the cache with the new tokens; None without one."""
     check_rope(rope, rope_positions)
@@ -53,7 +54,7 @@ def _check_uncached(lengths: Any) -> None:
         )
 
 
-def _check_cached(cache: Any, positions: Any, shared: Shared) -> None:
+def _check_cached(cache: Any, positions: Any, shared: SequenceSharding) -> None:
     if shared.mesh is not None:
         raise ValueError("A `cache` is decoded with on one device; a `mesh` shares whole sequences. Give one of them.")
     if not isinstance(cache, Cache):

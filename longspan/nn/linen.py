@@ -47,7 +47,7 @@ from longspan.masks import Mask
 from longspan.nn.attend import attend
 from longspan.nn.rope import resolved, rope_places, settled, turned
 from longspan.nn.shared import Heads, Split, attention_fn, dot_general, resolve_heads, rms_norm, split_of
-from longspan.parallel.shared import Shared
+from longspan.parallel.sequence_sharding import SequenceSharding
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
 __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "attention_fn"]
@@ -113,8 +113,8 @@ class _Attention(nn.Module, kw_only=True):
         )
 
     @nn.nowrap
-    def _shared(self) -> Shared:
-        return Shared(self.mesh, self.axis, self.order)
+    def _shared(self) -> SequenceSharding:
+        return SequenceSharding(self.mesh, self.axis, self.order)
 
     @nn.nowrap
     def _options(self, deterministic: bool | None) -> dict[str, Any]:

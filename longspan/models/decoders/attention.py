@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from longspan.cache.store import Step
+from longspan.cache.store import AppendStep
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders.cache import attend_cached
@@ -17,7 +17,7 @@ from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear, rms_norm
 from longspan.nn.rope import turned
-from longspan.parallel.shared import ALONE, Shared
+from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
 
 class Tokens(NamedTuple):
@@ -26,8 +26,8 @@ class Tokens(NamedTuple):
     masks: Mapping[str, Mask | BlockLayout]
     ropes: Mapping[str, tuple[Any, Any]]  # (inv_freq, factor)
     positions: Any  # int32 [T] or [B, T]: for rotations
-    steps: Mapping[str, Step] | None = None  # into the caches, if there are any
-    shared: Shared = ALONE  # which devices share the sequence
+    steps: Mapping[str, AppendStep] | None = None  # into the caches, if there are any
+    shared: SequenceSharding = UNSHARDED  # which devices share the sequence
 
 
 class Attention(nnx.Module):

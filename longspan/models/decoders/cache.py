@@ -15,7 +15,7 @@ from longspan.array_types import Array, no_type_check
 from longspan.attend import attention, attention_of_layer, plan_attention_layout
 from longspan.cache import Cache
 from longspan.cache.checks import check_dtype, check_rows
-from longspan.cache.store import Step, without_keys
+from longspan.cache.store import AppendStep, without_keys
 from longspan.checks import check_static_size, is_known
 from longspan.engines import put
 from longspan.layout import BlockLayout
@@ -118,7 +118,7 @@ class DecoderCache:
         slots = {kind: replace(layers[_first(places, kind)], k=None, v=None) for kind in self.slots}
         return replace(self, stacks=tuple(stacks), slots=slots)
 
-    def advanced(self, count: int, lengths: Any) -> tuple["DecoderCache", dict[str, Step]]:
+    def advanced(self, count: int, lengths: Any) -> tuple["DecoderCache", dict[str, AppendStep]]:
         """The cache with the positions of new tokens, and by kind of layer the step that writes them."""
         both = {kind: cache.advance(count, lengths) for kind, cache in self.slots.items()}
         steps = {kind: step for kind, (_, step) in both.items()}
@@ -138,7 +138,15 @@ def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> D
 
 
 def attend_cached(
-    step: Step, stack: Stack, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, *, in_place: bool, **options: Any
+    step: AppendStep,
+    stack: Stack,
+    layer: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    in_place: bool,
+    **options: Any,
 ) -> tuple[Stack, jax.Array]:
     """The stack with new keys and values in one layer, and what new queries see there.
 
@@ -161,7 +169,7 @@ def attend_cached(
     return (k_stack, v_stack), attention(q, *(seen.astype(q.dtype) for _, seen in both), **options)
 
 
-def layouts(config: DecoderConfig, steps: Mapping[str, Step], dtype: Any) -> dict[str, BlockLayout]:
+def layouts(config: DecoderConfig, steps: Mapping[str, AppendStep], dtype: Any) -> dict[str, BlockLayout]:
     """What new tokens visit, by kind of layer: planned once for all of its layers."""
     heads, kv_heads, size = config.heads
     found = {}

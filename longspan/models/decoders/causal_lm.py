@@ -21,7 +21,7 @@ from longspan.models.layers import embed, linear, rms_norm
 from longspan.models.output import Output
 from longspan.models.placed import columns_of, placed
 from longspan.models.rngs import check_rngs
-from longspan.parallel.shared import Shared
+from longspan.parallel.sequence_sharding import SequenceSharding
 
 FEW = 64  # tokens of a step of decoding, at most
 
@@ -103,7 +103,7 @@ class CausalLM(nnx.Module):
             axis: the mesh axis that shares it.
             order: how tokens lie on it, as `ls.parallel.shard_batch` gives them.
         """
-        shared = Shared(mesh, axis, order)
+        shared = SequenceSharding(mesh, axis, order)
         arrays: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -117,7 +117,16 @@ class CausalLM(nnx.Module):
 
     @placed
     def _answered(
-        self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *, remat: bool, shared: Shared
+        self,
+        input_ids,
+        attention_mask,
+        positions,
+        inputs_embeds,
+        segment_ids,
+        cache,
+        *,
+        remat: bool,
+        shared: SequenceSharding,
     ) -> Output:
         config, shape = self.config, (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         x = self._embedded(input_ids, inputs_embeds)

@@ -12,7 +12,7 @@ from longspan.models.decoders.attention import Tokens
 from longspan.models.decoders.cache import DecoderCache, layouts
 from longspan.models.decoders.family import DecoderConfig
 from longspan.models.inputs import check_shape, shape_of_input
-from longspan.parallel.shared import ALONE, Shared
+from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
 
 def check_inputs(
@@ -23,7 +23,7 @@ def check_inputs(
     inputs_embeds: Any,
     segment_ids: Any,
     cache: Any,
-    shared: Shared = ALONE,
+    shared: SequenceSharding = UNSHARDED,
 ) -> tuple[int, int]:
     """The batch and the number of tokens, after checking that all arguments are of one call that the model can run."""
     shape = shape_of_input(config, input_ids, inputs_embeds)
@@ -50,7 +50,12 @@ def check_inputs(
 
 
 def tokens_of(
-    config: DecoderConfig, shape: tuple[int, int], attention_mask, positions, segment_ids, shared: Shared = ALONE
+    config: DecoderConfig,
+    shape: tuple[int, int],
+    attention_mask,
+    positions,
+    segment_ids,
+    shared: SequenceSharding = UNSHARDED,
 ) -> Tokens:
     """The masks and the positions of a call without a cache.
 
@@ -64,7 +69,7 @@ def tokens_of(
     return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32), shared=shared)
 
 
-def _counted(length: int, ids, shared: Shared) -> Any:
+def _counted(length: int, ids, shared: SequenceSharding) -> Any:
     """Positions where none are given: tokens are counted in each row, and in each document."""
     at = shared.tokens(length)
     if ids is None:

@@ -16,7 +16,7 @@ from longspan.masks import Global
 from longspan.masks.by_slot import kv_flags
 from longspan.models.encoders.family import EncoderConfig
 from longspan.models.layers import linear, side_by_side
-from longspan.parallel.shared import ALONE, Shared
+from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +28,7 @@ class Tokens:
     valid: Any = None  # bool [B, T]; None: no padding
     is_global: Any = None  # bool [B, T]; None: a Longformer without global tokens
     full: bool = field(default=False, metadata=dict(static=True))  # BigBird: this call attends to everything
-    shared: Shared = field(default=ALONE, metadata=dict(static=True))  # which devices share the sequence
+    shared: SequenceSharding = field(default=UNSHARDED, metadata=dict(static=True))  # which devices share the sequence
 
 
 @jax.tree_util.register_dataclass

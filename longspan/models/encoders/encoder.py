@@ -19,7 +19,7 @@ from longspan.models.layers import LayerNorm, by_pieces, dropout, embed, linear
 from longspan.models.output import Output
 from longspan.models.placed import placed
 from longspan.models.rngs import Rngs, check_call_rngs, check_rngs, dropout_stream, next_key
-from longspan.parallel.shared import Shared
+from longspan.parallel.sequence_sharding import SequenceSharding
 
 
 class Encoder(nnx.Module):
@@ -112,13 +112,15 @@ class Encoder(nnx.Module):
         arrays["keys"] = _dropout_keys(
             self.config, self.deterministic if deterministic is None else deterministic, rngs
         )
-        options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
+        options: dict[str, Any] = dict(
+            attention_type=attention_type, remat=remat, shared=SequenceSharding(mesh, axis, order)
+        )
         return self._encoded(arrays, **options)
 
     @placed
     def _encoded(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
-        attention_type: str | None, remat: bool, shared: Shared,
+        attention_type: str | None, remat: bool, shared: SequenceSharding,
     ) -> Output:  # fmt: skip
         T = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         attention = self.layers.attention

@@ -17,7 +17,7 @@ from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
 from longspan.models.placed import columns_of, placed
 from longspan.models.rngs import Drawn, Rngs, check_call_rngs, dropout_stream, next_key
-from longspan.parallel.shared import Shared
+from longspan.parallel.sequence_sharding import SequenceSharding
 
 
 class Model(nnx.Module):
@@ -74,13 +74,15 @@ class Model(nnx.Module):
         # Drawn here, before anything is computed under `jit`, where the caller's stream could not count on.
         own = next_key(dropout_stream(rngs)) if drops_any(self.config, deterministic) else None
         arrays["keys"] = own, next_key(dropout_stream(rngs)) if drops else None
-        options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, shared=Shared(mesh, axis, order))
+        options: dict[str, Any] = dict(
+            attention_type=attention_type, remat=remat, shared=SequenceSharding(mesh, axis, order)
+        )
         return self._answered(arrays, deterministic=deterministic, **options)
 
     @placed
     def _answered(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
-        deterministic: bool, shared: Shared, **options,
+        deterministic: bool, shared: SequenceSharding, **options,
     ) -> Output:  # fmt: skip
         shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         at = shared.tokens(shape[1])

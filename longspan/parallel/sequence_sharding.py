@@ -1,4 +1,4 @@
-"""`Shared`: which devices share a sequence, as a model's layers are told."""
+"""`SequenceSharding`: which devices share a sequence, as a model's layers are told."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from longspan.parallel.specs import Axes
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Shared:
+class SequenceSharding:
     """A mesh, its axis and the order of tokens: part of what is compiled, so it may go where arrays go."""
 
     mesh: Any = None  # None: one device has it all
@@ -29,7 +29,7 @@ class Shared:
         """What a call of attention is told."""
         return {} if self.mesh is None else dict(mesh=self.mesh, axis=self.axis, order=self.order)
 
-    def on_auto_axes(self) -> "Shared":
+    def on_auto_axes(self) -> "SequenceSharding":
         """The same, for layers that are computed where types do not say how arrays lie."""
         return self if self.mesh is None else replace(self, mesh=auto_mesh(self.mesh))
 
@@ -47,4 +47,4 @@ class Shared:
         return stored(length, shards, self.order)
 
 
-ALONE = Shared()
+UNSHARDED = SequenceSharding()
