@@ -8,6 +8,7 @@ from typing import Any, ParamSpec
 import jax
 from flax import nnx
 
+from longspan.axes import axis_names
 from longspan.models.encoders.encoder import Encoder
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.encoders.tasks import Model
@@ -16,14 +17,8 @@ from longspan.models.output import Output
 from longspan.models.rngs import check_call_rngs, dropout_stream
 
 P = ParamSpec("P")
-OPTIONS = (
-    "deterministic",
-    "attention_type",
-    "remat",
-    "mesh",
-    "axis",
-    "order",
-)  # arguments of a call that are no arrays: each has a program
+# The static arguments of a call: each value of one is a program.
+OPTIONS = ("deterministic", "attention_type", "remat", "mesh", "axis", "order", "batch_axes", "head_axis")
 
 
 def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
@@ -58,6 +53,7 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
+        given["batch_axes"] = axis_names("batch_axes", given["batch_axes"])  # a tuple: a list does not hash
         rngs, options = given.pop("rngs"), tuple(given.pop(name) for name in OPTIONS)
         check_inputs(known.config, **given)
         check_call_rngs(rngs)

@@ -21,11 +21,11 @@ def placed(call: Callable[..., Output]) -> Callable[..., Output]:
     """
 
     @functools.wraps(call)
-    def method(model: Any, arrays: dict[str, Any], *, shared: SequenceSharding, **options: Any) -> Output:
+    def method(model: Any, arrays: dict[str, Any], *, sharding: SequenceSharding, **options: Any) -> Output:
         graph, state = nnx.split(model)
         if explicit_mesh(state, arrays) is None:
-            return call(model, **arrays, shared=shared, **options)
-        options = options | dict(shared=shared.on_auto_axes())
+            return call(model, **arrays, sharding=sharding, **options)
+        options = options | dict(sharding=sharding.on_auto_axes())
         return on_auto_axes(
             _call_model_on_auto_axes, _specs, (call, graph, model._columns, tuple(options.items())), (state, arrays)
         )

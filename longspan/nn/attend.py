@@ -17,15 +17,15 @@ NOWHERE = np.int32(np.iinfo(np.int32).max)  # the position of padding among keys
 
 
 def attend(
-    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths,
-    shared: SequenceSharding, **options,
+    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths, shared: SequenceSharding,
+    **options,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """The output [B, T, N, H], and the cache with the new tokens; None without one."""
     check_rope(rope, rope_positions)
     if cache is None:
         _check_uncached(lengths)
         places = _places_of(mask, positions) if rope_positions is None else (rope_positions, rope_positions)
-        q_at, kv_at = (shared.tokens(q.shape[1]) if at is None else at for at in places)
+        q_at, kv_at = (shared.positions(q.shape[1]) if at is None else at for at in places)
         (q,), (k,) = turned(rope, interleaved, q_at, q), turned(rope, interleaved, kv_at, k)
         return shared.attention(q, k, v, mask=mask, q_positions=positions, kv_positions=positions, **options), None
     _check_cached(cache, positions, shared)

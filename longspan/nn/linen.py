@@ -259,7 +259,7 @@ class LongformerSelfAttention(_Attention, kw_only=True):
         chosen = self._rope(x, rope)
         positions = rope_places(chosen, positions, rope_positions)
         shared = self._shared()
-        positions = shared.tokens(x.shape[1]) if positions is None else positions
+        positions = shared.positions(x.shape[1]) if positions is None else positions
         # Without kinds nobody is global; the parameters exist nevertheless.
         used = token_kinds is not None or self.is_initializing()
         sets = [("query", "key", "value"), ("query_global", "key_global", "value_global")][: 1 + used]
@@ -324,7 +324,7 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
         chosen = self._rope(x, rope)
         positions = rope_places(chosen, positions, rope_positions)
         shared = self._shared()
-        positions = shared.tokens(x.shape[1]) if positions is None else positions
+        positions = shared.positions(x.shape[1]) if positions is None else positions
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:

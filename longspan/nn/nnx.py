@@ -247,7 +247,7 @@ class LongformerSelfAttention(_Attention):
         chosen = self._rope(rope)
         positions = rope_places(chosen, positions, rope_positions)
         shared = self._shared()
-        positions = shared.tokens(x.shape[1]) if positions is None else positions
+        positions = shared.positions(x.shape[1]) if positions is None else positions
         # Without kinds nobody is global.
         sets = [self.projections[:3], self.projections[3:]][: 1 + (token_kinds is not None)]
         projected = []
@@ -313,7 +313,7 @@ class BigBirdSelfAttention(_Attention):
         chosen = self._rope(rope)
         positions = rope_places(chosen, positions, rope_positions)
         shared = self._shared()
-        positions = shared.tokens(x.shape[1]) if positions is None else positions
+        positions = shared.positions(x.shape[1]) if positions is None else positions
         q, k = turned(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:

@@ -13,6 +13,7 @@ from jaxtyping import Int, Num
 
 from longspan.array_types import Array, EngineName, Key, Output, Query, Real, no_type_check
 from longspan.attend import attention
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.biases import Bias
 from longspan.checks import FLOATS, check_qkv, check_static_size, is_array, is_int
 from longspan.engines import Engine
@@ -77,6 +78,8 @@ def bigbird_attention(
     mesh: Mesh | AbstractMesh | None = None,
     axis: str = "sp",
     order: Order = "contiguous",
+    batch_axes: str | Sequence[str] = BATCH_AXES,
+    head_axis: str | None = HEAD_AXIS,
 ) -> Output:
     """BigBird's block-sparse attention (arXiv:2007.14062): one softmax over a multiset of key blocks.
 
@@ -99,6 +102,8 @@ def bigbird_attention(
         mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
         axis: the mesh axis that shares it.
         order: how the tokens lie on it; blocks are of neighbouring tokens, so "zigzag" is refused.
+        batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
+        head_axis: the mesh axis that shards the heads, likewise.
 
     Returns:
         The output [B, T, N, H]; 0 for padded queries and for those that see no key.
@@ -120,6 +125,7 @@ def bigbird_attention(
             _check_zero_one(name, mask)
     padding = _padding(q_mask, kv_mask, T)
     options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    options |= dict(batch_axes=batch_axes, head_axis=head_axis)
     if mesh is not None:
         mask = bigbird(T, block_size=block_size, rand_attn=rand_attn) & padding
         times = _multiplicity(int(block_size), blocks, rand_attn)

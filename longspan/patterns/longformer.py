@@ -15,6 +15,7 @@ from jaxtyping import Num
 
 from longspan.array_types import Array, EngineName, Key, Number, Output, Query, Real, no_type_check
 from longspan.attend import attention
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.checks import FLOATS, check_qkv, is_array, is_int
 from longspan.constants import unfolded
 from longspan.engines import Engine, Request, choose
@@ -86,6 +87,8 @@ def longformer_attention(
     mesh: Mesh | AbstractMesh | None = None,
     axis: str = "sp",
     order: Order = "contiguous",
+    batch_axes: str | Sequence[str] = BATCH_AXES,
+    head_axis: str | None = HEAD_AXIS,
 ) -> Output:
     """Longformer's attention (arXiv:2004.05150): windows, and global tokens with projections of their own.
 
@@ -112,6 +115,8 @@ def longformer_attention(
         mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
         axis: the mesh axis that shares it.
         order: how the tokens lie on it; `token_kinds` lie as they do.
+        batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
+        head_axis: the mesh axis that shards the heads, likewise.
 
     Returns:
         The output [B, T, N, H].
@@ -130,6 +135,7 @@ def longformer_attention(
     dilation = _check_dilation(dilation, N)
     near = _window_mask(window, dilation, causal)
     options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    options |= dict(batch_axes=batch_axes, head_axis=head_axis)
     attend = attention if mesh is None else partial(shared_attention, mesh=mesh, axis=axis, order=order)
     if token_kinds is None:
         return attend(q, k, v, mask=near, **options)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import longspan as ls
 from longspan import models, nn
@@ -161,3 +162,40 @@ def test_a_compiled_encoder_takes_a_mesh_too():
     run = models.compiled(models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)))
     got, want = run(TEXT, mesh=MESHES["sp4"]()), run(TEXT)
     np.testing.assert_allclose(got.last_hidden_state, want.last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_models_shard_rows_and_heads_over_the_named_axes(kind):
+    if kind == "encoder":
+        model = models.MaskedLM(ENCODERS["bert"](), rngs=nnx.Rngs(0))
+    else:
+        model = models.CausalLM(models.MistralConfig(**DECODER, sliding_window=5), rngs=nnx.Rngs(0))
+    axes = dict(axis="seq", batch_axes=["rows"], head_axis="heads")
+    got = model(TEXT, mesh=auto_mesh(rows=2, seq=2, heads=2), **axes).logits
+    np.testing.assert_allclose(got, model(TEXT).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="3 batch rows"):
+        model(jnp.concatenate([TEXT, TEXT[:1]]), mesh=auto_mesh(rows=2, seq=4), **axes)
+    with pytest.raises(ValueError, match="2 query heads"):
+        model(TEXT, mesh=auto_mesh(seq=2, heads=4), **axes)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("family", ["longformer", "bigbird"])
+def test_patterns_shard_rows_and_heads_over_the_named_axes(family):
+    encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
+    given = dict(global_attention_mask=np.ones_like(TEXT)) if family == "longformer" else {}
+    axes = dict(mesh=auto_mesh(seq=2, heads=4), axis="seq", head_axis="heads")
+    with pytest.raises(ValueError, match="2 query heads"):
+        encoder(TEXT, **given, **axes)
+
+
+@pytest.mark.check
+def test_a_compiled_encoder_takes_a_list_of_batch_axes():
+    run = models.compiled(models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)))
+    axes = dict(mesh=auto_mesh(rows=2, seq=4), axis="seq", batch_axes=["rows"])
+    np.testing.assert_allclose(run(TEXT, **axes).last_hidden_state, run(TEXT).last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+def auto_mesh(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

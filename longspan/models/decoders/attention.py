@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     ropes: Mapping[str, tuple[Any, Any]]  # (inv_freq, factor)
     positions: Any  # int32 [T] or [B, T]: for rotations
     steps: Mapping[str, AppendStep] | None = None  # into the caches, if there are any
-    shared: SequenceSharding = UNSHARDED  # which devices share the sequence
+    sharding: SequenceSharding = UNSHARDED  # which devices share the sequence
 
 
 class Attention(nnx.Module):
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         options |= dict(mask=tokens.masks[self.kind])
         if tokens.steps is None:
-            out = tokens.shared.attention(q, k, v, **options)
+            out = tokens.sharding.attention(q, k, v, **options)
         else:
             options |= dict(in_place=at is not None)
             stack, out = attend_cached(tokens.steps[self.kind], stack, layer, q, k, v, **options)

@@ -1,6 +1,7 @@
 """The decoder that all families share: embeddings, layers, and the logits of the next token."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Float, Int, Shaped
 
 from longspan.array_types import Array as AnyArray
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.engines import multiply, reads_in_place
 from longspan.models.decoders.cache import DecoderCache, empty_cache
 from longspan.models.decoders.family import DecoderConfig
@@ -82,6 +84,8 @@ class CausalLM(nnx.Module):
         mesh: Any = None,
         axis: str = "sp",
         order: str = "contiguous",
+        batch_axes: str | Sequence[str] = BATCH_AXES,
+        head_axis: str | None = HEAD_AXIS,
     ) -> Output:
         """The logits [B, T, vocab_size] of the token after each token; with a `cache` also the new one.
 
@@ -99,11 +103,14 @@ class CausalLM(nnx.Module):
             cache: what `init_cache` gave, or the call before, for the tokens that come after those in it. Rows may
                 have different numbers of them, by `attention_mask`.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
-            mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
-            axis: the mesh axis that shares it.
-            order: how tokens lie on it, as `ls.parallel.shard_batch` gives them.
+            mesh: shards the sequence over the devices of this mesh, as in `ls.parallel.attention`. By default every
+                device has the whole sequence.
+            axis: the mesh axis that shards the sequence.
+            order: the order of the tokens on that axis, as in `ls.parallel.shard_batch`.
+            batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
+            head_axis: the mesh axis that shards the heads, likewise.
         """
-        shared = SequenceSharding(mesh, axis, order)
+        sharding = SequenceSharding(mesh, axis, order, batch_axes, head_axis)
         arrays: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -112,26 +119,18 @@ class CausalLM(nnx.Module):
             segment_ids=segment_ids,
             cache=cache,
         )
-        check_inputs(self.config, **arrays, shared=shared)
-        return self._answered(arrays, remat=remat, shared=shared)
+        check_inputs(self.config, **arrays, sharding=sharding)
+        return self._answered(arrays, remat=remat, sharding=sharding)
 
     @placed
     def _answered(
-        self,
-        input_ids,
-        attention_mask,
-        positions,
-        inputs_embeds,
-        segment_ids,
-        cache,
-        *,
-        remat: bool,
-        shared: SequenceSharding,
-    ) -> Output:
+        self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *,
+        remat: bool, sharding: SequenceSharding,
+    ) -> Output:  # fmt: skip
         config, shape = self.config, (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         x = self._embedded(input_ids, inputs_embeds)
         if cache is None:
-            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, shared)
+            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, sharding)
             return self._output(self._apply_layers(x, tokens, remat=remat)[0], None)
         step, tokens_before, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
         if attention_mask is not None:

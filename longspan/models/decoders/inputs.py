@@ -23,7 +23,7 @@ def check_inputs(
     inputs_embeds: Any,
     segment_ids: Any,
     cache: Any,
-    shared: SequenceSharding = UNSHARDED,
+    sharding: SequenceSharding = UNSHARDED,
 ) -> tuple[int, int]:
     """The batch and the number of tokens, after checking that all arguments are of one call that the model can run."""
     shape = shape_of_input(config, input_ids, inputs_embeds)
@@ -35,7 +35,7 @@ def check_inputs(
         if not is_int(positions):
             raise ValueError(f"`positions` must be ints, got {positions.dtype}.")
     if cache is not None:
-        if shared.mesh is not None:
+        if sharding.mesh is not None:
             raise ValueError(
                 "A `cache` is decoded with on one device; a `mesh` shares whole sequences. Give one of them."
             )
@@ -55,7 +55,7 @@ def tokens_of(
     attention_mask,
     positions,
     segment_ids,
-    shared: SequenceSharding = UNSHARDED,
+    sharding: SequenceSharding = UNSHARDED,
 ) -> Tokens:
     """The masks and the positions of a call without a cache.
 
@@ -65,13 +65,13 @@ def tokens_of(
     kinds, ids = dict.fromkeys(config.kinds), _documents(shape, attention_mask, segment_ids)
     masks = {kind: config.mask(kind) if ids is None else config.packed_mask(kind, ids) for kind in kinds}
     if positions is None:
-        positions = _counted(shape[1], ids, shared)
-    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32), shared=shared)
+        positions = _counted(shape[1], ids, sharding)
+    return Tokens(masks, ropes_of(config, shape[1]), jnp.asarray(positions, jnp.int32), sharding=sharding)
 
 
-def _counted(length: int, ids, shared: SequenceSharding) -> Any:
+def _counted(length: int, ids, sharding: SequenceSharding) -> Any:
     """Positions where none are given: tokens are counted in each row, and in each document."""
-    at = shared.tokens(length)
+    at = sharding.positions(length)
     if ids is None:
         return jnp.arange(length, dtype=np.int32) if at is None else at
     return positions_from_segments(ids) if at is None else positions_from_segments(ids[:, np.argsort(at)])[:, at]

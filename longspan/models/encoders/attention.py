@@ -28,7 +28,7 @@ class Tokens:
     valid: Any = None  # bool [B, T]; None: no padding
     is_global: Any = None  # bool [B, T]; None: a Longformer without global tokens
     full: bool = field(default=False, metadata=dict(static=True))  # BigBird: this call attends to everything
-    shared: SequenceSharding = field(default=UNSHARDED, metadata=dict(static=True))  # which devices share the sequence
+    sharding: SequenceSharding = field(default=UNSHARDED, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +61,9 @@ class FullAttention(nnx.Module):
 
     def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict) -> Any:
         mask = None if tokens.valid is None else Global(kv_flags=tokens.valid, rows=False)
-        if tokens.shared.mesh is not None and tokens.valid is not None:
+        if tokens.sharding.mesh is not None and tokens.valid is not None:
             mask = kv_flags(tokens.valid)  # the same, of keys that are not few enough to be sent to everybody
-        return tokens.shared.attention(q, k, v, mask=mask, **dropout)
+        return tokens.sharding.attention(q, k, v, mask=mask, **dropout)
 
     def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.config.num_attention_heads, -1)

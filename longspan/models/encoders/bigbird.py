@@ -121,7 +121,7 @@ class BigBirdAttention(FullAttention):
     def attend(self, x, q, k, v, tokens, site, dropout):
         if tokens.full:
             return super().attend(x, q, k, v, tokens, site, dropout)
-        masks: dict[str, Any] = dict(q_mask=tokens.valid, kv_mask=tokens.valid, **tokens.shared.options)
+        masks: dict[str, Any] = dict(q_mask=tokens.valid, kv_mask=tokens.valid, **tokens.sharding.options)
         return bigbird_attention(
             q, k, v, block_size=self.config.block_size, rand_attn=site.random_blocks, **masks, **dropout
         )

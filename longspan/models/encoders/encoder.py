@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from longspan.array_types import Array as AnyArray
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders.attention import Site, Tokens
 from longspan.models.encoders.family import EncoderConfig
@@ -76,6 +78,8 @@ class Encoder(nnx.Module):
         mesh: Any = None,
         axis: str = "sp",
         order: str = "contiguous",
+        batch_axes: str | Sequence[str] = BATCH_AXES,
+        head_axis: str | None = HEAD_AXIS,
     ) -> Output:
         """Encodes token ids, or word embeddings in their place.
 
@@ -94,10 +98,13 @@ class Encoder(nnx.Module):
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
             rngs: what dropout draws from: the stream "dropout" of an `nnx.Rngs`, a stream, or a JAX key. Inside of
                 `nnx.jit` and `nnx.grad` it must be an argument of the function that they transform.
-            mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
-            axis: the mesh axis that shares it.
-            order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Any but "contiguous" needs
-                `position_ids`.
+            mesh: shards the sequence over the devices of this mesh, as in `ls.parallel.attention`. By default every
+                device has the whole sequence.
+            axis: the mesh axis that shards the sequence.
+            order: the order of the tokens on that axis, as in `ls.parallel.shard_batch`. Every order except
+                "contiguous" needs `position_ids`.
+            batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
+            head_axis: the mesh axis that shards the heads, likewise.
         """
         arrays: dict[str, Any] = dict(
             input_ids=input_ids,
@@ -112,23 +119,22 @@ class Encoder(nnx.Module):
         arrays["keys"] = _dropout_keys(
             self.config, self.deterministic if deterministic is None else deterministic, rngs
         )
-        options: dict[str, Any] = dict(
-            attention_type=attention_type, remat=remat, shared=SequenceSharding(mesh, axis, order)
-        )
+        sharding = SequenceSharding(mesh, axis, order, batch_axes, head_axis)
+        options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, sharding=sharding)
         return self._encoded(arrays, **options)
 
     @placed
     def _encoded(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
-        attention_type: str | None, remat: bool, shared: SequenceSharding,
+        attention_type: str | None, remat: bool, sharding: SequenceSharding,
     ) -> Output:  # fmt: skip
         T = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         attention = self.layers.attention
         valid = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         tokens = attention.tokens(T, valid, global_attention_mask, attention_type)
-        tokens = dataclasses.replace(tokens, shared=shared)
-        if shared.tokens(T) is not None and position_ids is None:
-            raise ValueError(f"order={shared.order!r} moves tokens to other slots: give their `position_ids` too.")
+        tokens = dataclasses.replace(tokens, sharding=sharding)
+        if sharding.positions(T) is not None and position_ids is None:
+            raise ValueError(f"order={sharding.order!r} moves tokens to other slots: give their `position_ids` too.")
         x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=keys and keys[0])
         x, tokens = attention.fit(x, tokens)
         graph, parameters = nnx.split(self.layers)

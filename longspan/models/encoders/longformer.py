@@ -96,11 +96,11 @@ class LongformerAttention(FullAttention):
             # One call instead of two, and no global projections.
             padding = Full() if valid is None else Segments(jnp.where(valid, 0, -1))
             window: Any = site.window
-            return tokens.shared.attention(q, k, v, mask=Window(window, window) & padding, **dropout)
+            return tokens.sharding.attention(q, k, v, mask=Window(window, window) & padding, **dropout)
         is_global = tokens.is_global if valid is None else tokens.is_global & valid
         kinds = is_global.astype(jnp.int32)
         kinds = kinds if valid is None else jnp.where(valid, kinds, -1)
-        options: dict[str, Any] = dict(window=site.window, token_kinds=kinds, **dropout, **tokens.shared.options)
+        options: dict[str, Any] = dict(window=site.window, token_kinds=kinds, **dropout, **tokens.sharding.options)
 
         def many():
             projections = (self.heads(p(x)) for p in (self.query_global, self.key_global, self.value_global))
@@ -111,7 +111,7 @@ class LongformerAttention(FullAttention):
             # The rows of global tokens, computed here from q, k and v, are replaced: they are as few as the tokens.
             return jnp.where(is_global[..., None, None], rows, longformer_attention(q, k, v, q, k, v, **options))
 
-        if dropout or tokens.shared.mesh is not None:
+        if dropout or tokens.sharding.mesh is not None:
             return many()
         return jax.lax.cond(is_global.sum(1).max() <= FEW, few, many)
 

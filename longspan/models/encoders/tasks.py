@@ -1,6 +1,7 @@
 """Encoders with a task's head: masked LM, sequence and token classification, question answering."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from jaxtyping import Float, Int, Shaped
 
 from longspan.array_types import Array as AnyArray
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders.encoder import Encoder, FeedForward, drops_any
 from longspan.models.encoders.family import EncoderConfig
@@ -56,6 +58,8 @@ class Model(nnx.Module):
         mesh: Any = None,
         axis: str = "sp",
         order: str = "contiguous",
+        batch_axes: str | Sequence[str] = BATCH_AXES,
+        head_axis: str | None = HEAD_AXIS,
     ) -> Output:
         """See `Encoder`. The output has the encoder's fields and the head's."""
         arrays: dict[str, Any] = dict(
@@ -74,18 +78,17 @@ class Model(nnx.Module):
         # Drawn here, before anything is computed under `jit`, where the caller's stream could not count on.
         own = next_key(dropout_stream(rngs)) if drops_any(self.config, deterministic) else None
         arrays["keys"] = own, next_key(dropout_stream(rngs)) if drops else None
-        options: dict[str, Any] = dict(
-            attention_type=attention_type, remat=remat, shared=SequenceSharding(mesh, axis, order)
-        )
+        sharding = SequenceSharding(mesh, axis, order, batch_axes, head_axis)
+        options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, sharding=sharding)
         return self._answered(arrays, deterministic=deterministic, **options)
 
     @placed
     def _answered(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
-        deterministic: bool, shared: SequenceSharding, **options,
+        deterministic: bool, sharding: SequenceSharding, **options,
     ) -> Output:  # fmt: skip
         shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        at = shared.tokens(shape[1])
+        at = sharding.positions(shape[1])
         if global_attention_mask is None and self.config.family.attention.has_globals:
             global_attention_mask = self.default_globals(input_ids, shape, at)
         if token_type_ids is None:
@@ -100,9 +103,7 @@ class Model(nnx.Module):
             inputs_embeds,
             deterministic,
             rngs=None if own is None else Drawn(own),
-            mesh=shared.mesh,
-            axis=shared.axis,
-            order=shared.order,
+            **sharding.options,
             **options,
         )
         keys = [None, None] if of_head is None else jax.random.split(of_head, 2)
