@@ -1,9 +1,11 @@
-"""Hooks of mkdocs: pages that are made of other files, so that nothing is said twice.
+"""Hooks of mkdocs that generate pages from other files.
 
-The reference has a page for each section of docs/api.md. Files of the folder above docs/ are shown where a page names
-them.
+- The reference has one page for each section of docs/api.md.
+- Each executed notebook becomes a page with its code, text and pictures.
+- `--8<-- "FILE"` in a page inserts a file of the repository's root.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-# Sections of api.md that are tables, and the modules that they are about.
+# Sections of api.md that are tables, with the modules that they describe.
 TABLES = {
     "Flax modules": ("nn.nnx", "nn.linen"),
     "Models and checkpoints": ("models", "hf"),
@@ -20,7 +22,7 @@ TABLES = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the reference into the navigation, before the list of public names."""
+    """Adds the reference to the navigation, before the list of public names."""
     pages: list[Any] = [{title: _path(title)} for title in _sections()]
     nav = config["nav"]
     nav.insert(len(nav) - 1, {"Reference": pages})
@@ -28,16 +30,19 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages."""
+    """Adds the pages of the reference and of the notebooks."""
     for title, names in _sections().items():
         content = f"# {title}\n\n" + "\n\n".join(_entry(name) for name in names) + "\n"
         files.append(File.generated(config, _path(title), content=content))
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=_notebook(path)))
     return files
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Puts the files that a page names in its place; links to and from the folder above docs/ are mended."""
+    """Inserts the files that a page names, and redirects links to the pages that this file generates."""
     markdown = markdown.replace("](../CONTRIBUTING.md", "](extending.md")
+    markdown = re.sub(r"\]\((notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     return re.sub(r'^--8<-- "([\w.]+)(?::(\w+))?"$', lambda m: _file(m[1], m[2]), markdown, flags=re.MULTILINE)
 
 
@@ -48,25 +53,48 @@ def _file(name: str, section: str | None) -> str:
     return text.replace("](docs/", "](")
 
 
+def _notebook(path: Path) -> str:
+    """Returns an executed notebook as Markdown; outputs with HTML, such as pictures, stay HTML."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    blocks = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            blocks.append(source)
+            continue
+        blocks.append(f"```python\n{source}\n```")
+        blocks += [_output(output) for output in cell["outputs"]]
+    blocks.append(f"[Download this page as a notebook]({path.name}).")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _output(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "text/html" in data:
+        return "".join(data["text/html"])
+    text = "".join(data.get("text/plain", output.get("text", ""))).rstrip("\n")
+    return f"```text\n{text}\n```"
+
+
 def _sections() -> dict[str, list[str]]:
-    """The names of each section of api.md."""
+    """Returns the names that each section of api.md lists."""
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
     found = {}
     for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
         names = list(TABLES.get(title, ())) or re.findall(r"^- `([\w.]+)`", body, re.MULTILINE)
-        # A module is described by its own section; where it is only pointed to, it has none here.
-        names = [name for name in names if title in TABLES or not _is_elsewhere(name)]
+        # A module with a section for its names is described there, not in sections that only mention it.
+        names = [name for name in names if title in TABLES or not _has_own_section(name)]
         if names:
             found[title] = names
     return found
 
 
-def _is_elsewhere(name: str) -> bool:
+def _has_own_section(name: str) -> bool:
     return name in {module.partition(".")[0] for modules in TABLES.values() for module in modules}
 
 
 def _entry(name: str) -> str:
-    """The directive of a name. Of a module whose names have entries of their own, the docstring is enough."""
+    """Returns the directive of a name. A module shows only its docstring if api.md lists its names separately."""
     listed = any(other.startswith(f"{name}.") for other in _bullets())
     options = "\n    options:\n      members: false" if listed else ""
     return f"::: longspan.{name}{options}"

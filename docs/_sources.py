@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the sources for the reference: what is ours, said in words that it knows."""
+"""An extension of griffe, which reads the sources for the reference."""
 
 import re
 from typing import Any
@@ -7,15 +7,15 @@ import griffe
 
 
 class Sources(griffe.Extension):
-    """Classes with `@rule` are dataclasses, and `Example:` is a section of doctests."""
+    """Treats classes with `@rule` as dataclasses, and `Example:` as a section of doctests."""
 
     def on_class_instance(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Lets the arguments of a rule be seen: those of the dataclass that the decorator makes of it."""
+        """Shows the arguments of a rule, which are the fields of the dataclass that `@rule` makes."""
         if any(str(decorator.value).split("(")[0] == "rule" for decorator in cls.decorators):
             path = griffe.ExprName("dataclasses.dataclass")
             cls.decorators.append(griffe.Decorator(path, lineno=cls.lineno, endlineno=cls.lineno))
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Doctests under `Example:` would be paragraphs."""
+        """Renames `Example:` to `Examples:`, because griffe renders doctests only under `Examples:`."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)

@@ -1,4 +1,7 @@
-"""Draws the pictures of gallery.md anew: `python docs/make_pictures.py`. A test compares them with the files."""
+"""Draws the pictures of gallery.md and writes its grid of thumbnails: `python docs/make_pictures.py`.
+
+A test compares the pictures and the grid with the files.
+"""
 
 import re
 from pathlib import Path
@@ -7,18 +10,20 @@ from longspan import Mask
 from longspan.render.notebook import mask_html
 
 HERE = Path(__file__).parent
-SHARE = 0.62  # of the size that notebooks show
+SCALE = 0.62  # relative to the size in notebooks
 GAP = 8  # pixels between heads
-GREY = "#808080"  # numbers and frames: an image does not know the colour of its page, and this reads on any
+GREY = "#808080"  # of numbers and frames: an image file cannot use its page's colour, and grey reads on any page
 BLOCK = re.compile(
     r"(?:^!\[(?P<queries>\d+) queries, (?P<keys>\d+) keys\]\(pictures/(?P<name>[\w-]+)\.svg\)\n\n)?"
     r"^```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+GRID = re.compile(r'(?<=^<div class="thumbnails" markdown>\n).*?(?=^</div>$)', re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^### (?P<title>[^\n]+)\n\n[^\n]+\n\n!\[[^\n]*\]\(pictures/(?P<name>[\w-]+)\.svg\)$", re.MULTILINE)
 
 
 def pictures(page: str) -> dict[str, str]:
-    """SVG by name: below each picture of the page is the code that makes its `mask`."""
+    """Returns the SVG of each picture by name. The code below a picture in the page defines its `mask`."""
     found, names = {}, {}
     for block in BLOCK.finditer(page):
         exec(block["code"], names)
@@ -28,27 +33,40 @@ def pictures(page: str) -> dict[str, str]:
 
 
 def svg(mask: Mask, q_len: int, kv_len: int) -> str:
-    """A mask's picture as a file, its heads side by side."""
+    """Returns the picture of a mask as an SVG file, with its heads side by side."""
     panels = re.findall(r'<svg [^>]*role="img".*?</svg>', mask_html(mask, q_len, kv_len), re.DOTALL)
     sizes = re.search(r'width="(\d+)" height="(\d+)"', panels[0])
     label = re.search(r'aria-label="([^"]*)"', panels[0])
     assert sizes is not None and label is not None
-    across, down = (int(size) for size in sizes.groups())
-    step = across + GAP
-    whole = step * len(panels) - GAP
+    width, height = int(sizes[1]), int(sizes[2])
+    step = width + GAP
+    total_width = step * len(panels) - GAP
     inside = "".join(
         f'<g transform="translate({number * step} 0)">{re.sub(r"^<svg [^>]*>|</svg>$", "", panel)}</g>'
         for number, panel in enumerate(panels)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {down}" width="{SHARE * whole:.0f}" '
-        f'height="{SHARE * down:.0f}" color="{GREY}"><title>{label[1]}</title>{inside}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {height}" '
+        f'width="{SCALE * total_width:.0f}" height="{SCALE * height:.0f}" color="{GREY}">'
+        f"<title>{label[1]}</title>{inside}</svg>\n"
     )
 
 
+def thumbnails(page: str) -> str:
+    """Returns the grid at the top of the page: one thumbnail per entry, linked to the entry."""
+    lines = []
+    for entry in ENTRY.finditer(page):
+        anchor = re.sub(r"[^\w -]", "", entry["title"].lower()).replace(" ", "-")
+        lines.append(f"[![](pictures/{entry['name']}.svg) {entry['title']}](#{anchor})\n")
+    return "\n" + "".join(lines) + "\n"
+
+
 def main() -> None:
-    """Writes them all, and removes what the page no longer shows."""
-    drawn = pictures((HERE / "gallery.md").read_text("utf-8"))
+    """Writes the pictures and the grid, and deletes pictures that the page no longer shows."""
+    page = (HERE / "gallery.md").read_text("utf-8")
+    grid = thumbnails(page)
+    (HERE / "gallery.md").write_text(GRID.sub(lambda _: grid, page), "utf-8")
+    drawn = pictures(page)
     for old in (HERE / "pictures").glob("*.svg"):
         if old.stem not in drawn:
             old.unlink()

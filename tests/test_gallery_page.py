@@ -1,4 +1,4 @@
-"""docs/gallery.md: its pictures are what its expressions draw, its masks of attention-gym are what they should be."""
+"""docs/gallery.md: its expressions draw its pictures, and its attention-gym masks equal attention-gym's."""
 
 import importlib.util
 import re
@@ -54,12 +54,19 @@ def masks(script):
     return found
 
 
-def test_pictures_are_what_the_page_draws(script):
+def test_the_expressions_of_the_page_draw_its_pictures(script):
     drawn = script.pictures(PAGE)
     files = {path.stem: path.read_text("utf-8") for path in (DOCS / "pictures").glob("*.svg")}
     assert set(files) == set(drawn) == set(re.findall(r"\(pictures/([\w-]+)\.svg\)", PAGE))
     changed = [name for name, content in drawn.items() if files[name] != content]
-    assert not changed, f"python docs/make_pictures.py draws {changed} anew"
+    assert not changed, f"python docs/make_pictures.py draws {changed} differently"
+
+
+def test_the_page_opens_with_a_thumbnail_of_every_entry(script):
+    (grid,) = script.GRID.findall(PAGE)
+    assert grid == script.thumbnails(PAGE), "run docs/make_pictures.py"
+    assert PAGE.index(grid) < PAGE.index("\n## ")
+    assert grid.count("](#") == PAGE.split("## Scores")[0].count("\n### ")
 
 
 def test_pictures_are_small_and_read_by_parsers():

@@ -1,4 +1,4 @@
-"""The notebooks under docs/ run from top to bottom, and print what is written in them."""
+"""The notebooks under docs/ run from top to bottom and print the outputs stored in them."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def execute():
 
 @pytest.mark.check
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_cells_give_the_outputs_that_are_written(path, execute):
+def test_cells_give_the_stored_outputs(path, execute):
     notebook = json.loads(path.read_text("utf-8"))
     for cell, outputs in execute.executed(notebook):
         assert readable(outputs) == readable(cell["outputs"]), "run docs/notebooks/execute.py"
@@ -29,7 +29,7 @@ def test_cells_give_the_outputs_that_are_written(path, execute):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_small_executed_and_of_the_known_format(path):
+def test_notebooks_are_small_and_executed_and_have_format_4_5(path):
     notebook = json.loads(path.read_text("utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert path.stat().st_size < 100_000

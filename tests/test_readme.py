@@ -1,4 +1,4 @@
-"""What the README and the docs show works, and prints what they say it prints."""
+"""The Python blocks of the README and the docs run, and print the output shown below them."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A python block, and the text block right below it, if there is one.
 NEED_DEVICES = ("scaling.md",)
+# A python block, and the text block right below it, if there is one.
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 def marked(page):
-    """`make test` runs the README and CONTRIBUTING; a page that makes meshes of its own needs eight devices."""
+    """`make test` runs the README and CONTRIBUTING. A page that makes meshes needs eight devices."""
     marks = [] if page.parent == ROOT else [pytest.mark.check]
     return pytest.param(page, id=page.name, marks=marks + [pytest.mark.mesh] * (page.name in NEED_DEVICES))
 
@@ -33,3 +33,11 @@ def test_the_first_example_fits_in_ten_lines():
     first = BLOCK.search((ROOT / "README.md").read_text("utf-8"))
     assert first is not None
     assert len([line for line in first[1].splitlines() if line.strip()]) <= 10
+
+
+def test_the_readme_shows_a_picture_right_below_the_first_example():
+    text = (ROOT / "README.md").read_text("utf-8")
+    first = BLOCK.search(text)
+    assert first is not None
+    picture = re.match(r"\n+!\[.+\]\(([\w/.-]+)\)\n", text[first.end() :])
+    assert picture is not None and (ROOT / picture[1]).exists()

@@ -1,6 +1,6 @@
-"""Runs the notebooks beside it in this process and writes their outputs: python docs/notebooks/execute.py
+"""Runs the notebooks of this folder and writes their outputs: `python docs/notebooks/execute.py`.
 
-No Jupyter is needed for that. A test runs the same cells and compares what they print with what is written.
+It needs no Jupyter. A test runs the same cells and compares their output with the output in the files.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Executes and rewrites the notebooks that are named, or all."""
+    """Executes and rewrites the notebooks given as arguments, by default all notebooks of this folder."""
     folder = Path(__file__).parent
     for path in map(Path, sys.argv[1:] or sorted(folder.glob("*.ipynb"))):
         notebook = json.loads(path.read_text("utf-8"))
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def executed(notebook: dict[str, Any]):
-    """Each code cell with the outputs that it has now, in order; names stay from cell to cell."""
+    """Yields each code cell with its new outputs, in order. All cells share one namespace."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -36,7 +36,7 @@ def executed(notebook: dict[str, Any]):
 
 
 def _outputs(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a cell prints, and the value of its last line, as notebooks show it."""
+    """Returns the printed text of a cell and the value of its last line, in the notebook format."""
     tree = ast.parse(source)
     last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None  # type: ignore
     with contextlib.redirect_stdout(io.StringIO()) as printed:
