@@ -1,6 +1,6 @@
 """Longspan: long-context attention for JAX.
 
-Write a mask once; the same object runs block-sparse attention, explains itself and draws itself.
+Write a mask once: `attention` runs it block-sparse, `explain` reports the cost, `mask.show` draws it.
 """
 
 import importlib as _importlib
@@ -8,10 +8,18 @@ from collections.abc import Callable as _Callable
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
-import jax as _jax
+from longspan.tested_jax import note_untested as _note_untested
+
+try:
+    from longspan import parallel as parallel  # loads everything that uses JAX internals
+except (AttributeError, ImportError) as error:
+    _note_untested(error)
+    raise
 
 from longspan import cache as cache
-from longspan import parallel as parallel
+from longspan import engines as engines
+from longspan import maskinfo as maskinfo
+from longspan import masks as masks
 from longspan import rope as rope
 from longspan import testing as testing
 from longspan.attend import attention as attention
@@ -62,7 +70,6 @@ from longspan.patterns import bigbird_attention as bigbird_attention
 from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
 from longspan.patterns import longformer as longformer
 from longspan.patterns import longformer_attention as longformer_attention
-from longspan.tested_jax import warn_unless_tested as _warn_unless_tested
 from longspan.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -71,10 +78,10 @@ if TYPE_CHECKING:
     from longspan import nn as nn
     from longspan.models.generate import generate as generate
 
+# `MaskSharding`, MaskInfo's conversions and debug switches are importable from here, but listed in `longspan.maskinfo`.
 __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "alibi",
     "attention",
-    "attention_mask_to_qkv_cu_seqlens",
     "Band",
     "Between",
     "Bias",
@@ -87,51 +94,42 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "cache",
     "Causal",
     "Chunk",
-    "cu_seqlens_to_mask",
     "Custom",
     "Dense",
     "Empty",
+    "engines",
     "explain",
     "Explanation",
     "FirstOfSegment",
     "Full",
-    "get_debug_mode",
     "Global",
     "KvLengths",
     "longformer",
     "longformer_attention",
     "Mask",
-    "mask_to_segment_ids",
+    "maskinfo",
     "MaskInfo",
-    "MaskSharding",
+    "masks",
     "merge",
     "parallel",
     "PerHead",
     "positions_from_segments",
     "Prefix",
     "QLengths",
-    "qkv_cu_seqlens_to_attention_mask",
-    "qkv_cu_seqlens_to_qkv_masks",
-    "qkv_masks_to_cu_seqlens",
     "relative_bias",
     "rope",
     "ScoreBias",
-    "segment_ids_to_mask",
-    "segment_ids_to_qkv_masks",
     "Segments",
-    "set_debug_mode",
     "testing",
     "TokenTypes",
     "Window",
 ]
 
-_warn_unless_tested(_jax.__version__)
-
-# Rooms that need an optional dependency, and which: they are loaded when somebody asks for them.
+# Names that need an optional dependency, and its module. They are imported on first use.
 _LAZY = {"generate": "flax", "hf": "flax", "models": "flax", "nn": "flax"}
 
 
-if not TYPE_CHECKING:  # a checker would take any name for one of the package's
+if not TYPE_CHECKING:  # static checkers would accept any attribute of a module that defines `__getattr__`
 
     def __getattr__(name: str) -> _ModuleType | _Callable:
         if name == "generate":
@@ -142,6 +140,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of the package's
 
 
 def __dir__() -> list[str]:
-    """The public names; of rooms that need something else, those that can be loaded here."""
+    """Returns the public names, without those whose optional dependency is not installed."""
     absent = {name for name, needed in _LAZY.items() if not _is_there(needed)}
     return sorted({*__all__, *_LAZY, "__version__"} - absent)

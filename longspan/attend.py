@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from longspan.array_types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
 from longspan.axes import BATCH_AXES, HEAD_AXIS, entries, on_auto_axes
 from longspan.biases import AnyBias
-from longspan.checks import check_keywords
+from longspan.checks import hint_keywords
 from longspan.constants import unfolded
 from longspan.engines import Engine, Request, choose
 from longspan.engines.gradient import attend, forward_mode_refused
@@ -20,6 +20,7 @@ from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.programs import jit_by_function
+from longspan.tested_jax import untested_jax_noted
 
 
 @overload
@@ -88,6 +89,7 @@ def attention(
 ) -> Output | tuple[Output, LogSumExp]: ...
 
 
+@hint_keywords
 @no_type_check
 def attention(
     q: Query,
@@ -107,7 +109,6 @@ def attention(
     head_axis: str | None = HEAD_AXIS,
     engine: EngineName | Engine = "auto",
     return_lse: bool = False,
-    **unknown: Any,  # for the sake of a message; no overload has it, so checkers know better
 ) -> Output | tuple[Output, LogSumExp]:
     """Attention over the pairs that a mask allows: softmax(soft_cap(q·k·scale) + bias) · v.
 
@@ -142,7 +143,6 @@ def attention(
         engine: "auto" (the first that can run), or the name of one, which raises if it cannot; or a
             `longspan.engines.Engine` of your own.
         return_lse: also return the log-sum-exp of the scores.
-        unknown: nothing: arguments of `jax.nn.dot_product_attention` are told how to say them with a mask.
 
     Returns:
         The output [B, T, N, Hv]; with `return_lse` also lse [B, T, N], float32 (float64 for float64), natural log, the
@@ -153,7 +153,6 @@ def attention(
         >>> ls.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0)).shape
         (1, 8, 2, 4)
     """
-    check_keywords("attention", list(unknown))
     request = Request.of(
         q=q, k=k, v=v, mask=mask, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout_rate=dropout_rate,
         dropout_key=dropout_key, q_positions=q_positions, kv_positions=kv_positions,
@@ -168,7 +167,7 @@ def attention(
 def answer(request: Request, engine: Any) -> tuple[Any, Any]:
     """(out, lse) of a request by an engine."""
     chosen, _ = choose(engine, request)
-    with forward_mode_refused(chosen):
+    with forward_mode_refused(chosen), untested_jax_noted():
         return on_auto_axes(_run_engine, _like_queries, (chosen,), (request,))
 
 

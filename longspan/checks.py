@@ -1,5 +1,7 @@
 """Checks that several rooms share, and their messages: what was expected, what came, what to do."""
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from longspan.array_types import FAR, Namespace
+from longspan.array_types import FAR, F, Namespace
 
 INT32 = np.iinfo(np.int32)
 
@@ -209,8 +211,24 @@ TRANSLATED = {
 }
 
 
+def hint_keywords(function: F) -> F:
+    """Wraps a function so that a keyword of another library raises an error that names the mask to pass instead.
+
+    A wrapper, because `**unknown` in the signature itself would show in `help` and in the docs.
+    """
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not known.keys() >= kwargs.keys():
+            check_keywords(function.__name__, [name for name in kwargs if name not in known])
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 def check_keywords(function: str, unknown: Sequence[str]) -> None:
-    """No further arguments; of those that another library has, what they are called here."""
+    """Raises for keywords that a function does not have; for those of `jax.nn`, the error names the mask to pass."""
     for name in unknown:
         if name not in TRANSLATED:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

@@ -1,26 +1,46 @@
-"""Which releases of JAX the package was tested with; there is no upper cap, so others are warned of."""
+"""The JAX releases that the package was tested with, and the note that errors get under any other release."""
 
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-# Releases up to their second number: the whole suite passes with each. A weekly workflow runs it with the newest.
+import jax
+
+# JAX versions up to the second number. The whole suite passes with each; a weekly workflow runs it with the newest JAX.
 TESTED = ("0.10",)
 
 
-def warn_unless_tested(version: str) -> None:
-    """Warns if no release of this series of JAX was ever tested; says nothing otherwise.
+def untested(version: str) -> str | None:
+    """Returns a sentence about an untested JAX version and what to do; None if the version was tested.
 
     Args:
-        version: the version of JAX that is installed.
+        version: a version of JAX, such as `jax.__version__`.
 
     Example:
-        >>> warn_unless_tested("0.10.2")
+        >>> untested("0.10.2") is None
+        True
+        >>> print(untested("0.99.0"))
+        longspan was tested with JAX 0.10, not with JAX 0.99.0. If something fails, try `pip install 'jax==0.10.*'`.
     """
-    series = ".".join(version.split(".")[:2])
-    if series not in TESTED:
-        warnings.warn(
-            f"longspan was never tested with JAX {version}, only with {' and '.join(TESTED)}. It probably works. "
-            f"If results or errors look wrong, compare with `pip install 'jax=={TESTED[-1]}.*'`. To hide this: "
-            "PYTHONWARNINGS='ignore:longspan was never tested with'",
-            UserWarning,
-            stacklevel=3,
-        )
+    if ".".join(version.split(".")[:2]) in TESTED:
+        return None
+    return (
+        f"longspan was tested with JAX {' and '.join(TESTED)}, not with JAX {version}. If something fails, try "
+        f"`pip install 'jax=={TESTED[-1]}.*'`."
+    )
+
+
+def note_untested(error: BaseException) -> None:
+    """Adds that sentence to an error as a note, if the installed JAX is untested."""
+    note = untested(jax.__version__)
+    if note is not None and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+@contextmanager
+def untested_jax_noted() -> Iterator[None]:
+    """Adds the note to errors that a changed JAX may cause: a missing name, a missing module, another signature."""
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError) as error:
+        note_untested(error)
+        raise

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib
+import inspect
 import operator
 import pydoc
 import re
@@ -66,9 +67,19 @@ def test_modules_do_not_import_in_circles():
 
 
 def test_exports_and_api_page_list_the_same_names():
-    exported, documented = exports(PACKAGE), {name for name in documented_names() if "." not in name}
+    exported, documented = public_names(), {name for name in documented_names() if "." not in name}
     assert not exported - documented, f"Add to docs/api.md: {sorted(exported - documented)}"
-    assert not documented - exported, f"In docs/api.md, but not exported `X as X`: {sorted(documented - exported)}"
+    assert not documented - exported, f"In docs/api.md, but not in `__all__`: {sorted(documented - exported)}"
+
+
+def test_exports_that_are_not_listed_are_documented_in_maskinfo():
+    longspan = importlib.import_module("longspan")
+    unlisted = exports(PACKAGE) - public_names()
+    assert len(unlisted) == 11
+    assert {f"maskinfo.{name}" for name in unlisted} <= set(documented_names())
+    for name in unlisted:
+        assert getattr(longspan, name) is getattr(longspan.maskinfo, name)
+        assert name not in dir(longspan) and name not in longspan.__all__
 
 
 def test_every_documented_name_has_an_example():
@@ -134,9 +145,24 @@ def test_no_top_level_module_has_the_name_of_a_public_function():
 
 def test_dir_and_all_list_the_public_names():
     longspan = importlib.import_module("longspan")
-    public = exports(PACKAGE)
+    public = public_names()
     assert public <= set(dir(longspan)) <= public | {"__version__"}
-    assert set(longspan.__all__) == public - set(longspan._LAZY)
+    assert public <= exports(PACKAGE), "static checkers see names that are imported `X as X`"
+    assert not set(longspan.__all__) & set(longspan._LAZY)
+
+
+def test_the_signature_of_attention_has_its_own_arguments_only():
+    longspan = importlib.import_module("longspan")
+    for function in (longspan.attention, longspan.parallel.attention):
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+        assert "unknown" not in pydoc.render_doc(function, renderer=pydoc.plaintext)
+        with pytest.raises(
+            TypeError, match=r"attention\(\) has no argument 'is_causal': give it as `mask=ls.Causal\(\)`"
+        ):
+            function(is_causal=True)
+        with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'is_cusal'"):
+            function(is_cusal=True)
 
 
 def test_help_shows_the_public_functions_and_rules():
@@ -221,6 +247,12 @@ def exports(package: Path) -> set[str]:
     nodes = ast.walk(ast.parse((package / "__init__.py").read_text("utf-8")))
     aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     return {a.name for a in aliases if a.asname == a.name and not a.name.startswith("_")}
+
+
+def public_names() -> set[str]:
+    """The names that `dir(longspan)` lists, with those that need an optional dependency."""
+    longspan = importlib.import_module("longspan")
+    return {*longspan.__all__, *longspan._LAZY}
 
 
 def documented_names() -> list[str]:

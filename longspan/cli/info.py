@@ -21,6 +21,8 @@ def info(as_json: AsJson = False) -> None:
         print_json(facts)
         return
     print(f"longspan {facts['longspan']}, Python {facts['python']}, {facts['platform']}")
+    if facts["untested_jax"]:
+        print(facts["untested_jax"])
     print("devices: " + ", ".join(facts["devices"]))
     print("engines:")
     for name, said in facts["engines"].items():
@@ -39,6 +41,7 @@ def facts_of_machine() -> dict[str, Any]:
 
     from longspan.engines import ENGINES, Request
     from longspan.engines.cpu import library as native
+    from longspan.tested_jax import untested
 
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
     request = Request.of(q=x, k=x, v=x, mask=ls.Causal())
@@ -48,6 +51,7 @@ def facts_of_machine() -> dict[str, Any]:
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         executable=sys.executable,
+        untested_jax=untested(jax.__version__),
         devices=[f"{device.platform} {device.device_kind} {device.id}" for device in jax.devices()],
         engines={name: engine.unsupported(request) or "runs" for name, engine in ENGINES.items()},
         native=missing or "built",

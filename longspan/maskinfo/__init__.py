@@ -3,6 +3,14 @@
 `bound` holds the fields; `build`, `rules`, `views`, `sharding` and `picture` the methods by subject, which `info`
 brings together; `ids` names tokens and works out positions, lengths and offsets, `convert` has the functions of plain
 arrays.
+
+Every public name here can also be imported from `longspan`.
+
+Example:
+    >>> ids = np.array([[0, 0, 1, -1]])  # two documents and one padding token
+    >>> info = ls.MaskInfo.from_segments(ids)
+    >>> ls.maskinfo.segment_ids_to_mask(ids).shape == info.attention_mask.shape
+    True
 """
 
 from longspan.maskinfo.convert import attention_mask_to_qkv_cu_seqlens as attention_mask_to_qkv_cu_seqlens

@@ -4,6 +4,12 @@
 how intervals combine. `terms` are numbers of tokens, and `compare` holds one of the query against one of the key: most
 rules of `by_position`, `by_slot`, `between` and `packed` are said by it. Others stand in `tables` and `custom`;
 `algebra` makes masks of masks, `cut` cuts them to some slots.
+
+Example:
+    >>> print((ls.masks.Causal() & ls.masks.Window(1, 0)).show(3, 3))
+    #..
+    ##.
+    .##
 """
 
 from longspan.masks.algebra import And as And

@@ -51,7 +51,20 @@ class Value:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def rule(cls):
-    """Makes a frozen pytree of a `Mask` subclass: fields that hold arrays or masks are data, all others are static."""
+    """Makes a frozen pytree of a `Mask` subclass: fields that hold arrays or masks are data, all others are static.
+
+    Example:
+        >>> @ls.masks.rule
+        ... class Strided(ls.Mask):
+        ...     stride: int
+        ...
+        ...     def allowed(self, q, kv):
+        ...         return (q.position - kv.position) % self.stride == 0
+        >>> print(Strided(2).show(3, 4))
+        #.#.
+        .#.#
+        #.#.
+    """
     cls = dataclass(frozen=True, eq=False, repr=False)(cls)
     names = tuple(f.name for f in fields(cls))
     plain_init = cls.__init__

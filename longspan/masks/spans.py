@@ -19,6 +19,11 @@ class Spans(NamedTuple):
 
     `low`, `high`: [B or 1, N or 1, rows, P] (for `q_spans` [.., P, rows]); `common`: bool over the other side's
     tiles, rank 4, or None.
+
+    Example:
+        >>> low, high = np.zeros((1, 1, 3, 1), np.int32), np.full((1, 1, 3, 1), 4, np.int32)
+        >>> ls.masks.Spans(low, high).common is None  # keys 0 to 3 for each of three rows of tiles
+        True
     """
 
     low: Any

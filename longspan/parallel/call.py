@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from longspan.array_types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
 from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.biases import AnyBias, Bias, Whole, map_terms, terms
-from longspan.checks import check_keywords
+from longspan.checks import hint_keywords
 from longspan.constants import unfolded
 from longspan.engines import Engine, Request
 from longspan.layout import BlockLayout
@@ -29,6 +29,7 @@ from longspan.parallel.plan import Asked, ParallelPlan, plan_communication
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 from longspan.programs import jit_by_function
+from longspan.tested_jax import untested_jax_noted
 
 
 @overload
@@ -112,6 +113,7 @@ def attention(
 ) -> Output | tuple[Output, LogSumExp]: ...
 
 
+@hint_keywords
 @no_type_check
 def attention(
     q: Query,
@@ -136,7 +138,6 @@ def attention(
     kv_positions: Positions | None = None,
     engine: EngineName | Engine = "auto",
     return_lse: bool = False,
-    **unknown: Any,  # for the sake of a message
 ) -> Output | tuple[Output, LogSumExp]:
     """`ls.attention` over a sequence that the devices of a mesh axis share: exact for every mask, in one call.
 
@@ -174,7 +175,6 @@ def attention(
         kv_positions: likewise.
         engine: what each device computes with.
         return_lse: also return the log-sum-exp of the scores.
-        unknown: nothing.
 
     Returns:
         The output [B, T, N, Hv], sharded like the queries; with `return_lse` also lse [B, T, N].
@@ -185,7 +185,6 @@ def attention(
         >>> ls.parallel.attention(q, k, v, mask=ls.Causal() & ls.Window(3, 0), mesh=mesh).sharding.spec
         P('dp', 'sp')
     """
-    check_keywords("attention", list(unknown))
     check_order(order)
     axes = Axes.of(mesh, axis, batch_axes, head_axis)
     _check_place(axes, q, k, v)
@@ -197,7 +196,8 @@ def attention(
     )  # fmt: skip
     check_call(axes, request, order)
     plan = chosen_plan(plan, request, axes, order, global_capacity)
-    out, lse = _attend_on_mesh(request, setting=Setting(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
+    with untested_jax_noted():
+        out, lse = _attend_on_mesh(request, setting=Setting(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
