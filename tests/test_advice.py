@@ -202,7 +202,7 @@ def test_where_nothing_helps_it_only_states_that_much_is_executed():
 def test_an_engine_that_computes_every_pair_is_not_advised_about_tiles(mask):
     notes = explained(mask, engine="reference").notes
     assert not any(said in note for note in notes for said in (SORT, TILES, BOUNDS))
-    assert any(note.startswith("dense: every pair is computed") for note in notes)
+    assert any(note.startswith("this engine is dense: it computes every pair") for note in notes)
 
 
 def test_every_adviser_is_followed_above():

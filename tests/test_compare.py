@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines.cpu.program import knows
+from longspan.engines.cpu.program import supports
 from longspan.layout import count
 from longspan.masks import Compare, Rule, array, member, number, position, rule, slot
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
@@ -77,7 +77,7 @@ def test_what_is_no_term_is_refused_with_what_to_do(unchecked, make, error, mess
 
 def test_a_rule_of_one_line_has_all_that_ours_have():
     mask = Diagonal(-2)
-    assert knows(mask) and knows(~mask) and not mask.unbounded() and not (~mask).inexact()
+    assert supports(mask) and supports(~mask) and not mask.unbounded() and not (~mask).inexact()
     assert mask.layout(4096, 4096).visits() == 63 and count(mask.layout(4096, 4096)).pairs == 4094
     assert (~mask).layout(4096, 4096, q_tile=1, kv_tile=1).visits() == 4096 * 4096 - 4094
     assert mask.cut([5, 1], [0, 3]) is mask

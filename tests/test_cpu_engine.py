@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.engines.cpu import library
-from longspan.engines.cpu.operands import ROLES, Plan
-from longspan.engines.cpu.program import most_visits
+from longspan.engines.cpu.operands import ROLES, KernelPlan
+from longspan.engines.cpu.program import max_visits
 from longspan.layout import plan_layout
 from longspan.testing import Shape, assert_matches_reference, make_qkv, masks
 
@@ -39,7 +39,7 @@ def test_switched_off_by_the_environment_it_says_so(monkeypatch):
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     q, k, v = make_qkv(Shape(B=1, T=3, S=5, N=2, K=1, H=4), jnp.float32)
     assert "LONGSPAN_NATIVE=0" in ls.explain(q, k, v).refused["cpu"]
-    with pytest.raises(NotImplementedError, match="unset it"):
+    with pytest.raises(NotImplementedError, match="unset the variable"):
         ls.attention(q, k, v, engine="cpu")
 
 
@@ -55,7 +55,7 @@ def test_a_missing_library_is_explained_with_the_cure(monkeypatch, tmp_path):
 @needs_library
 def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv("LONGSPAN_CPU_ISA", "abacus")
-    assert "this machine and build have: " in (library.missing() or "")
+    assert "this machine and build support " in (library.missing() or "")
 
 
 @needs_library
@@ -178,7 +178,7 @@ def test_a_mask_may_be_nested_deeply():
 def test_wrong_calls_are_errors_with_a_message():
     q = jnp.ones((1, 4, 2, 8))
     tables = [jnp.zeros((1, 1, 1, 1), jnp.int32), jnp.ones((1, 1, 1, 1), jnp.int32)]
-    good = Plan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * len(ROLES), ((),) * 2)
+    good = KernelPlan(1.0, 0.0, 0.0, 0, 4, 4, (0,), (-1,) * len(ROLES), ((),) * 2)
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *[jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)] * 2)
 
     def call(*operands, results=results, **changes):
@@ -225,7 +225,7 @@ def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider)
     rooms = []
 
     def traced(mask):
-        rooms.append(most_visits(plan_layout(mask, 23, 31, 3, 2, xp=jnp)))
+        rooms.append(max_visits(plan_layout(mask, 23, 31, 3, 2, xp=jnp)))
 
     jax.eval_shape(traced, mask)
     jax.eval_shape(lambda: traced(mask))  # NumPy's arrays stay known
@@ -266,7 +266,9 @@ def test_bits_that_take_gigabytes_are_refused(known):
     def lowered(**arguments):
         return jax.jit(partial(run, **arguments)).lower(q, ids) if known else run(q, ids, **arguments)
 
-    with pytest.raises(NotImplementedError, match=r"no word for Custom\(<lambda>\).*: 8.0 GiB, and 1 GiB is the most"):
+    with pytest.raises(
+        NotImplementedError, match=r"cannot evaluate Custom\(<lambda>\).*takes 8.0 GiB, and the limit is 1 Gi"
+    ):
         lowered()
     if LIBRARY_MISSING is None:
         lowered(within=ls.Window(255, 0))  # a static window leaves few

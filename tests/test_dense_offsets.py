@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines.cpu.program import knows
+from longspan.engines.cpu.program import supports
 from longspan.layout import count
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 
@@ -69,7 +69,7 @@ def test_only_the_tiles_of_the_array_are_visited_also_where_offsets_are_traced()
 def test_engines_match_the_reference_in_both_passes(offsets):
     sizes = [n if at is None else 9 for n, at in zip((T, S), offsets, strict=True)]
     mask = ls.Prefix(3) | ls.Dense(RNG.random((2, 1, *sizes)) < 0.6, *offsets)
-    assert knows(mask)
+    assert supports(mask)
     q, k, v = make_qkv(Shape(B=2, T=T, S=S, N=4, K=2, H=5), jnp.float32)
     for rule in (mask, mask.layout(T, S, q_tile=4, kv_tile=3)):
         assert_matches_reference(["cpu", "xla"], q, k, v, rule)

@@ -213,7 +213,7 @@ CALLS = [
     (TypeError, "`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got str", dict(mask="causal")),
     (
         TypeError,
-        "got function. A function of positions becomes a mask by `ls.Custom(fn)`.",
+        "got function. Wrap a function of positions: `ls.Custom(fn)`.",
         dict(mask=lambda q, k: q >= k),
     ),
     (
@@ -234,18 +234,18 @@ CALLS = [
     (ValueError, "`soft_cap` must be a number > 0 or None, got nan", dict(soft_cap=float("nan"))),
     (ValueError, "`soft_cap` must be a number > 0 or None, got array([2.])", dict(soft_cap=np.array([2.0]))),
     (ValueError, "`soft_cap` must be a number > 0 or None, got np.True_", dict(soft_cap=np.True_)),
-    (ValueError, "`soft_cap` must lie between 1.18e-38 and 3.4e+38, the numbers of float32", dict(soft_cap=1e39)),
-    (ValueError, "scores are computed, got inf. Give None for no cap", dict(soft_cap=float("inf"))),
-    (ValueError, "scores are computed, got 1e-40. Give None for no cap", dict(soft_cap=1e-40)),
+    (ValueError, "`soft_cap` must lie between 1.18e-38 and 3.4e+38, the range of float32", dict(soft_cap=1e39)),
+    (ValueError, "scores are computed, got inf. Pass None for no cap", dict(soft_cap=float("inf"))),
+    (ValueError, "scores are computed, got 1e-40. Pass None for no cap", dict(soft_cap=1e-40)),
     (ValueError, "`scale` must be a number or a float array of shape (), got 'big'", dict(scale="big")),
     (ValueError, "`scale` must be a number or a float array of shape (), got True", dict(scale=True)),
     (ValueError, "`scale` must be a number or a float array of shape ()", dict(scale=jnp.ones(2))),
     (ValueError, "in which scores are computed, got inf", dict(scale=np.float32(np.inf))),
-    (ValueError, "`scale` must be a finite number of float32", dict(scale=float("inf"))),
-    (ValueError, "in which scores are computed, got nan. Give None for 1/sqrt(H)", dict(scale=float("nan"))),
+    (ValueError, "`scale` must be finite in float32", dict(scale=float("inf"))),
+    (ValueError, "in which scores are computed, got nan. Pass None for 1/sqrt(H)", dict(scale=float("nan"))),
     (
         ValueError,
-        "`scale` must be a finite number of float32, in which scores are computed, got 1e+39",
+        "`scale` must be finite in float32, in which scores are computed, got 1e+39",
         dict(scale=1e39),
     ),
     (ValueError, "engine='fast' is not one of 'auto'", dict(engine="fast")),
@@ -265,7 +265,7 @@ CALLS = [
     ),
     (
         ValueError,
-        "A BlockLayout is planned for its positions",
+        "A BlockLayout already has positions, so the call takes none",
         dict(mask=ls.Causal().layout(5, 7), q_positions=np.arange(5)),
     ),
     (

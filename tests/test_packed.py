@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines.cpu.program import knows
+from longspan.engines.cpu.program import supports
 from longspan.testing import Shape, make_qkv
 from tests.engines import every_sparse_engine
 
@@ -79,7 +79,7 @@ def test_its_tiles_are_those_of_the_first_tokens():
 
 def test_the_native_kernel_has_words_for_it_and_a_cut_keeps_what_was_first():
     mask = ls.FirstOfSegment(PACKED, 2)
-    assert knows(mask) and knows(mask.cut([3, 5], [1, 2, 3, 5]))
+    assert supports(mask) and supports(mask.cut([3, 5], [1, 2, 3, 5]))
     for slots in ([1, 2, 3, 5, 6], [5, 5, 4, 4, 4, 0]):
         np.testing.assert_array_equal(
             mask.cut([3, 5], slots).dense(2, len(slots)), np.asarray(mask.dense(11, 11))[:, :, [3, 5]][..., slots]

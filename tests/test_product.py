@@ -7,7 +7,7 @@ import pytest
 
 from longspan.engines import multiply
 from longspan.engines.cpu import library
-from longspan.engines.cpu.product import MOST_ROWS, can_multiply, products
+from longspan.engines.cpu.product import MAX_ROWS, can_multiply, products
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="the native library is not there")
 SETS = () if library.missing() else library.instruction_sets()
@@ -30,7 +30,7 @@ def exact(x, matrix, layer, by_outer):
 def test_products_are_exact(isa, dtype, by_outer, monkeypatch):
     """Widths below, at and above what one piece and one vector hold; rows that do not fill a group."""
     monkeypatch.setenv("LONGSPAN_CPU_ISA", isa)
-    for rows, inner, sizes in [(1, 67, (1, 130)), (5, 8, (63, 64, 65)), (17, 33, (9,)), (MOST_ROWS, 19, (2500,))]:
+    for rows, inner, sizes in [(1, 67, (1, 130)), (5, 8, (63, 64, 65)), (17, 33, (9,)), (MAX_ROWS, 19, (2500,))]:
         x = draw(rows, inner)
         shapes = [(LAYERS, size, inner) if by_outer else (LAYERS, inner, size) for size in sizes]
         matrices = [draw(*shape, dtype=dtype) for shape in shapes]
@@ -43,7 +43,7 @@ def test_products_are_exact(isa, dtype, by_outer, monkeypatch):
 
 
 def test_a_row_has_the_same_bits_in_every_batch():
-    x, matrix = draw(MOST_ROWS, 70), draw(LAYERS, 70, 300)
+    x, matrix = draw(MAX_ROWS, 70), draw(LAYERS, 70, 300)
     (together,) = products(x, [matrix], 2)
     for row in (0, 15, 16, 63):
         np.testing.assert_array_equal(products(x[row : row + 1], [matrix], 2)[0][0], together[row])
@@ -66,7 +66,7 @@ def test_what_is_not_finite_stays_so():
         ((2, 5), (3, 6, 4), 0, "does not fit x"),
         ((2, 5), (3, 5, 4), 3, "no such layer"),
         ((2, 5), (3, 5, 4), -1, "no such layer"),
-        ((MOST_ROWS + 1, 5), (3, 5, 4), 0, "at most 64 rows"),
+        ((MAX_ROWS + 1, 5), (3, 5, 4), 0, "at most 64 rows"),
         ((2, 5), (5,), 0, "two axes"),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_layer_is_one_int(layer):
 
 def test_only_what_it_can_is_taken():
     assert can_multiply(1, np.float32, jnp.bfloat16)
-    assert not can_multiply(MOST_ROWS + 1, np.float32)
+    assert not can_multiply(MAX_ROWS + 1, np.float32)
     assert not can_multiply(1, np.float16)
 
 

@@ -71,16 +71,16 @@ def test_an_import_that_fails_has_the_note():
 def test_errors_that_a_changed_jax_may_cause_have_the_note(kind, untested_jax):
     with pytest.raises(kind, match="no such name") as raised:
         ls.attention(X, X, X, engine=Outdated(kind("no such name")))
-    assert raised.value.__notes__ == [NOTE]
+    assert NOTE in raised.value.__notes__
 
 
 def test_other_errors_have_no_note(untested_jax):
     with pytest.raises(TypeError, match="`mask` must be") as raised:
         ls.attention(X, X, X, mask=3)  # type: ignore[call-overload]
-    assert not hasattr(raised.value, "__notes__")
+    assert NOTE not in getattr(raised.value, "__notes__", ())
     with pytest.raises(ValueError, match="wrong") as refused:
         ls.attention(X, X, X, engine=Outdated(ValueError("wrong")))
-    assert not hasattr(refused.value, "__notes__")
+    assert NOTE not in getattr(refused.value, "__notes__", ())
 
 
 def test_a_tested_release_adds_no_note_and_an_untested_one_adds_it_once(monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines.cpu.program import knows, unknown
+from longspan.engines.cpu.program import supports, unsupported_rules
 from longspan.masks.by_slot import kv_flags
 from tests.users_masks import LastKeys, Louder, Near, NearSlots, Wrapped
 
@@ -103,9 +103,9 @@ def test_rules_that_bound_nothing_are_named():
 def test_the_kernel_names_the_rules_that_travel_as_bits():
     near, view = Near(3), NearSlots(3).cut([1, 2])
     mask = (ls.Causal() & near) | ~ls.PerHead((view, ls.Chunk(3), ls.KvLengths(3).cut(None, [1, 2])))
-    assert unknown(mask) == (near, view) and not knows(mask)
-    assert knows(ls.Causal() & ls.KvLengths(3).cut(None, [1, 2]) & ls.Blocks(np.zeros((1, 1, 1), int), 2))
-    assert unknown(Wrapped(ls.Causal())) == (Wrapped(ls.Causal()),)
+    assert unsupported_rules(mask) == (near, view) and not supports(mask)
+    assert supports(ls.Causal() & ls.KvLengths(3).cut(None, [1, 2]) & ls.Blocks(np.zeros((1, 1, 1), int), 2))
+    assert unsupported_rules(Wrapped(ls.Causal())) == (Wrapped(ls.Causal()),)
 
 
 def test_a_maskinfo_asks_the_rules_what_they_are_called():

@@ -1,8 +1,15 @@
-"""Ways to compute attention, under one contract: `Engine` answers a `Request`.
+"""The implementations of attention. An `Engine` computes a `Request`, one checked call of `attention`.
 
-`reference` is dense and defines what is correct, `xla` is block-sparse in plain JAX, `cpu` a native kernel. Engines
-never import each other; what differentiating them has in common is in `gradient`. What a decoder's step does besides,
-with layers that are stacked, is here too: `multiply` and `put` read and write one layer where it lies, if possible.
+`reference` is dense and defines the correct result, `xla` is block-sparse in plain JAX, `cpu` calls a native kernel.
+Engines never import each other. `gradient` differentiates all of them, and `partition` splits them over devices.
+`multiply` and `put` serve decoding: they read and write one layer of a stack of layers, in place where possible.
+
+Example:
+    >>> x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
+    >>> request = ls.engines.Request.of(q=x, k=x, v=x, mask=ls.Causal())
+    >>> engine, refused = ls.engines.choose("reference", request)
+    >>> engine.name, refused
+    ('reference', {})
 """
 
 from collections.abc import Sequence
@@ -23,14 +30,21 @@ from longspan.engines.reference import ENGINE as _REFERENCE
 from longspan.engines.request import Request as Request
 from longspan.engines.xla import ENGINE as _XLA
 
-# In the order in which "auto" tries them: the fastest first. `python -m benchmarks crossover` measures it: `cpu` was
-# ahead of `xla` at every size and with every feature, by 1.1 (one query, 32 keys; `Custom`) to 7 times. Only the
-# gradients of some 16 tokens come sooner from the reference: 0.2 ms do not pay for an engine that needs T×S memory.
+# engine="auto" tries them in this order, the fastest first. Measured by `python -m benchmarks crossover`: `cpu` is 1.1
+# (one query, 32 keys; `Custom`) to 7 times as fast as `xla`, at every size and with every feature. The reference is
+# faster only for the gradients of about 16 tokens, by 0.2 ms: too little to choose an engine that needs T×S memory.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, _XLA, _REFERENCE)}
 
 
 def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, str]]:
-    """The engine that runs a request, and why each one tried before it was refused.
+    """The engine that runs a request, and the reason why each engine tried before it cannot.
+
+    Args:
+        engine: "auto", the name of an engine, or an instance of `Engine`.
+        request: the call to run.
+
+    Raises:
+        NotImplementedError: if the named engine, or with "auto" every engine, cannot run the request.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((2, 7, 6, 5), jnp.float32)
@@ -60,7 +74,7 @@ def _first(request: Request) -> tuple[Engine, dict[str, str]]:
 
 
 def _check_engine(engine: object) -> None:
-    """An instance of a subclass of `Engine` that can be part of a compiled program."""
+    """Raises unless `engine` is an `Engine` with a name that hashes, as the static part of a program must."""
     if not isinstance(engine, Engine) or not isinstance(getattr(engine, "name", None), str):
         wanted = f"one of {', '.join(map(repr, ('auto', *ENGINES)))}, or a longspan.engines.Engine"
         raise TypeError(f"`engine` must be {wanted}, got {engine!r}.")
@@ -68,48 +82,51 @@ def _check_engine(engine: object) -> None:
         hash(engine)
     except TypeError:
         raise TypeError(
-            f"engine={engine!r} does not hash, and an engine is part of what is compiled. Make it a frozen dataclass, "
-            "or give it no `__eq__`."
+            f"engine={engine!r} does not hash, but `jit` needs a hash of every engine. Make it a frozen dataclass, "
+            "or remove its `__eq__`."
         ) from None
 
 
 def reads_in_place(rows: int, dtype: Any, param_dtype: Any) -> bool:
-    """Whether `multiply` reads matrices of this dtype where they lie, for so many rows."""
+    """Whether `multiply` reads matrices of dtype `param_dtype` in place, for this number of rows of `dtype`."""
     exact = jnp.dtype(dtype) in (jnp.dtype(param_dtype), jnp.dtype(jnp.float32))
     return jax.default_backend() == "cpu" and exact and _can_multiply(rows, dtype, param_dtype)
 
 
 def multiply(x: jax.Array, matrices: Sequence[jax.Array], layer: Any = 0, *, by_outer: bool = False) -> list[jax.Array]:
-    """[x @ matrix[layer] for matrix in matrices], for a few rows on a CPU without a copy of any layer.
+    """[x @ matrix[layer] for matrix in matrices]. On a CPU, up to 64 rows are multiplied without copying a layer.
 
     Args:
         x: [..., inner].
         matrices: stacks [layers, inner, outer], or single matrices [inner, outer].
-        layer: which of each stack, an int or a traced one.
-        by_outer: whether they are transposed, [layers, outer, inner].
+        layer: the index into each stack, static or traced.
+        by_outer: whether the matrices are transposed, [layers, outer, inner].
     """
     rows = x.reshape(-1, x.shape[-1])
     if not all(reads_in_place(rows.shape[0], x.dtype, matrix.dtype) for matrix in matrices):
-        ours = [matrix[layer] if matrix.ndim == 3 else matrix for matrix in matrices]
-        return [x @ (matrix.T if by_outer else matrix).astype(x.dtype) for matrix in ours]
+        selected = [matrix[layer] if matrix.ndim == 3 else matrix for matrix in matrices]
+        if by_outer:
+            selected = [matrix.T for matrix in selected]
+        return [x @ matrix.astype(x.dtype) for matrix in selected]
     ys = _products(rows.astype(jnp.float32), matrices, layer, by_outer=by_outer)
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
 def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """The stack with stack[layer, b, slots[b, i]] = new[b, i]; slots that are not there take nothing.
+    """Returns the stack with stack[layer, b, slots[b, i]] = new[b, i]; slots out of range are skipped.
 
     Args:
         stack: [layers, B, slots, ...].
-        layer: which one, an int or a traced one.
-        slots: int32 [B, n], different in each row.
+        layer: the index into the stack, static or traced.
+        slots: int32 [B, n]; within a row all slots differ.
         new: [B, n, ...], of the stack's dtype.
     """
     if jax.default_backend() == "cpu" and _library.missing() is None:
         return _put(stack, layer, slots, new)
-    there = jnp.where(slots < 0, stack.shape[2], slots)
+    # Negative slots must not count from the end: they are moved past it, where `mode="drop"` skips them.
+    slots = jnp.where(slots < 0, stack.shape[2], slots)
 
-    def row(one, at, values):
-        return one.at[layer, at].set(values, mode="drop", unique_indices=True)
+    def write_row(row, row_slots, values):
+        return row.at[layer, row_slots].set(values, mode="drop", unique_indices=True)
 
-    return jax.vmap(row, (1, 0, 0), 1)(stack, there, new)
+    return jax.vmap(write_row, (1, 0, 0), 1)(stack, slots, new)

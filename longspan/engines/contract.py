@@ -1,4 +1,4 @@
-"""The one contract between `attention` and its engines: `Engine` answers a `Request`."""
+"""`Engine`: the base class of all implementations of attention."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -11,11 +11,11 @@ from longspan.layout import BlockLayout
 
 
 class Engine(ABC):
-    """A way to compute attention. Engines never import each other; `attention(..., engine=)` takes one, or its name.
+    """An implementation of attention. `attention(..., engine=)` takes an instance, or the name of a built-in one.
 
-    Subclass it and define `name` and `run`; with `backward` its results can be differentiated. All else has a default.
-    Instances are part of what is compiled, so they must be hashable: keep no arrays in them. `layout` is always
-    `request.layout`: which tiles to visit, and both sides as rules see them.
+    Subclasses define `name` and `run`, and `backward` for gradients. Every other method has a default.
+    `jit` treats an engine as static, so an instance must hash and must not hold arrays. The `layout` argument of the
+    methods is `request.layout`: the tiles to visit, and the positions of queries and keys.
 
     Example:
         >>> from longspan.engines import ENGINES
@@ -29,41 +29,41 @@ class Engine(ABC):
     """
 
     name: str
-    differentiable: ClassVar[bool] = False  # JAX can differentiate `run` by itself, also twice: `backward` is not used
-    dense: ClassVar[bool] = False  # every pair is computed, whatever the mask allows: no advice about tiles is given
+    differentiable: ClassVar[bool] = False  # whether JAX differentiates `run`, also twice, without `backward`
+    dense: ClassVar[bool] = False  # whether every pair is computed; `explain` then gives no advice about tiles
 
     def unsupported(self, request: Request) -> str | None:
-        """Why this engine cannot run a request, in words that the user can act on; None if it can."""
+        """The reason why this engine cannot run a request, and what to do; None if it can."""
         return None
 
     def tiles(self, request: Request) -> tuple[int, int]:
-        """How many queries and how many keys a tile has, where the caller has not planned a layout."""
+        """(q_tile, kv_tile) for a request without a layout from the caller."""
         return 128, 128
 
     def notes(self, request: Request) -> tuple[str, ...]:
-        """What `explain` should tell of how this engine runs a request."""
+        """Notes for `explain` about how this engine runs a request."""
         return ()
 
     def temporary_bytes(self, request: Request) -> int | None:
-        """How much memory a forward pass takes for itself, at least; None if that is little or not cheaply known."""
+        """A lower bound of the temporary memory of a forward pass; None if it is small or expensive to compute."""
         return None
 
     @abstractmethod
     def run(self, request: Request, layout: BlockLayout) -> tuple[jax.Array, jax.Array] | Result:
         """(out, lse): the output [B, T, N, Hv] in q's dtype, and lse [B, T, N] with the sinks included, float32 or 64.
 
-        A query that sees no key gives zeros and the sink's logit (-inf without one). What no query may see, or a query
-        that sees nothing, may hold NaN and must change nothing else. Every axis has at least one element: calls without
-        queries, keys or heads are answered before. Positions are the layout's.
+        A query that sees no key gives zeros, and the sink's logit as lse (-inf without sinks). Masked keys and values,
+        and queries that see no key, may hold NaN and must not change any other result. Every axis has at least one
+        element, because `attention` itself handles empty calls. Positions come from the layout.
         """
 
     def forward(self, request: Request, layout: BlockLayout) -> Result:
-        """`run` for a pass that is differentiated, by default the same: its result is handed to `backward`.
+        """The forward pass of a differentiated call; `backward` receives its result. By default the result of `run`.
 
-        There `out` may keep more bits, `lse_residual` is what lse lost by rounding (with scores near -1e9, as people
-        mask with, a float32 lse holds nothing of the logarithm of the sum), and `residuals` are arrays of the engine's
-        own. Where `jit` splits rows and heads over devices, residuals are kept if every array has all batch rows (B)
-        and query heads (N) and says so in `array_axes`, as a dataclass with `array_axes = {"sums": "BNT"}` does.
+        `out` may have a wider dtype. `lse_residual` is the rounding error of lse: with scores near -1e9, a common mask
+        value, a float32 lse loses the logarithm of the sum. `residuals` are further arrays for `backward`. Where `jit`
+        splits rows and heads over devices, residuals are kept only if every array has all batch rows (B) and query
+        heads (N) and names these axes, as a dataclass with `array_axes = {"sums": "BNT"}` does.
         """
         return Result(*self.run(request, layout))
 
@@ -72,17 +72,17 @@ class Engine(ABC):
     ) -> tuple[Any, Any, Any, Any]:
         """(dq, dk, dv, dbias), the last None without a bias, of weights exp(score - lse - lse_residual).
 
-        lse, lse_residual and delta [B, T, N] are *given*: they may be those of more keys than the request's own (a ring
-        over devices), and then `result.out` and `result.residuals` are None. delta is sum(dout · out) - dlse over all
-        of them, and 0 where lse is not finite. Sinks need nothing here. dbias has the structure of the request's bias:
-        the gradient of every array of floats in it, in its place.
+        Use lse, lse_residual and delta [B, T, N] as given: in a ring over devices they cover more keys than the
+        request has, and then `result.out` and `result.residuals` are None. delta is sum(dout · out) - dlse over all
+        these keys, and 0 where lse is not finite. `attention` computes the gradient of sinks itself. dbias is the
+        request's bias with each float array replaced by its gradient.
         """
         raise NotImplementedError(f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'.")
 
     def run_layer(self, request: Request, layout: BlockLayout, k: Any, v: Any, layer: Any) -> Any:
-        """(out, lse) with the keys and values of one layer, a traced int, of stacks [layers, B, S, K, H].
+        """(out, lse) for one layer of stacked keys and values [layers, B, S, K, H], read in place; None: not supported.
 
-        The request holds their shapes. A loop over layers then copies no cache. Without gradients, on one device. None,
-        the default: the layer is copied out of its stack, and `run` computes with it.
+        `layer` is a traced int, and the request has the shapes of one layer. A loop over layers then copies no cache.
+        Called on one device only. JAX cannot differentiate it. By default the caller copies the layer and calls `run`.
         """
         return None

@@ -1,4 +1,4 @@
-"""The `reference` engine: dense, readable, the definition of correct. T×S memory."""
+"""The `reference` engine: dense attention that defines the correct result. It needs T×S memory."""
 
 import math
 from typing import Any, NamedTuple
@@ -17,42 +17,45 @@ from longspan.layout import BlockLayout
 
 
 class Reference(Engine):
-    """Softmax attention over the pairs that the mask allows, written out; everything, everywhere."""
+    """Dense softmax attention with a mask. It supports every feature on every platform."""
 
     name = "reference"
     differentiable = True
     dense = True
 
     def tiles(self, request: Request) -> tuple[int, int]:
-        """It has no tiles; these are what `explain` counts in."""
+        """The tiles that `explain` counts; the engine itself has none."""
         return 128, 128
 
     def notes(self, request: Request) -> tuple[str, ...]:
-        return ("dense: every pair is computed, whatever the mask allows",)
+        return ("this engine is dense: it computes every pair, also those that the mask forbids",)
 
     def temporary_bytes(self, request: Request) -> int:
-        """The scores; the weights, and what a gradient keeps, come on top."""
+        """The size of the scores. Weights, and the residuals of a gradient, are not counted."""
         sizes = [request.dims[axis] for axis in "BNTS"]
         return math.prod(sizes) * statistics_dtype(request.q.dtype).itemsize
 
     def run(self, request: Request, layout: BlockLayout):
-        """(out, lse), which JAX differentiates as often as asked."""
-        pairs = _pairs(request, layout)
+        """(out, lse). JAX differentiates it, any number of times."""
+        pairs = _written_out(request, layout)
         scores, _ = _scores(request, pairs)
-        N = request.dims["N"]
-        sinks = None if request.sinks is None else request.sinks.astype(scores.dtype).reshape(1, N, 1, 1)
-        weights, lse = _softmax(scores, pairs.times, sinks)
+        sinks = request.sinks
+        if sinks is not None:
+            sinks = sinks.astype(scores.dtype).reshape(1, -1, 1, 1)
+        weights, lse = _softmax(scores, pairs.count, sinks)
         out = jnp.einsum("bnts,bsnh->btnh", _dropped(request, pairs, weights), pairs.v)
         return out.astype(request.q.dtype), lse.swapaxes(1, 2)
 
     def backward(self, request: Request, layout: BlockLayout, result: Result, delta, dout):
-        """The gradients of weights exp(score - lse - lse_residual), for a lse of these keys or of more."""
-        lse, low = result.lse, result.lse_residual
-        pairs = _pairs(request, layout)
+        """The gradients of weights exp(score - lse - lse_residual); lse may cover more keys than the request."""
+        pairs = _written_out(request, layout)
         scores, slope = _scores(request, pairs)
-        level, low, delta = (_column(jnp.where(jnp.isfinite(lse), a, 0)) for a in (lse, low, delta))
-        none = pairs.times == 0
-        weights = jnp.where(none, 0, pairs.times * jnp.exp(jnp.where(none, 0, scores - level - low)))
+        finite = jnp.isfinite(result.lse)
+        lse = _column(jnp.where(finite, result.lse, 0))
+        lse_residual = _column(jnp.where(finite, result.lse_residual, 0))
+        delta = _column(jnp.where(finite, delta, 0))
+        masked = pairs.count == 0
+        weights = jnp.where(masked, 0, pairs.count * jnp.exp(jnp.where(masked, 0, scores - lse - lse_residual)))
         dout = dout.astype(scores.dtype)
         dv = jnp.einsum("bnts,btnh->bsnh", _dropped(request, pairs, weights), dout)
         dweights = _dropped(request, pairs, jnp.einsum("btnh,bsnh->bnts", dout, pairs.v))
@@ -60,86 +63,93 @@ class Reference(Engine):
         dscores = dscores * slope * np.asarray(request.scale, scores.dtype)
         dq = jnp.einsum("bnts,bsnh->btnh", dscores, pairs.k)
         dk = jnp.einsum("bnts,btnh->bsnh", dscores, pairs.q)
-        dk, dv = (_sum_groups(x, request.dims["K"]).astype(request.k.dtype) for x in (dk, dv))
+        dk = _sum_groups(dk, request.dims["K"]).astype(request.k.dtype)
+        dv = _sum_groups(dv, request.dims["K"]).astype(request.k.dtype)
         return dq.astype(request.q.dtype), dk, dv, _bias_gradient(request, layout, dbias)
 
 
 ENGINE = Reference()
 
 
-class _Pairs(NamedTuple):
-    """A request written out: what is seen, with keys and values repeated for every query head."""
+class _DensePairs(NamedTuple):
+    """The arrays of a request for all pairs of queries and keys, with keys and values repeated for every query head."""
 
-    times: Any  # [B, N, T, S]: how often each pair counts, 0 where it is not allowed
-    q: Any  # [B, T, N, H], 0 where a query sees nothing
-    k: Any  # [B, S, N, H], 0 where no query of the head sees a key
+    count: Any  # [B, N, T, S]: how often each pair counts; 0: not allowed
+    q: Any  # [B, T, N, H], 0 where a query sees no key
+    k: Any  # [B, S, N, H], 0 where no query of the head sees the key
     v: Any
     bias: Any  # [B, N, T, S], finite, or None
-    kept: Any  # bool [B, N, T, S]: what dropout leaves, or None
+    kept: Any  # bool [B, N, T, S]: False where dropout drops the weight; None without dropout
 
 
-def _pairs(request: Request, layout: BlockLayout) -> _Pairs:
-    B, T, S, N, K = (request.dims[axis] for axis in "BTSNK")
+def _written_out(request: Request, layout: BlockLayout) -> _DensePairs:
+    B, T, S, N, K, _, _ = request.dims.values()
     dtype, bias, kept = statistics_dtype(request.q.dtype), None, None
     q_side, kv_side = layout.sides(batch=B, heads=N)
     q_slots, kv_slots = q_side.slots(), kv_side.slots()
-    # Behind a barrier: without a mask this is a constant of T×S elements, which XLA would take seconds to fold.
+    # Without a mask this is a constant of T×S elements. The barrier keeps XLA from folding it, which takes seconds.
     allowed = jax.lax.optimization_barrier(layout.mask.allowed(q_slots, kv_slots))
     allowed = jnp.broadcast_to(allowed, (B, N, T, S))
     if request.bias is not None:
         bias = jnp.broadcast_to(total(request.bias, q_slots, kv_slots, dtype), (B, N, T, S))
-        allowed, bias = allowed & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
-    times = allowed.astype(dtype) * _multiplicity(layout, (B, N, T, S), dtype)
-    # Where nobody looks there may be anything, NaN included: zeroed here, so that 0 * NaN never happens.
+        allowed = allowed & (bias != -jnp.inf)
+        bias = jnp.where(bias == -jnp.inf, 0, bias)
+    count = allowed.astype(dtype) * _multiplicity(layout, (B, N, T, S), dtype)
+    # Masked queries, keys and values may hold NaN. They become 0 here, because 0 * NaN is NaN.
     q = jnp.where(allowed.any(-1).swapaxes(1, 2)[..., None], request.q.astype(dtype), 0)
     seen = allowed.any(2).swapaxes(1, 2)[..., None]
-    k, v = (jnp.where(seen, jnp.repeat(x.astype(dtype), N // K, axis=2), 0) for x in (request.k, request.v))
+    k = jnp.where(seen, jnp.repeat(request.k.astype(dtype), N // K, axis=2), 0)
+    v = jnp.where(seen, jnp.repeat(request.v.astype(dtype), N // K, axis=2), 0)
     if request.dropout is not None:
         rows, heads = request.dropout.rows.reshape(B, 1, 1, 1), request.dropout.heads.reshape(1, N, 1, 1)
         kept = keep(request.dropout, rows, heads, q_slots.position, kv_slots.position)
-    return _Pairs(times, q, k, v, bias, kept)
+    return _DensePairs(count, q, k, v, bias, kept)
 
 
-def _scores(request: Request, pairs: _Pairs):
-    """Scores [B, N, T, S], and the slope of the soft cap."""
+def _scores(request: Request, pairs: _DensePairs):
+    """Scores [B, N, T, S], and the derivative of the soft cap."""
     scores = jnp.einsum("btnh,bsnh->bnts", pairs.q, pairs.k) * np.asarray(request.scale, pairs.q.dtype)
     slope = np.ones((), pairs.q.dtype)
     if request.soft_cap is not None:
-        bent = jnp.tanh(scores / request.soft_cap)
-        scores, slope = request.soft_cap * bent, 1 - bent * bent
-    return scores if pairs.bias is None else scores + pairs.bias, slope
+        capped = jnp.tanh(scores / request.soft_cap)
+        scores, slope = request.soft_cap * capped, 1 - capped * capped
+    if pairs.bias is not None:
+        scores = scores + pairs.bias
+    return scores, slope
 
 
-def _dropped(request: Request, pairs: _Pairs, weights):
-    return weights if request.dropout is None else jnp.where(pairs.kept, weights / (1 - request.dropout.rate), 0)
+def _dropped(request: Request, pairs: _DensePairs, weights):
+    if request.dropout is None:
+        return weights
+    return jnp.where(pairs.kept, weights / (1 - request.dropout.rate), 0)
 
 
-def _softmax(scores, times, sink):
-    """Weights and log-sum-exp where each pair counts `times`; rows without any pair give 0 and the sink, or -inf."""
-    none = times == 0
-    empty = none.all(-1, keepdims=True)
-    nothing = np.asarray(-np.inf, scores.dtype)
+def _softmax(scores, count, sink):
+    """Weights and lse where each pair counts `count` times; rows without keys give 0 and the sink's logit, or -inf."""
+    masked = count == 0
+    empty = masked.all(-1, keepdims=True)
+    lse_of_empty = np.asarray(-np.inf, scores.dtype)
     if sink is not None:
-        # Zeroed like keys that nobody sees: the logit of such a row may be anything, and must not be exponentiated.
-        # Nor has it a gradient if it is not finite: a loss of lse² would give it NaN.
-        nothing = jnp.where(jnp.isfinite(sink), sink, jax.lax.stop_gradient(sink))
+        # In rows without keys the logit may be infinite or NaN, so it is replaced by 0 before it is exponentiated. A
+        # logit that is not finite has no gradient either: a loss of lse² would make it NaN.
+        lse_of_empty = jnp.where(jnp.isfinite(sink), sink, jax.lax.stop_gradient(sink))
         sink = jnp.where(empty, 0, sink)
     # Finite, not -inf: a row without keys has max = -inf, and (-inf) - (-inf) is NaN in both passes.
-    scores = jnp.where(none, jnp.finfo(scores.dtype).min, scores)
-    most = scores.max(-1, keepdims=True)
+    scores = jnp.where(masked, jnp.finfo(scores.dtype).min, scores)
+    max_score = scores.max(-1, keepdims=True)
     if sink is not None:
-        most = jnp.maximum(most, sink)
-    most = jax.lax.stop_gradient(most)
-    powers = jnp.where(none, 0, times * jnp.exp(scores - most))
+        max_score = jnp.maximum(max_score, sink)
+    max_score = jax.lax.stop_gradient(max_score)
+    powers = jnp.where(masked, 0, count * jnp.exp(scores - max_score))
     total = powers.sum(-1, keepdims=True)
     if sink is not None:
-        total = total + jnp.exp(sink - most)
+        total = total + jnp.exp(sink - max_score)
     total = jnp.where(empty, 1, total)
-    return powers / total, jnp.where(empty, nothing, most + jnp.log(total))[..., 0]
+    return powers / total, jnp.where(empty, lse_of_empty, max_score + jnp.log(total))[..., 0]
 
 
 def _multiplicity(layout: BlockLayout, shape, dtype):
-    """How often each pair counts: once, unless the layout lists tiles more than once."""
+    """How often each pair counts: once, unless the layout lists a tile more than once."""
     if not layout.repeats:
         return jnp.ones((1, 1, 1, 1), dtype)
     tile = jnp.arange(layout.kv_tiles, dtype=np.int32).reshape(1, 1, 1, 1, -1)
@@ -161,13 +171,16 @@ def _sum_groups(x, kv_heads: int):
 
 
 def _bias_gradient(request: Request, layout: BlockLayout, gradient):
-    """The gradient of the bias, in its structure, from that of its sum [B, N, T, S]."""
+    """The gradient of the bias, in its structure, from the gradient [B, N, T, S] of the sum of its terms."""
     if request.bias is None:
         return None
-    q, kv = (side.slots() for side in layout.sides(batch=request.dims["B"], heads=request.dims["N"]))
+    q_side, kv_side = layout.sides(batch=request.dims["B"], heads=request.dims["N"])
+    q_slots, kv_slots = q_side.slots(), kv_side.slots()
     floats, integers = partition_floats(request.bias)
 
     def summed(floats):
-        return jnp.broadcast_to(total(combine_floats(floats, integers), q, kv, gradient.dtype), gradient.shape)
+        return jnp.broadcast_to(
+            total(combine_floats(floats, integers), q_slots, kv_slots, gradient.dtype), gradient.shape
+        )
 
     return jax.vjp(summed, floats)[1](gradient)[0]

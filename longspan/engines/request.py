@@ -1,4 +1,4 @@
-"""`Request`: one call of `attention`, checked. All that decides its result is in it, and nothing goes beside it."""
+"""`Request`: one checked call of `attention`, with everything that its result depends on."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -37,11 +37,11 @@ STATIC = dict(static=True)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One call of `attention`: its arrays and numbers. `Request.of` checks a call and makes one of it.
+    """One checked call of `attention`: its arrays and numbers. `Request.of` makes one from the arguments.
 
-    Engines judge it by shapes, dtypes and what is there (`unsupported`, `tiles`, `notes`: arrays may then be
-    `jax.ShapeDtypeStruct`s), and run it. When it is run, `layout` is there, `dropout` has its words and numbers, and
-    `q_scale` is part of `q`.
+    The arrays may be `jax.ShapeDtypeStruct`s where an engine only inspects a request (`unsupported`, `tiles`, `notes`).
+    When an engine runs it, `layout` is set, `dropout` has its random words and the numbers of rows and heads, and `q`
+    is already multiplied by `q_scale`.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((2, 7, 6, 5), jnp.float32)
@@ -60,18 +60,18 @@ class Request:
     mask: Mask
     bias: Any = None  # floats [B or 1, N or 1, T or 1, S or 1], a `Bias`, or a tuple of them, summed (`biases.terms`)
     sinks: Any = None  # floats, [N]
-    q_scale: Any = None  # a float array [] that queries are multiplied by besides: a scale that is data
+    q_scale: Any = None  # a float array []: a scale that is data, by which queries are multiplied
     dropout: Dropout | None = None
     q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
     kv_positions: Any = None
-    # int32 [B], [N]: the numbers of batch rows and heads, if they are some of a whole's (a shard's); None: from 0. An
-    # engine reads them off the layout (`layout.sides`) and the dropout.
+    # int32 [B], [N]: the numbers of batch rows and heads in the whole batch, where these are one shard; None: from 0.
+    # Engines read them from the layout (`layout.sides`) and the dropout.
     rows: Any = None
     heads: Any = None
-    layout: BlockLayout | None = None  # planned by the caller; None: with the engine's own tiles, before it is run
+    layout: BlockLayout | None = None  # planned by the caller; None: `with_layout` plans one with the engine's tiles
     scale: float = field(default=1.0, metadata=STATIC)
     soft_cap: float | None = field(default=None, metadata=STATIC)
-    all_heads: int | None = field(default=None, metadata=STATIC)  # how many the whole has, if `heads` are some of them
+    all_heads: int | None = field(default=None, metadata=STATIC)  # the number of heads of all shards, if `heads` is set
     platform: str = field(default="cpu", metadata=STATIC)
 
     @classmethod
@@ -79,7 +79,7 @@ class Request:
         cls, *, q, k, v, mask=None, bias=None, scale=None, soft_cap=None, sinks=None, dropout_rate: Any = 0.0,
         dropout_key=None, q_positions=None, kv_positions=None, batch_axes: Any = BATCH_AXES, head_axis: Any = HEAD_AXIS,
     ) -> "Request":  # fmt: skip
-        """A checked call: its mask is resolved to a rule, positions and perhaps a layout. Arguments of `attention`."""
+        """Checks the arguments of `attention` and resolves the mask to a rule, positions and perhaps a layout."""
         q, k, v = with_batch(q, k, v)
         check_qkv(q, k, v)
         (B, T, N, H), S = q.shape, k.shape[1]
@@ -87,11 +87,14 @@ class Request:
             _check_sinks(sinks, N)
         rate = _check_dropout(dropout_rate, dropout_key)
         soft_cap = _check_soft_cap(soft_cap, q.dtype)
-        is_data = isinstance(scale, jax.Array | jax.ShapeDtypeStruct)  # NumPy's are static
+        is_data = isinstance(scale, jax.Array | jax.ShapeDtypeStruct)  # a NumPy scalar is static
         static_scale = _check_scale(scale, is_data, q.dtype)
         rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
         numbers = numbers_of(q, batch_axes, head_axis)
-        whole = None if numbers is None else (numbers.all_rows, numbers.all_heads)
+        whole, in_shard = None, {}
+        if numbers is not None:
+            whole = numbers.all_rows, numbers.all_heads
+            in_shard = dict(rows=numbers.rows, heads=numbers.heads, all_heads=numbers.all_heads)
         check_lengths(T, S)
         check_extents(rule, q_len=T, kv_len=S, batch=B, heads=N, whole=whole)
         return cls(
@@ -105,9 +108,7 @@ class Request:
             dropout=Dropout(key=dropout_key, rate=rate) if rate > 0 else None,
             q_positions=_as_int32(positions[0]),
             kv_positions=_as_int32(positions[1]),
-            rows=None if numbers is None else numbers.rows,
-            heads=None if numbers is None else numbers.heads,
-            all_heads=None if numbers is None else numbers.all_heads,
+            **in_shard,
             layout=layout,
             scale=1 / math.sqrt(max(H, 1)) if scale is None else static_scale,
             soft_cap=soft_cap,
@@ -127,68 +128,79 @@ class Request:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether there are queries, keys, heads and batch rows at all."""
+        """Whether there is at least one query, key, head and batch row."""
         return 0 not in (self.dims[axis] for axis in "BTSNK")
 
     def plan_layout(self, q_tile: int, kv_tile: int, *, xp: Namespace = jnp) -> BlockLayout:
-        """The layout of this call: the caller's, or one of such tiles.
+        """The layout of this call: the caller's, or one with these tiles.
 
-        In JAX even if the mask is static: NumPy tables would become constants that grow with the length.
+        Computed with JAX by default, also for static masks: NumPy tables would become constants of the compiled
+        program that grow with the length.
         """
         if self.layout is None:
             given = {name: getattr(self, name) for name in ("q_positions", "kv_positions", "rows", "heads")}
             return plan_checked_layout(self.mask, self.dims["T"], self.dims["S"], q_tile, kv_tile, **given, xp=xp)
         if self.rows is None:
             return self.layout
-        return _some_of(self.layout, self.mask, self.rows, self.heads)
+        return _layout_of_shard(self.layout, self.mask, self.rows, self.heads)
 
     def with_layout(self, q_tile: int, kv_tile: int) -> "Request":
-        """The request as an engine runs it, of such tiles unless the caller planned others."""
+        """The request with the layout and the dropout that engines expect; tiles of the caller's layout stay."""
         if self.all_heads is not None:
-            mask = _for_all_heads(self.mask, self.dims["N"], self.all_heads)
+            mask = _repeat_for_all_heads(self.mask, self.dims["N"], self.all_heads)
             return replace(self, mask=mask, all_heads=None).with_layout(q_tile, kv_tile)
         dropout = self.dropout
         if dropout is not None and dropout.words is None:
-            numbers = (self.dims["B"], self.dims["N"]) if self.rows is None else (self.rows, self.heads)
-            dropout = dropout.drawn(*numbers)
+            if self.rows is None:
+                dropout = dropout.drawn(self.dims["B"], self.dims["N"])
+            else:
+                dropout = dropout.drawn(self.rows, self.heads)
         return replace(self, layout=self.plan_layout(q_tile, kv_tile), dropout=dropout)
 
     def with_scale(self, *, dense: bool = False) -> "Request":
-        """The request with a scale that is data in its queries: engines take a static one.
+        """The request with queries multiplied by `q_scale`: engines take only a static scale.
 
-        `dense` is for engines that JAX differentiates by itself, as often as asked.
+        `dense` is for engines that JAX differentiates, any number of times.
         """
         if self.q_scale is None:
             return self
-        by = _scale_dense if dense else _scaled
-        return replace(self, q=by(self.q, jnp.asarray(self.q_scale)), q_scale=None)
+        multiply = _scale_queries if dense else _scale_queries_once
+        return replace(self, q=multiply(self.q, jnp.asarray(self.q_scale)), q_scale=None)
 
     def with_features(self) -> "Request":
-        """The request with a feature of zeros in heads that have none: all their scores are 0, as those of none are."""
-        wide = {name: getattr(self, name) for name in "qkv"}
-        wide = {name: jnp.zeros((*x.shape[:3], 1), x.dtype) for name, x in wide.items() if x.shape[3] == 0}
-        return replace(self, **wide) if wide else self
+        """The request with one feature of zeros for heads of size 0: their scores are 0 either way."""
+        wide = {}
+        for name in "qkv":
+            x = getattr(self, name)
+            if x.shape[3] == 0:
+                wide[name] = jnp.zeros((*x.shape[:3], 1), x.dtype)
+        return replace(self, **wide)
 
     def without_pairs(self) -> Result:
         """The result of a call without queries, keys or heads: zeros, and the sinks' logits as lse."""
         B, T, N, _ = self.q.shape
         dtype = statistics_dtype(self.q.dtype)
-        sink = jnp.full((N,), -jnp.inf, dtype) if self.sinks is None else self.sinks.astype(dtype)
+        if self.sinks is None:
+            lse = jnp.full((N,), -jnp.inf, dtype)
+        else:
+            lse = self.sinks.astype(dtype)
         out = jnp.zeros((B, T, N, self.dims["Hv"]), self.q.dtype)
-        return Result(out, jnp.broadcast_to(sink.reshape(1, 1, N), (B, T, N)))
+        return Result(out, jnp.broadcast_to(lse.reshape(1, 1, N), (B, T, N)))
 
 
-def _for_all_heads(mask: Mask, here: int, count: int) -> Mask:
-    """The mask, where what tells just the heads here apart is repeated for all: heads are read by number."""
+def _repeat_for_all_heads(mask: Mask, here: int, all_heads: int) -> Mask:
+    """The mask with each `PerHead` of only the heads `here` repeated for all heads: parts are looked up by number."""
     parts = mask.parts()
     if not parts:
         return mask
-    mask = mask.with_parts([_for_all_heads(part, here, count) for part in parts])
-    return PerHead(mask.masks * (count // here)) if isinstance(mask, PerHead) and len(mask.masks) == here > 1 else mask
+    mask = mask.with_parts([_repeat_for_all_heads(part, here, all_heads) for part in parts])
+    if isinstance(mask, PerHead) and len(mask.masks) == here > 1:
+        return PerHead(mask.masks * (all_heads // here))
+    return mask
 
 
-def _some_of(layout: BlockLayout, mask: Mask, rows: Any, heads: Any) -> BlockLayout:
-    """A layout of some rows and heads, from one of these or of all."""
+def _layout_of_shard(layout: BlockLayout, mask: Mask, rows: Any, heads: Any) -> BlockLayout:
+    """The layout of a shard's rows and heads, from a layout of these or of all."""
     tables = {}
     for name in ("starts", "stops", "common", "common_count"):
         table = getattr(layout, name)
@@ -199,45 +211,47 @@ def _some_of(layout: BlockLayout, mask: Mask, rows: Any, heads: Any) -> BlockLay
     return replace(layout, mask=mask, **tables, rows=rows, heads=heads)
 
 
-def _scale_dense(q, scale):
+def _scale_queries(q, scale):
     wide = jnp.promote_types(q.dtype, np.float32)
     return (q.astype(wide) * scale.astype(wide)).astype(q.dtype)
 
 
-_scaled = jax.custom_vjp(_scale_dense)
+_scale_queries_once = jax.custom_vjp(_scale_queries)
 
 
-def _scaled_fwd(q, scale):
-    return _scale_dense(q, scale), (q, scale)
+def _scale_queries_fwd(q, scale):
+    return _scale_queries(q, scale), (q, scale)
 
 
-def _scaled_bwd(residuals, dout):
-    # Queries that see nothing may hold anything, NaN included, and have no gradient.
+def _scale_queries_bwd(residuals, dout):
+    # Queries that see no key may hold NaN. Their `dout` is 0, and they must not reach the gradient of the scale.
     (q, scale), wide = residuals, jnp.promote_types(dout.dtype, np.float32)
     terms = jnp.where(dout == 0, 0, dout.astype(wide) * q.astype(wide))
     return (dout.astype(wide) * scale.astype(wide)).astype(q.dtype), jnp.sum(terms).astype(scale.dtype)
 
 
-_scaled.defvjp(_scaled_fwd, _scaled_bwd)
+_scale_queries_once.defvjp(_scale_queries_fwd, _scale_queries_bwd)
 
 
 def _resolve(mask, shape, given) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
-    """(rule, layout if planned, positions of the call or of the mask)."""
-    rule, layout, own = _rule_of(mask, shape)
+    """(rule, layout or None, (q_positions, kv_positions)); positions come from the call or from the mask."""
+    rule, layout, of_mask = _rule_of(mask, shape)
     B, _, T, S = shape
     positions = []
-    for name, mine, theirs, length in zip(("q_positions", "kv_positions"), given, own, (T, S), strict=True):
-        if mine is not None and theirs is not None:
-            raise ValueError(f"`{name}` is given both to the call and in its mask. Keep one of them.")
-        positions.append(theirs if mine is None else mine)
+    for name, from_call, from_mask, length in zip(("q_positions", "kv_positions"), given, of_mask, (T, S), strict=True):
+        if from_call is not None and from_mask is not None:
+            raise ValueError(f"`{name}` is given both to the call and in its mask. Remove one of them.")
+        positions.append(from_mask if from_call is None else from_call)
         check_positions(name, positions[-1], length, B)
     if layout is not None and any(p is not None for p in given):
-        raise ValueError("A BlockLayout is planned for its positions. Pass positions to `mask.layout(...)` instead.")
+        raise ValueError(
+            "A BlockLayout already has positions, so the call takes none. Pass positions to `mask.layout(...)` instead."
+        )
     return rule, layout, (positions[0], positions[1])
 
 
 def _rule_of(mask, shape) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
-    """(rule, layout if planned, positions if the mask brings its own)."""
+    """(rule, layout or None, positions of the mask, if it has them)."""
     _, _, T, S = shape
     if mask is None:
         return Full(), None, (None, None)
@@ -252,18 +266,22 @@ def _rule_of(mask, shape) -> tuple[Mask, BlockLayout | None, tuple[Any, Any]]:
     if hasattr(mask, "shape") and hasattr(mask, "dtype"):
         full = check_broadcast("mask", mask, shape, kind="bool")
         return Dense(mask if is_abstract(mask) else mask.reshape(full)), None, (None, None)
-    cure = " A function of positions becomes a mask by `ls.Custom(fn)`." if callable(mask) else ""
-    raise TypeError(
-        f"`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got {type(mask).__name__}.{cure}"
-    )
+    message = f"`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got {type(mask).__name__}."
+    if callable(mask):
+        message += " Wrap a function of positions: `ls.Custom(fn)`."
+    raise TypeError(message)
 
 
 def _as_jax(x):
-    return x if x is None or is_abstract(x) else jnp.asarray(x)
+    if x is None or is_abstract(x):
+        return x
+    return jnp.asarray(x)
 
 
 def _as_int32(positions):
-    return positions if positions is None or is_abstract(positions) else positions.astype(np.int32)
+    if positions is None or is_abstract(positions):
+        return positions
+    return positions.astype(np.int32)
 
 
 def _check_sinks(sinks: Any, heads: int) -> None:
@@ -290,14 +308,14 @@ def _check_soft_cap(soft_cap: Any, dtype: Any) -> float | None:
     kept = np.finfo(statistics_dtype(dtype))
     if not float(kept.tiny) <= number <= float(kept.max):  # scores are divided by it, and multiplied with it
         raise ValueError(
-            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, the numbers of {kept.dtype}, in which "
-            f"scores are computed, got {number!r}. Give None for no cap."
+            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, the range of {kept.dtype}, in which "
+            f"scores are computed, got {number!r}. Pass None for no cap."
         )
     return float(number)
 
 
 def _check_scale(scale: Any, is_data: bool, dtype: Any) -> float:
-    """The static part of a scale: 1 if it is None, or an array of JAX, which is data, may be traced, has a gradient."""
+    """The static scale; 1 if it is None, or if it is a JAX array, which is data and has a gradient."""
     if scale is None:
         return 1.0
     if is_data:
@@ -310,14 +328,14 @@ def _check_scale(scale: Any, is_data: bool, dtype: Any) -> float:
     kept = np.finfo(statistics_dtype(dtype))
     if not abs(number) <= float(kept.max):
         raise ValueError(
-            f"`scale` must be a finite number of {kept.dtype}, in which scores are computed, got {number!r}. "
-            "Give None for 1/sqrt(H)."
+            f"`scale` must be finite in {kept.dtype}, in which scores are computed, got {number!r}. "
+            "Pass None for 1/sqrt(H)."
         )
     return float(number)
 
 
 def _got(value: Any) -> str:
-    """What came in the place of a number that is part of the compiled program."""
+    """Describes a wrong argument where a static number was expected."""
     if isinstance(value, Tracer):
-        return f"got a traced {short(value)}: it is part of the compiled program. Name it in `static_argnames`"
+        return f"got a traced {short(value)}: it must be static. Name it in `static_argnames` of `jit`"
     return f"got {value!r}"

@@ -1,10 +1,10 @@
-"""What `shard_map` wants to know of loop carries, foreign calls and gradients: along which mesh axes they vary."""
+"""The mesh axes along which arrays vary inside `shard_map`, which loops, foreign calls and gradients must name."""
 
 import jax
 
 
 def varying_axes(*trees) -> frozenset[str]:
-    """The mesh axes of an enclosing `shard_map` along which any of the arrays varies."""
+    """The mesh axes of the enclosing `shard_map` along which any of the arrays varies."""
     kinds = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(trees)]
     return frozenset().union(*(kind.varying for kind in kinds))
 
@@ -14,6 +14,8 @@ def vary(tree, axes: frozenset[str]):
 
     def mark(x):
         missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        if not missing:
+            return x
+        return jax.lax.pcast(x, missing, to="varying")
 
     return jax.tree.map(mark, tree)

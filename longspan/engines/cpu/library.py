@@ -1,4 +1,4 @@
-"""The native library of the `cpu` engine: finding it, saying why it is missing, calling into it."""
+"""The native library of the `cpu` engine: loads it, calls it, and gives the reason if it is missing."""
 
 import contextlib
 import ctypes
@@ -11,55 +11,55 @@ import numpy as np
 
 LIBRARY = Path(__file__).with_name("_longspan.so")
 # kAbi in native/program.h. Raise both whenever a call changes: the words of the mask program, roles, attributes,
-# operands or results. A library with another number would misread what it is given.
+# operands or results. A library with another number would misread its operands.
 ABI = 8
 TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient", "longspan_product", "longspan_put")
 
 
 def missing() -> str | None:
-    """Why the native library cannot be used and what to do about it; None if it can.
+    """The reason why the native library cannot be used, and what to do; None if it can.
 
-    A library of another longspan is an error instead: with a reason, `engine="auto"` would run on `xla`, and whoever
-    measures a kernel just changed would measure that.
+    A library of another ABI raises an error. A mere reason would let `engine="auto"` run on `xla`, and a developer who
+    just changed the kernel would measure the wrong engine.
     """
     if os.environ.get("LONGSPAN_NATIVE") == "0":
-        return "LONGSPAN_NATIVE=0 switches the native library off; unset it to use it"
+        return "LONGSPAN_NATIVE=0 disables the native library; unset the variable to enable it"
     reason = _load()
     if reason is not None:
         return reason
     forced = os.environ.get("LONGSPAN_CPU_ISA")
     if forced and forced not in instruction_sets():
         return (
-            f"LONGSPAN_CPU_ISA={forced} cannot run here; this machine and build have: {', '.join(instruction_sets())}"
+            f"LONGSPAN_CPU_ISA={forced} cannot run here; this machine and build support {', '.join(instruction_sets())}"
         )
     return None
 
 
 def register() -> None:
-    """Makes the handlers known to XLA, so that a program that `jax.export` wrote runs wherever longspan is imported.
+    """Registers the handlers with XLA, so that programs from `jax.export` run wherever longspan is imported.
 
-    What is wrong with the library is said where it is used, not where longspan is imported.
+    Problems with the library are reported when it is used, not at the import.
     """
     with contextlib.suppress(ImportError):  # a stale library, which `missing` refuses
         missing()
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """The kernels that can run on this machine, the one that is used first."""
+    """The instruction sets that this machine and build support; the first one is used."""
     names = ctypes.CDLL(str(LIBRARY)).longspan_isas
     names.restype = ctypes.c_char_p
     return tuple(names().decode().split(","))
 
 
 def call(target: str, results, operands, *, in_place: dict[int, int] | None = None, **attributes):
-    """One call of a native handler; `in_place`: operands whose memory is that of results."""
+    """One call of a native handler; `in_place` maps operands to the results that reuse their memory."""
     handler = jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=in_place)
     return handler(*operands, **attributes)
 
 
 @functools.cache
 def _load() -> str | None:
-    """Opens the library and registers its handlers with XLA, once; the reason if that fails."""
+    """Opens the library and registers its handlers with XLA, once. Returns the reason if that fails."""
     if not LIBRARY.exists():
         return (
             "its native library was not built when longspan was installed (there was no C++ compiler, or the build "
@@ -73,7 +73,7 @@ def _load() -> str | None:
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except (OSError, AttributeError) as error:
-        return f"its native library cannot be loaded ({error}). Install longspan again, from source"
+        return f"its native library cannot be loaded ({error}). Reinstall longspan from source"
     return None
 
 
@@ -82,10 +82,10 @@ def _refuse_stale(library: ctypes.CDLL) -> None:
     if found != f"ABI {ABI}":
         raise ImportError(
             f"{LIBRARY} has {found}, but this longspan calls ABI {ABI}: it was built from other sources. "
-            "Run `make native` in a source checkout; otherwise install longspan again."
+            "Run `make native` in a source checkout; otherwise reinstall longspan."
         )
 
 
 def static_ints(values) -> np.ndarray:
-    """Ints as an attribute that handlers read as int32."""
+    """Ints as an attribute that native handlers read as int32."""
     return np.asarray(values, np.int32).reshape(-1)

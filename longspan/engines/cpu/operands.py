@@ -1,24 +1,24 @@
-"""A request as the native kernel reads it: a static plan, and operands that roles and a mask's words name."""
+"""A request in the form of the native kernel: a static plan, and the operands that it refers to by number."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import statistics_dtype
-from longspan.engines.cpu.biases import Biases
+from longspan.engines.cpu.biases import KernelBiases
 from longspan.engines.cpu.library import static_ints
-from longspan.engines.cpu.program import encode, knows, most_visits, unknown
+from longspan.engines.cpu.program import encode, max_visits, supports, unsupported_rules
 from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The static part of a call."""
+class KernelPlan:
+    """The static part of a native call."""
 
     scale: float
     soft_cap: float
@@ -26,17 +26,19 @@ class Plan:
     dropout_threshold: int
     q_tile: int
     kv_tile: int
-    words: tuple[int, ...]
-    roles: tuple[int, ...]  # which of the further operands is the bias, ..., in the order of ROLES
-    axes: tuple[tuple[str, ...], ...]  # of starts, stops, biases, sinks (if given) and all further operands
-    by_tiles: bool = False  # few queries do not stream either: the gradient needs scores of the same bits
+    words: tuple[int, ...]  # the mask program, see `program`
+    roles: tuple[int, ...]  # the number of the operand of each role, in the order of ROLES; -1: there is none
+    axes: tuple[tuple[str, ...], ...]  # of starts and stops, then of all operands that have a number
+    # Whether calls with few queries also compute whole tiles, not streams of keys: a gradient recomputes the scores and
+    # needs them bit by bit equal.
+    by_tiles: bool = False
 
     def role(self, name: str) -> int:
-        """Which of the further operands has a role; -1: none."""
+        """The number of the operand with this role; -1: there is none."""
         return self.roles[ROLES.index(name)]
 
     def attributes(self) -> dict[str, Any]:
-        """What every call passes along."""
+        """The attributes of every native call."""
         return dict(
             scale=np.float64(self.scale),
             soft_cap=np.float64(self.soft_cap),
@@ -50,48 +52,34 @@ class Plan:
         )
 
 
-# As `enum Role` in native/program.h.
+# In the order of `enum Role` in native/program.h.
 ROLES = (
     "bias", "sinks", "q_pos", "kv_pos", "columns", "column_count", "row_ids", "head_ids", "seed", "slopes", "table",
     "layer",
 )  # fmt: skip
 
 
-def prepare(request: Request, layout: BlockLayout, biases: Biases, layer: Any = None) -> tuple[Plan, tuple, tuple]:
-    """The plan of a call; the biases and sinks that are there; starts, stops, and what roles or words name.
+Operand: TypeAlias = tuple[str, Any, tuple[str, ...]]  # its role, the array, the names of its axes
 
-    With a `layer`, keys and values will be stacks, of which the request has the shapes of one.
+
+def prepare(
+    request: Request, layout: BlockLayout, biases: KernelBiases, layer: Any = None
+) -> tuple[KernelPlan, tuple, tuple]:
+    """(plan, floats, others): biases and sinks, if given; then starts, stops and all int operands.
+
+    With a `layer`, keys and values will be stacks of layers; the request has the shapes of one layer.
     """
-    B, N = (request.dims[axis] for axis in "BN")
+    B, N = request.dims["B"], request.dims["N"]
     layout, dropout = _broadcast_layout(layout, B, N), request.dropout
-    sinks = None if request.sinks is None else request.sinks.astype(statistics_dtype(request.q.dtype))
-    given: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("bias", biases.array, ("b", "n", "", "")),
-        ("table", biases.table, ("n", "")),
-        ("slopes", biases.slopes, ("n",)),
-        ("sinks", sinks, ("n",)),
-    ]
-    given = [each for each in given if each[1] is not None]
-    roles: dict[str, int] = dict.fromkeys(ROLES, -1) | {name: i for i, (name, _, _) in enumerate(given)}
-    program = encode(layout, B, N, len(given))
-    extras: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("q_pos", layout.q_positions, ("b", "")),
-        ("kv_pos", layout.kv_positions, ("b", "")),
-        ("columns", layout.common, ("l", "n", "")),
-        ("column_count", layout.common_count, ("l", "n")),
-        ("layer", layer, ()),
-    ]
-    if dropout is not None:
-        extras += [("row_ids", dropout.rows, ("B",)), ("seed", dropout.words, ("",))]
-    if dropout is not None or program.needs_head_ids:
-        numbers = np.arange(N) if layout.heads is None else layout.heads
-        extras.append(("head_ids", numbers if dropout is None else dropout.heads, ("n",)))
-    for name, array, axes in extras:
+    floats = _float_operands(request, biases)
+    roles: dict[str, int] = dict.fromkeys(ROLES, -1) | {name: i for i, (name, _, _) in enumerate(floats)}
+    program = encode(layout, B, N, len(floats))
+    for name, array, axes in _int_operands(request, layout, layer, program.needs_head_ids):
         if array is not None:
-            wanted = np.uint32 if name == "seed" else np.int32
-            roles[name] = program.add(jnp.asarray(array).astype(wanted), *axes)
+            dtype = np.uint32 if name == "seed" else np.int32
+            roles[name] = program.add(jnp.asarray(array).astype(dtype), *axes)
     tables = [jnp.asarray(a).astype(np.int32) for a in (layout.starts, layout.stops)]
-    plan = Plan(
+    plan = KernelPlan(
         scale=request.scale,
         soft_cap=request.soft_cap or 0.0,
         dropout_rate=0.0 if dropout is None else dropout.rate,
@@ -100,20 +88,51 @@ def prepare(request: Request, layout: BlockLayout, biases: Biases, layer: Any = 
         kv_tile=layout.kv_tile,
         words=tuple(program.words),
         roles=tuple(roles.values()),
-        axes=(*[("l", "n", "", "")] * 2, *(axes for _, _, axes in given), *program.axes),
+        axes=(*[("l", "n", "", "")] * 2, *(axes for _, _, axes in floats), *program.axes),
     )
-    return plan, tuple(array for _, array, _ in given), (*tables, *program.operands)
+    return plan, tuple(array for _, array, _ in floats), (*tables, *program.operands)
+
+
+def _float_operands(request: Request, biases: KernelBiases) -> list[Operand]:
+    sinks = request.sinks
+    if sinks is not None:
+        sinks = sinks.astype(statistics_dtype(request.q.dtype))
+    operands: list[Operand] = [
+        ("bias", biases.array, ("b", "n", "", "")),
+        ("table", biases.table, ("n", "")),
+        ("slopes", biases.slopes, ("n",)),
+        ("sinks", sinks, ("n",)),
+    ]
+    return [operand for operand in operands if operand[1] is not None]
+
+
+def _int_operands(request: Request, layout: BlockLayout, layer: Any, needs_head_ids: bool) -> list[Operand]:
+    dropout = request.dropout
+    operands: list[Operand] = [
+        ("q_pos", layout.q_positions, ("b", "")),
+        ("kv_pos", layout.kv_positions, ("b", "")),
+        ("columns", layout.common, ("l", "n", "")),
+        ("column_count", layout.common_count, ("l", "n")),
+        ("layer", layer, ()),
+    ]
+    if dropout is not None:
+        operands += [("row_ids", dropout.rows, ("B",)), ("seed", dropout.words, ("",))]
+        operands.append(("head_ids", dropout.heads, ("n",)))
+    elif needs_head_ids:
+        numbers = np.arange(request.dims["N"]) if layout.heads is None else layout.heads
+        operands.append(("head_ids", numbers, ("n",)))
+    return operands
 
 
 def dense_bit_bytes(request: Request) -> int:
-    """What `bit_bytes` would be if every tile were visited, of every row and head."""
+    """The value of `bit_bytes` if every tile of every row and head were visited."""
     pairs = math.prod(request.dims[axis] for axis in "BNTS")
-    return len(unknown(request.mask)) * pairs // 8
+    return len(unsupported_rules(request.mask)) * pairs // 8
 
 
 def bit_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
-    """The memory of a request's bit tiles, by shapes alone: its arrays may be traced, or not there yet."""
-    rules = unknown(request.mask)
+    """The memory of the mask bits that JAX computes for the kernel, from shapes alone."""
+    rules = unsupported_rules(request.mask)
     if not rules or 0 in request.dims.values():
         return 0
     dims = request.dims
@@ -123,21 +142,22 @@ def bit_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
 
     layout = jax.eval_shape(shapes, request)
     tile = layout.q_tile * -(-layout.kv_tile // 8)
-    return len(rules) * math.prod(layout.starts.shape[:2]) * layout.q_tiles * most_visits(layout) * tile
+    return len(rules) * math.prod(layout.starts.shape[:2]) * layout.q_tiles * max_visits(layout) * tile
 
 
 def _broadcast_layout(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
-    """The layout with all its tables of one size; bit tiles follow them, so by batch row where positions differ."""
+    """The layout with tables of one size over rows and heads. Mask bits have that size too, since they follow tiles."""
     tables = [a for a in (layout.starts, layout.common) if a is not None]
-    b, n = (max(a.shape[axis] for a in tables) for axis in (0, 1))
-    if not knows(layout.mask):
+    b = max(a.shape[0] for a in tables)
+    n = max(a.shape[1] for a in tables)
+    if not supports(layout.mask):
         q, kv = layout.sides(batch=batch, heads=heads)
-        # Asked of the rule, for its arrays do not tell: a user's may read the number of the row or head.
-        told = jax.eval_shape(lambda: layout.mask.allowed(q.slots(), kv.slots())).shape
-        b, n = max(b, told[0]), max(n, told[1])
-    wide = {
-        name: jnp.broadcast_to(table, (b, n, *table.shape[2:]))
-        for name in ("starts", "stops", "common", "common_count")
-        if (table := getattr(layout, name)) is not None and table.shape[:2] != (b, n)
-    }
-    return replace(layout, **wide) if wide else layout
+        # The shapes of the rule's arrays are not enough: a user's rule may use the number of the row or head.
+        shape = jax.eval_shape(lambda: layout.mask.allowed(q.slots(), kv.slots())).shape
+        b, n = max(b, shape[0]), max(n, shape[1])
+    broadcast = {}
+    for name in ("starts", "stops", "common", "common_count"):
+        table = getattr(layout, name)
+        if table is not None and table.shape[:2] != (b, n):
+            broadcast[name] = jnp.broadcast_to(table, (b, n, *table.shape[2:]))
+    return replace(layout, **broadcast)

@@ -1,4 +1,4 @@
-"""A few rows times matrices that are read where they lie: what decoding spends its time on."""
+"""Products of a few rows with matrices that are read in place, which take most of the time of decoding."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,13 +10,13 @@ import numpy as np
 
 from longspan.engines.cpu import library
 
-MOST_ROWS = 64  # kMaxRows in native/problem.h
+MAX_ROWS = 64  # kMaxRows in native/problem.h
 WEIGHTS = ("float32", "bfloat16")
 
 
 def can_multiply(rows: int, *dtypes) -> bool:
-    """Whether `products` takes so many rows, and matrices of these dtypes."""
-    fits = 0 < rows <= MOST_ROWS and all(jnp.dtype(dtype).name in WEIGHTS for dtype in dtypes)
+    """Whether `products` supports this number of rows, and matrices of these dtypes."""
+    fits = 0 < rows <= MAX_ROWS and all(jnp.dtype(dtype).name in WEIGHTS for dtype in dtypes)
     return fits and library.missing() is None
 
 
@@ -25,13 +25,13 @@ def products(
 ) -> tuple[jax.Array, ...]:
     """[x @ matrix[layer] for matrix in matrices], float32, for rows x [rows, inner].
 
-    XLA would copy a layer's matrices out of their stack to multiply with them, which takes longer than multiplying.
+    XLA would copy the matrices of a layer out of their stack first, which takes longer than the product.
 
     Args:
         x: float32 [rows, inner].
         matrices: stacks [layers, inner, outer], or single matrices [inner, outer].
-        layer: which of each stack, an int or a traced one: a loop over layers copies nothing either.
-        by_outer: whether they are transposed, [layers, outer, inner].
+        layer: the index into each stack, static or traced: a loop over layers copies nothing either.
+        by_outer: whether the matrices are transposed, [layers, outer, inner].
     """
     found: Any = _products(by_outer, jnp.asarray(layer, np.int32), x, tuple(matrices))
     return found
@@ -39,14 +39,17 @@ def products(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _products(by_outer: bool, layer, x, matrices):
-    sizes = [matrix.shape[-2 if by_outer else -1] for matrix in matrices]
+    outer = -2 if by_outer else -1
+    sizes = [matrix.shape[outer] for matrix in matrices]
     results = tuple(jax.ShapeDtypeStruct((x.shape[0], size), np.float32) for size in sizes)
     return tuple(library.call("longspan_product", results, (x, layer, *matrices), by_outer=np.int64(by_outer)))
 
 
-def _plain(by_outer: bool, layer, x, matrices):
-    ours = [(matrix[layer] if matrix.ndim == 3 else matrix).astype(x.dtype) for matrix in matrices]
-    return tuple(x @ (matrix.T if by_outer else matrix) for matrix in ours)
+def _products_in_jax(by_outer: bool, layer, x, matrices):
+    selected = [(matrix[layer] if matrix.ndim == 3 else matrix).astype(x.dtype) for matrix in matrices]
+    if by_outer:
+        selected = [matrix.T for matrix in selected]
+    return tuple(x @ matrix for matrix in selected)
 
 
 def _forward(by_outer: bool, layer, x, matrices):
@@ -55,7 +58,7 @@ def _forward(by_outer: bool, layer, x, matrices):
 
 def _backward(by_outer: bool, operands, cotangents):
     layer, *floats = operands
-    return None, *jax.vjp(partial(_plain, by_outer, layer), *floats)[1](cotangents)
+    return None, *jax.vjp(partial(_products_in_jax, by_outer, layer), *floats)[1](cotangents)
 
 
 _products.defvjp(_forward, _backward)

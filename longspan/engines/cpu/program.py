@@ -1,9 +1,10 @@
-"""A mask as the native kernel reads it: a short postfix program of int32 words, and the arrays that it names.
+"""A mask in the form of the native kernel: a short postfix program of int32 words, and the arrays that it refers to.
 
-The words are those of `enum Code` in native/problem.h. Rules the kernel does not know (`Custom`, and masks that users
-define) are evaluated here for the tiles that the layout visits, and travel as one bit per pair.
+The words are those of `enum Code` in native/problem.h. The kernel does not support `Custom` and masks that users define
+without comparisons: JAX evaluates these for the tiles that the layout visits, and passes one bit per pair.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -21,19 +22,20 @@ from longspan.masks.sides import Side, Slots
 from longspan.masks.terms import ARRAY, MEMBER, NUMBER, POSITION, SLOT, Term, is_static_number, no_less
 
 FULL, EMPTY, WITHIN, BLOCKS, DENSE, DENSE_AT, BITS, PER_HEAD, AND, OR, NOT = range(11)
-SOURCES = (POSITION, SLOT, ARRAY, NUMBER, MEMBER)  # as `enum Source` in native/problem.h
+SOURCES = (POSITION, SLOT, ARRAY, NUMBER, MEMBER)  # in the order of `enum Source` in native/problem.h
 VALID = (">=0", "!=0", "all")
-LOW, HIGH, SAME, ABOVE, BELOW = 1, 2, 4, 8, 16  # which ends there are, whether they are one term, and whether strict
+# The flags of WITHIN: it has a lower end, an upper end, both are the same term; the lower or upper end is exclusive.
+LOW, HIGH, SAME, ABOVE, BELOW = 1, 2, 4, 8, 16
 ENDS = {"<=": LOW, "<": LOW + ABOVE, ">=": HIGH, ">": HIGH + BELOW, "==": LOW + HIGH + SAME}
 LITERAL, OPERAND = 0, 1
 
 
 @dataclass
 class Program:
-    """The words and operands of a mask, while they are written.
+    """The words and operands of a mask program under construction.
 
-    `axes` names the axes of each operand: "b" and "n" are batch and head (of full size or size 1), "l" is the batch of
-    the layout's tables, "" any other.
+    `axes` has the names of the axes of each operand: "b" and "n" for batch and head (of full size or of size 1), "l"
+    for the batch of the layout's tables, "" for any other.
     """
 
     layout: BlockLayout
@@ -46,8 +48,8 @@ class Program:
     needs_head_ids: bool = False
 
     def add(self, array, *axes: str) -> int:
-        """Names an array; the same array is passed once."""
-        array = self._here(array, axes)
+        """Adds an array, unless it is an operand already, and returns its number."""
+        array = self._in_shard(array, axes)
         for i, other in enumerate(self.operands):
             if other is array:
                 return self.first + i
@@ -55,16 +57,17 @@ class Program:
         self.axes.append(axes)
         return self.first + len(self.operands) - 1
 
-    def _here(self, array, axes):
-        """An array of all rows and heads, of which only some are here, as these have it."""
-        here = dict(b=(self.batch, self.layout.rows), n=(self.heads, self.layout.heads))
+    def _in_shard(self, array, axes):
+        """An array over all rows and heads, cut to those of this shard."""
+        in_shard = dict(b=(self.batch, self.layout.rows), n=(self.heads, self.layout.heads))
         for axis, (name, size) in enumerate(zip(axes, array.shape, strict=True)):
-            count, numbers = here.get(name, (1, None))
+            count, numbers = in_shard.get(name, (1, None))
             if numbers is not None and size not in (1, count):
                 array = jnp.take(array, numbers, axis=axis)
         return array
 
     def number(self, value) -> list[int]:
+        """The words of a number: a literal, or the number of an operand."""
         if isinstance(value, int | np.integer):
             return [LITERAL, max(-FAR, min(FAR, int(value)))]
         array = jnp.clip(jnp.asarray(value).astype(np.int32), -FAR, FAR).reshape(-1)
@@ -109,20 +112,25 @@ def _term(out: Program, term: Term) -> None:
 
 def _entries(term: Term):
     if isinstance(term.data, jax.Array) and is_static_number(term.plus, 0):
-        return term.data  # as it is, so that it is passed once
+        return term.data  # unchanged, because `add` recognises the same array by identity
     array = jnp.asarray(term.data)
-    # The kernel adds in 32 bits: what lies beyond all positions is as good as the last of these.
-    return array if array.dtype == bool or is_static_number(term.plus, 0) else jnp.clip(array, -FAR, FAR)
+    if array.dtype == bool or is_static_number(term.plus, 0):
+        return array
+    # The kernel adds in 32 bits. Clipping changes no comparison, because all positions lie within ±FAR.
+    return jnp.clip(array, -FAR, FAR)
 
 
 def _constant(word: int, out: Program, mask: Mask) -> None:
     out.words.append(word)
 
 
-def _all_of(word: int, out: Program, mask: Mask) -> None:
-    # The highest first, so that the kernel's stack grows with the logarithm of a mask's size, however it is nested.
-    parts = _merged(mask.parts()) if word == AND else mask.parts()
-    first, *others = sorted(parts, key=_height, reverse=True)
+def _combine(word: int, out: Program, mask: Mask) -> None:
+    parts: Sequence[Any] = mask.parts()
+    if word == AND:
+        parts = _with_intervals(parts)
+    # The part that needs the deepest stack comes first: then the kernel's stack grows with the logarithm of the size of
+    # a mask, however it is nested.
+    first, *others = sorted(parts, key=_stack_depth, reverse=True)
     _write(out, first)
     for part in others:
         _write(out, part)
@@ -130,8 +138,8 @@ def _all_of(word: int, out: Program, mask: Mask) -> None:
 
 
 @dataclass(frozen=True)
-class _Both:
-    """Two comparisons with one number of the key: the kernel has one word for them."""
+class _Interval:
+    """Two comparisons of the same term of the key, a lower and an upper end. The kernel has one word for them."""
 
     low: Compare
     high: Compare
@@ -140,41 +148,41 @@ class _Both:
         return ()
 
 
-def _merged(parts) -> list[Any]:
-    """The parts of an `&`, each lower end with an upper end of the same term of the key."""
+def _with_intervals(parts) -> list[Any]:
+    """The parts of an `&`, with each pair of a lower and an upper end of the same key term as one interval."""
     left, found = list(parts), []
     for part in parts:
-        upper = next((other for other in left if _is_upper_end_of(part, other)), None)
+        upper = next((other for other in left if _are_ends(part, other)), None)
         if upper is not None and any(part is other for other in left):
             left = [other for other in left if other is not part and other is not upper]
-            found.append(_Both(part, upper))
+            found.append(_Interval(part, upper))
     return [*found, *left]
 
 
-def _is_upper_end_of(low: Any, high: Any) -> bool:
+def _are_ends(low: Any, high: Any) -> bool:
     if not (isinstance(low, Compare) and isinstance(high, Compare)):
         return False
-    return "<" in low.relation and ">" in high.relation and _same(low.kv, high.kv)
+    return "<" in low.relation and ">" in high.relation and _same_term(low.kv, high.kv)
 
 
-def _same(a: Term, b: Term) -> bool:
-    """Whether two terms are one; arrays are compared by identity."""
+def _same_term(a: Term, b: Term) -> bool:
+    """Whether two terms are equal; arrays are compared by identity."""
     pairs = [(getattr(a, name), getattr(b, name)) for name in ("of", "data", "divide", "modulo", "plus", "valid")]
     return all(x is y or (isinstance(x, int | str | tuple) and x == y) for x, y in pairs)
 
 
-def _both(out: Program, mask: _Both) -> None:
+def _interval(out: Program, mask: _Interval) -> None:
     _within(out, ENDS[mask.low.relation] + ENDS[mask.high.relation], mask.low.kv, mask.low.q, mask.high.q)
 
 
-def _height(mask: Any) -> int:
-    """How many truths the kernel keeps at once while it evaluates a mask."""
+def _stack_depth(mask: Any) -> int:
+    """The stack depth that the kernel needs to evaluate a mask."""
     if type(mask) not in _WRITERS:
         return 1
-    heights = sorted(map(_height, mask.parts()), reverse=True)
+    depths = sorted(map(_stack_depth, mask.parts()), reverse=True)
     if isinstance(mask, And | Or):
-        return max([heights[0], *(height + 1 for height in heights[1:])])
-    return max(heights, default=1)
+        return max([depths[0], *(depth + 1 for depth in depths[1:])])
+    return max(depths, default=1)
 
 
 def _not(out: Program, mask: Not) -> None:
@@ -183,7 +191,7 @@ def _not(out: Program, mask: Not) -> None:
 
 
 def _per_head(out: Program, mask: PerHead) -> None:
-    # The kernel picks a part by the head's global number, so that sharded heads keep theirs.
+    # The kernel picks a part by the head's number among all heads, so that sharded heads keep their parts.
     out.needs_head_ids = True
     before, parts = out.words, []
     for part in mask.parts():
@@ -215,28 +223,28 @@ def _dense(out: Program, mask: Dense) -> None:
 _WRITERS = {
     Full: partial(_constant, FULL),
     Empty: partial(_constant, EMPTY),
-    And: partial(_all_of, AND),
-    Or: partial(_all_of, OR),
+    And: partial(_combine, AND),
+    Or: partial(_combine, OR),
     Not: _not,
     PerHead: _per_head,
     Compare: _compare,
-    _Both: _both,
+    _Interval: _interval,
     Blocks: _blocks,
     Dense: _dense,
 }
 
 
-def knows(mask: Mask) -> bool:
-    """Whether the kernel evaluates a mask by itself, without bit tiles."""
-    return not unknown(mask)
+def supports(mask: Mask) -> bool:
+    """Whether the kernel evaluates the whole mask, without bits from JAX."""
+    return not unsupported_rules(mask)
 
 
-def unknown(mask: Mask) -> tuple[Mask, ...]:
-    """The rules in a mask that the kernel has no words for: they travel as bits."""
+def unsupported_rules(mask: Mask) -> tuple[Mask, ...]:
+    """The rules in a mask that the kernel cannot evaluate: JAX passes one bit per pair for each of them."""
     mask = mask.atoms()
     if type(mask) not in _WRITERS:
         return (mask,)
-    return tuple(rule for part in mask.parts() for rule in unknown(part))
+    return tuple(rule for part in mask.parts() for rule in unsupported_rules(part))
 
 
 def _bits(out: Program, mask: Mask):
@@ -244,29 +252,29 @@ def _bits(out: Program, mask: Mask):
     layout = out.layout
     q, kv = layout.sides(batch=out.batch, heads=out.heads)
     planes, rows = layout.starts.shape[:2], layout.q_tiles
-    most = most_visits(layout)
+    width = max_visits(layout)
 
-    def row(index):
-        b, n, i = (a.astype(np.int32) for a in jnp.unravel_index(index, (*planes, rows)))
+    def row_bits(index):
+        b, n, i = [a.astype(np.int32) for a in jnp.unravel_index(index, (*planes, rows))]
         at = dict(batch=b.reshape(1, 1, 1, 1), head=n.reshape(1, 1, 1, 1))
-        look = _read_row if mask.unbounded() else _read_by_tile
-        return look(layout, mask, q.at(**at), kv.at(**at), i, _visited(layout, b, n, i, most))
+        evaluate = _bits_of_row if mask.unbounded() else _bits_by_tile
+        return evaluate(layout, mask, q.at(**at), kv.at(**at), i, _visited_tiles(layout, b, n, i, width))
 
-    packed = jax.lax.map(row, jnp.arange(planes[0] * planes[1] * rows))
+    packed = jax.lax.map(row_bits, jnp.arange(planes[0] * planes[1] * rows))
     return packed.reshape(*planes, rows, *packed.shape[1:])
 
 
-def _read_row(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
-    """The bits of a row's tiles, [tiles, q_tile, kv_tile / 8], all read at once."""
+def _bits_of_row(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
+    """The bits [tiles, q_tile, kv_tile / 8] of all tiles of a row, evaluated at once."""
     index = tiles[:, None] * layout.kv_tile + jnp.arange(layout.kv_tile, dtype=np.int32)[None]
     q_slots, kv_slots = q.slots(i * layout.q_tile, layout.q_tile), Slots(kv, index.reshape(1, 1, 1, -1))
-    truth = jnp.broadcast_to(mask.allowed(q_slots, kv_slots), (1, 1, layout.q_tile, index.size))
-    truth = truth.reshape(layout.q_tile, tiles.size, layout.kv_tile).swapaxes(0, 1)
-    return jnp.packbits(truth, axis=-1, bitorder="little")
+    allowed = jnp.broadcast_to(mask.allowed(q_slots, kv_slots), (1, 1, layout.q_tile, index.size))
+    allowed = allowed.reshape(layout.q_tile, tiles.size, layout.kv_tile).swapaxes(0, 1)
+    return jnp.packbits(allowed, axis=-1, bitorder="little")
 
 
-def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
-    """The same of a rule that bounds tiles: pairs of those that it knows to be EMPTY or FULL are not looked at."""
+def _bits_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
+    """The same bits for a rule with `classify`: its pairs are evaluated only in PARTIAL tiles."""
     size = layout.q_tile
     shape, axes = (size, -(-layout.kv_tile // 8)), varying_axes(layout)
 
@@ -274,55 +282,63 @@ def _read_by_tile(layout: BlockLayout, mask: Mask, q: Side, kv: Side, i, tiles):
         start = tile * layout.kv_tile
 
         def pairs():
-            truth = mask.allowed(q.slots(i * size, size), kv.slots(start, layout.kv_tile))
-            truth = jnp.broadcast_to(truth, (1, 1, size, layout.kv_tile))[0, 0]
-            return jnp.packbits(truth, axis=-1, bitorder="little")
+            allowed = mask.allowed(q.slots(i * size, size), kv.slots(start, layout.kv_tile))
+            allowed = jnp.broadcast_to(allowed, (1, 1, size, layout.kv_tile))[0, 0]
+            return jnp.packbits(allowed, axis=-1, bitorder="little")
 
         some, every = mask.classify(q.run(i * size, size), kv.run(start, layout.kv_tile))
         kind = jnp.where(jnp.all(every), 2, jnp.where(jnp.any(some), 1, 0))
-        known = (lambda: jnp.zeros(shape, np.uint8)), pairs, (lambda: jnp.full(shape, 255, np.uint8))
-        return jax.lax.switch(kind, [lambda look=look: vary(look(), axes) for look in known])
+        branches = (lambda: jnp.zeros(shape, np.uint8)), pairs, (lambda: jnp.full(shape, 255, np.uint8))
+        return jax.lax.switch(kind, [lambda branch=branch: vary(branch(), axes) for branch in branches])
 
     return jax.lax.map(bits, tiles)
 
 
-def _visited(layout: BlockLayout, b, n, i, most: int):
-    """The tiles that one row visits, in the kernel's order; what follows the last one is not read."""
+def _visited_tiles(layout: BlockLayout, b, n, i, width: int):
+    """The tiles that one row visits, in the kernel's order, as `width` entries. The kernel ignores the unused ones.
+
+    First come the tiles of all intervals, one interval after the other: entry e lies in the first interval whose
+    cumulative end exceeds e. Then come the common tiles that lie in none of the row's intervals.
+    """
     starts, stops = layout.starts[b, n, i], layout.stops[b, n, i]
     widths = jnp.maximum(stops - starts, 0)
     ends = jnp.cumsum(widths, dtype=np.int32)
-    entry = jnp.arange(most, dtype=np.int32)
-    which = jnp.searchsorted(ends, entry, side="right")
-    which = jnp.clip(which, 0, max(starts.size - 1, 0))
-    tiles = starts[which] + entry - (ends - widths)[which] if starts.size else jnp.zeros(most, np.int32)
+    entry = jnp.arange(width, dtype=np.int32)
+    if starts.size:
+        interval = jnp.clip(jnp.searchsorted(ends, entry, side="right"), 0, starts.size - 1)
+        tiles = starts[interval] + entry - (ends - widths)[interval]
+        total = ends[-1]
+    else:
+        tiles, total = jnp.zeros(width, np.int32), np.int32(0)
     if layout.common is None:
         return tiles
     listed, count = layout.common[b, n], layout.common_count[b, n]
     inside = jnp.any((starts[:, None] <= listed[None]) & (listed[None] < stops[:, None]), axis=0)
-    free = ~inside & (jnp.arange(listed.size, dtype=np.int32) < count)
-    listed = listed[jnp.argsort(~free, stable=True)]
-    total = ends[-1] if starts.size else np.int32(0)
+    unvisited = ~inside & (jnp.arange(listed.size, dtype=np.int32) < count)
+    listed = listed[jnp.argsort(~unvisited, stable=True)]
     return jnp.where(entry < total, tiles, listed[jnp.clip(entry - total, 0, listed.size - 1)]).astype(np.int32)
 
 
-def most_visits(layout: BlockLayout) -> int:
-    """The most tiles that a row of a layout visits, or may visit where that depends on data. The kernel checks it."""
+def max_visits(layout: BlockLayout) -> int:
+    """The maximum number of tiles that a row visits, or an upper bound if it depends on data. The kernel checks it."""
     if isinstance(layout.starts, np.ndarray):
-        return _widest(layout)
+        return _max_row_width(layout)
     if layout.repeats:
         return layout.kv_tiles * max(1, layout.starts.shape[3])
     if layout.q_positions is not None or layout.kv_positions is not None:
         return layout.kv_tiles
     sizes = layout.q_len, layout.kv_len, layout.q_tile, layout.kv_tile
     if _is_static(layout.mask):
-        return _widest(plan_layout(layout.mask, *sizes, xp=np))
-    # What data allow lies within what the static parts of an intersection allow: within the hull of each, that is, for
-    # intervals that would be too many are replaced by wider ones.
+        return _max_row_width(plan_layout(layout.mask, *sizes, xp=np))
+    # An intersection allows no more than any of its static parts. Only the hulls of the parts are compared, because a
+    # layout replaces intervals that are too many by wider ones.
     mask = layout.mask.atoms()
     parts = [part for part in mask.parts() if _is_static(part)]
     if isinstance(mask, And) and parts and layout.common is None:
-        first, last = zip(*(_hulls(plan_layout(part, *sizes, xp=np)) for part in parts), strict=True)
-        return max(1, int((reduce(np.minimum, last) - reduce(np.maximum, first)).max(initial=0)))
+        hulls = [_hulls(plan_layout(part, *sizes, xp=np)) for part in parts]
+        first = reduce(np.maximum, [starts for starts, _ in hulls])
+        stop = reduce(np.minimum, [stops for _, stops in hulls])
+        return max(1, int((stop - first).max(initial=0)))
     return layout.kv_tiles
 
 
@@ -335,14 +351,18 @@ def _is_static(mask: Mask) -> bool:
 
 
 def _hulls(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
-    """The first tile that each row of a concrete layout visits, and the one after the last."""
-    none = layout.starts >= layout.stops
-    first = np.where(none, layout.kv_tiles, layout.starts).min(axis=3, initial=layout.kv_tiles)
-    return first, np.where(none, 0, layout.stops).max(axis=3, initial=0)
+    """The first tile that each row of a NumPy layout visits, and the one after the last."""
+    empty = layout.starts >= layout.stops
+    first = np.where(empty, layout.kv_tiles, layout.starts).min(axis=3, initial=layout.kv_tiles)
+    return first, np.where(empty, 0, layout.stops).max(axis=3, initial=0)
 
 
-def _widest(layout: BlockLayout) -> int:
-    """The most tiles that a row of a concrete layout visits."""
+def _max_row_width(layout: BlockLayout) -> int:
+    """The maximum number of tiles that a row of a NumPy layout visits."""
     widths = np.maximum(layout.stops - layout.starts, 0).sum(axis=3, initial=0)
-    common = 0 if layout.common_count is None else int(np.max(np.asarray(layout.common_count), initial=0))
-    return max(1, min(int(widths.max(initial=0)) + common, layout.kv_tiles if not layout.repeats else 1 << 30))
+    width = int(widths.max(initial=0))
+    if layout.common_count is not None:
+        width += int(np.max(np.asarray(layout.common_count), initial=0))
+    if not layout.repeats:
+        width = min(width, layout.kv_tiles)
+    return max(1, width)

@@ -1,4 +1,4 @@
-"""New keys or values of one layer into a stack of caches, in place."""
+"""`put`: writes new keys or values of one layer into a stack of caches, in place."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from longspan.engines.cpu import library
 
 
 def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """The stack with stack[layer, b, slots[b, i]] = new[b, i]; slots that are not there take nothing.
+    """Returns the stack with stack[layer, b, slots[b, i]] = new[b, i]; slots out of range are skipped.
 
-    XLA does this in place for float32, but makes all of a 16-bit stack wider to scatter into it, and back.
+    XLA does this in place for float32, but converts a whole 16-bit stack to float32 and back.
 
     Args:
         stack: [layers, B, slots, ...].
-        layer: which one, an int or a traced one.
+        layer: the index into the stack, static or traced.
         slots: int32 [B, n].
         new: [B, n, ...], of the stack's dtype.
     """
@@ -34,10 +34,10 @@ def _forward(stack, layer, slots, new):
 
 
 def _backward(operands, cotangent):
-    """What was overwritten has no gradient, what is new has that of its slot."""
+    """Each new entry has the gradient of its slot; overwritten entries have none."""
     layer, slots = operands
-    there = jnp.where(slots < 0, cotangent.shape[2], slots)
-    new = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(cotangent[layer], there)
+    valid_or_end = jnp.where(slots < 0, cotangent.shape[2], slots)
+    new = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(cotangent[layer], valid_or_end)
     return _put(cotangent, layer, slots, jnp.zeros_like(new)), None, None, new
 
 
