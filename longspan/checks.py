@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,6 +18,23 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises a ValueError that lists the choices, unless `value` is one of them."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(repr(c) for c in choices)}.")
+
+
+def renamed_argument(old: str, new: str) -> Callable[[F], F]:
+    """Decorator: the function also accepts the keyword `old` for `new`. Its signature and its docs list only `new`."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def renaming(*args: Any, **kwargs: Any) -> Any:
+            if old in kwargs:
+                if new in kwargs:
+                    raise ValueError(f"`{old}` is the former name of `{new}`: give only `{new}`.")
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast(F, renaming)
+
+    return decorate
 
 
 def check_lengths(q_len: Any, kv_len: Any) -> None:

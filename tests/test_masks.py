@@ -219,7 +219,7 @@ def test_a_mask_is_sharded_with_its_arrays():
 
 
 def test_long_masks_are_drawn_by_blocks():
-    drawn = ls.Causal().show(256, 256, most=4, axes=False).split()
+    drawn = ls.Causal().show(256, 256, max_cells=4, axes=False).split()
     assert drawn == ["+...", "#+..", "##+.", "###+"]
 
 

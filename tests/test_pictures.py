@@ -1,9 +1,11 @@
 """What pictures say: shades, numbers, captions, documents and tiles, in characters, HTML and matplotlib."""
 
+import inspect
 import re
 import shutil
 import subprocess
 import xml.dom.minidom
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +66,15 @@ def test_shares_of_many_tiles_are_estimated_well(mask, monkeypatch):
 
 
 def test_strides_and_random_blocks_show():
-    strided = ls.Window(64, 64, dilation=4).show(1024, 1024, most=8, axes=False).split()
+    strided = ls.Window(64, 64, dilation=4).show(1024, 1024, max_cells=8, axes=False).split()
     assert strided[4] == "..:+++:.", "one key of four, where a whole window would be ######"
     table = np.arange(14)[::-1].reshape(1, 14, 1)
-    drawn = ls.bigbird(16 * 32, block_size=32, rand_attn=table).show(512, 512, most=8, axes=False).split()
+    drawn = ls.bigbird(16 * 32, block_size=32, rand_attn=table).show(512, 512, max_cells=8, axes=False).split()
     assert drawn[2:6] == ["++#+++.+", "+.+#+..+", "+.++#+.+", "+++.+#++"], "the window, the other diagonal, the edges"
 
 
 def test_pictures_by_blocks_have_a_caption_token_numbers_and_a_legend():
-    picture = (ls.Causal() & ls.Window(511, 0)).show(4096, 4096, most=8)
+    picture = (ls.Causal() & ls.Window(511, 0)).show(4096, 4096, max_cells=8)
     assert picture == (
         "Causal() & Window(511, 0)\n"
         "4,096 queries x 4,096 keys: 11.7% of the pairs are allowed, 14.6% of the 128 x 128 tiles are visited\n"
@@ -87,7 +89,7 @@ def test_pictures_by_blocks_have_a_caption_token_numbers_and_a_legend():
         "3,584 ......++\n"
         "each 512 x 512 pairs: . none, : under a quarter, + about half, * over three quarters, # all"
     )
-    bare = (ls.Causal() & ls.Window(511, 0)).show(4096, 4096, most=8, axes=False)
+    bare = (ls.Causal() & ls.Window(511, 0)).show(4096, 4096, max_cells=8, axes=False)
     assert bare.split() == [line.split()[-1] for line in picture.splitlines()[3:-1]]
     assert ls.Causal().show(2, 2, axes=True).splitlines()[2:] == ["  0", "0 #.", "1 ##", "# may attend, . may not"]
 
@@ -104,8 +106,8 @@ def test_heads_that_differ_stand_side_by_side():
 
 def test_none_and_all_are_promises_and_everything_else_has_a_shade():
     rare = ls.Custom(lambda q, k: (q == 2500) & (k == 17))
-    assert rare.show(4000, 4000, most=4, axes=False).split() == ["....", "....", ":...", "...."]
-    assert (~rare).show(4000, 4000, most=4, axes=False).split() == ["####", "####", "*###", "####"]
+    assert rare.show(4000, 4000, max_cells=4, axes=False).split() == ["....", "....", ":...", "...."]
+    assert (~rare).show(4000, 4000, max_cells=4, axes=False).split() == ["####", "####", "*###", "####"]
 
 
 @pytest.mark.parametrize(
@@ -115,10 +117,10 @@ def test_shares_are_said_as_people_read_them(share, words):
     assert percent(share) == words
 
 
-@given(length=st.integers(0, 10**7), cell=st.integers(1, 10**5), most=st.integers(1, 9))
-def test_numbers_along_an_axis_are_few_and_begin_cells(length, cell, most):
-    places = ticks(length, cell, most)
-    assert len(places) <= most + 1
+@given(length=st.integers(0, 10**7), cell=st.integers(1, 10**5), count=st.integers(1, 9))
+def test_numbers_along_an_axis_are_few_and_begin_cells(length, cell, count):
+    places = ticks(length, cell, count)
+    assert len(places) <= count + 1
     assert all(place < length and place % cell == 0 for place in places)
     assert not length or places[0] == 0
 
@@ -243,11 +245,21 @@ def test_figures_have_shares_tiles_bands_and_a_legend(tmp_path):
     ls.Empty().plot(0, 0).savefig(tmp_path / "empty.png")
 
 
-def test_no_room_is_an_error():
-    for draw in (lambda: ls.Causal().show(8, 8, most=0), lambda: ls.Causal().plot(8, most=0),
-                 lambda: ls.cache.plan(ls.Causal(), 8).show(most=0)):  # fmt: skip
-        with pytest.raises(ValueError, match="most"):
+def test_a_picture_without_cells_is_an_error():
+    for draw in (lambda: ls.Causal().show(8, 8, max_cells=0), lambda: ls.Causal().plot(8, max_cells=0),
+                 lambda: ls.cache.plan(ls.Causal(), 8).show(max_cells=0),
+                 lambda: ls.MaskInfo.from_mask(ls.Causal(), 1, 8, 8).to_html(max_cells=0)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"max_cells`? must be"):
             draw()
+
+
+def test_show_still_accepts_the_former_name_of_max_cells():
+    mask = ls.Causal() & ls.Window(511, 0)
+    show: Any = mask.show
+    assert show(4096, 4096, most=8) == show(4096, 4096, max_cells=8)
+    assert "most" not in inspect.signature(ls.Mask.show).parameters
+    with pytest.raises(ValueError, match="`most` is the former name of `max_cells`: give only `max_cells`"):
+        show(4096, 4096, most=8, max_cells=8)
 
 
 def test_figures_leave_no_trace_in_pyplot():

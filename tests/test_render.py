@@ -156,11 +156,11 @@ def test_a_million_tokens_are_drawn_in_little_memory(name):
 
 
 def test_a_million_tokens_look_as_they_should():
-    picture = (ls.Causal() & ls.Window(511, 0)).show(MILLION, MILLION, most=4, axes=False).split()
+    picture = (ls.Causal() & ls.Window(511, 0)).show(MILLION, MILLION, max_cells=4, axes=False).split()
     assert picture == [":...", "::..", ".::.", "..::"]
-    picture = (ls.Causal() | ls.Prefix(250_000)).show(MILLION, MILLION, most=4, axes=False).split()
+    picture = (ls.Causal() | ls.Prefix(250_000)).show(MILLION, MILLION, max_cells=4, axes=False).split()
     assert picture == ["#...", "#+..", "##+.", "###+"]
-    picture = (ls.Window(1, 1) | ls.Global((999_999,))).show(MILLION, MILLION, most=4, axes=False).split()
+    picture = (ls.Window(1, 1) | ls.Global((999_999,))).show(MILLION, MILLION, max_cells=4, axes=False).split()
     assert picture == ["::.:", "::::", ".:::", "::::"]
 
 

@@ -17,33 +17,33 @@ BY_CELL = "# all kept, * + : some, . evicted, blank to come"
 ROWS = 32
 
 
-def show_step(plan: "CachePlan", step: int, most: int) -> str:
+def show_step(plan: "CachePlan", step: int, max_cells: int) -> str:
     """The positions up to a step: those that a cache holds once it has been appended."""
     step = check_step(plan, step)
     gone = gone_at(plan)[: step + 1]
-    return show_held(plan, np.flatnonzero(gone > step), step + 1, most)
+    return show_held(plan, np.flatnonzero(gone > step), step + 1, max_cells)
 
 
-def show_held(plan: "CachePlan", held: np.ndarray, count: int, most: int) -> str:
+def show_held(plan: "CachePlan", held: np.ndarray, count: int, max_cells: int) -> str:
     """The positions [held] that are in a cache of `count` tokens."""
-    cell = _cell(plan, most)
+    cell = _cell(plan, max_cells)
     title = (
         f"{count:,} of {plan.length:,} positions: {len(held):,} kept, {count - len(held):,} evicted; "
         f"{plan.capacity:,} slots"
     )
     row = _row(plan, held, count, cell)
-    return "\n".join(line.rstrip() for line in (title, numbers_above(plan.length, cell, most=4), row, _legend(cell)))
+    return "\n".join(line.rstrip() for line in (title, numbers_above(plan.length, cell, count=4), row, _legend(cell)))
 
 
-def show_all(plan: "CachePlan", most: int) -> str:
+def show_all(plan: "CachePlan", max_cells: int) -> str:
     """Every step downwards, or one of so many, and what is kept after it."""
-    cell, skip = _cell(plan, most), max(1, -(-plan.length // ROWS))
+    cell, skip = _cell(plan, max_cells), max(1, -(-plan.length // ROWS))
     steps = [min(first + skip, plan.length) - 1 for first in range(0, plan.length, skip)]
     edge, gone = len(f"{plan.length - 1:,}"), gone_at(plan)
     rows = [f"{step:>{edge},} {_row(plan, _held(gone, step), step + 1, cell)}" for step in steps]
     lines = [
         str(plan),
-        " " * (edge + 1) + numbers_above(plan.length, cell, most=4),
+        " " * (edge + 1) + numbers_above(plan.length, cell, count=4),
         *rows,
         f"after each step: {_legend(cell)}",
     ]
@@ -83,9 +83,9 @@ def check_step(plan: "CachePlan", step: int) -> int:
     return step
 
 
-def _cell(plan: "CachePlan", most: int) -> int:
+def _cell(plan: "CachePlan", max_cells: int) -> int:
     """Positions to a character."""
-    return max(1, -(-plan.length // check_static_size("most", most, 1)))
+    return max(1, -(-plan.length // check_static_size("max_cells", max_cells, 1)))
 
 
 def _held(gone: np.ndarray, step: int) -> np.ndarray:

@@ -65,12 +65,12 @@ class CachePlan:
         """How many bytes a cache of every position would take."""
         return self.length * self._row_bytes(batch, kv_heads, head_dim, dtype, v_head_dim)
 
-    def show(self, step: int | None = None, *, most: int = 64) -> str:
+    def show(self, step: int | None = None, *, max_cells: int = 64) -> str:
         """A picture in characters of what is kept and what is evicted, after one step or after every step.
 
         Args:
             step: after the token at this position; None: after every token, one row each, or one of so many.
-            most: characters across.
+            max_cells: width of the picture in characters.
 
         Example:
             >>> plan = ls.cache.plan(ls.Causal() & (ls.Window(2, 0) | ls.Prefix(1)), 9)
@@ -80,7 +80,7 @@ class CachePlan:
             #...###
             # kept, . evicted, blank to come
         """
-        return show_all(self, most) if step is None else show_step(self, step, most)
+        return show_all(self, max_cells) if step is None else show_step(self, step, max_cells)
 
     def _row_bytes(self, batch: int, kv_heads: int, head_dim: int, dtype: Any, v_head_dim: int | None) -> int:
         sizes = head_dim + (head_dim if v_head_dim is None else v_head_dim)

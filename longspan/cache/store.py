@@ -284,13 +284,13 @@ class Cache:
         tables = jax.tree.map(jnp.copy, self.tables)
         return replace(taken, overflowed=taken.overflowed | (rows != inside), tables=tables)
 
-    def show(self, step: int | None = None, *, batch: int = 0, most: int = 64) -> str:
+    def show(self, step: int | None = None, *, batch: int = 0, max_cells: int = 64) -> str:
         """A picture in characters of the positions that a row holds, and of those that were evicted.
 
         Args:
             step: what it will hold after the token at this position; None: what it holds now.
             batch: which row.
-            most: characters across.
+            max_cells: width of the picture in characters.
 
         Example:
             >>> cache = ls.cache.init(ls.cache.plan(ls.Causal() & ls.Window(3, 0), 16), 1, 1, 2, jnp.float32)
@@ -302,10 +302,10 @@ class Cache:
             # kept, . evicted, blank to come
         """
         if step is not None:
-            return self.plan.show(step, most=most)
+            return self.plan.show(step, max_cells=max_cells)
         check_drawable(self, batch)
         positions, length = np.asarray(self.positions[batch]), int(self.length[batch])
-        return show_held(self.plan, np.sort(positions[positions < length]), length, most)
+        return show_held(self.plan, np.sort(positions[positions < length]), length, max_cells)
 
     @no_type_check
     def save(self, path: Any) -> None:

@@ -106,7 +106,7 @@ def _masks(stage: Stage, mask: Any, sizes: Sizes) -> None:
     for name, (sentence, rule) in masks.items():
         stage.say(f"{name.capitalize()}: {sentence}.\n")
         head = dict(head=0) if name == "bigbird" else {}
-        stage.say(rule.show(length, length, most=16, **head))
+        stage.say(rule.show(length, length, max_cells=16, **head))
         stage.draw(name, rule, length, tile=block)
         stage.say()
 

@@ -28,7 +28,9 @@ def show(
     tile: Annotated[
         int | None, typer.Option(min=1, max=LONGEST, help="Also draw tiles of this size (PNG and SVG).")
     ] = None,
-    most: Annotated[int | None, typer.Option(min=1, max=512, help="Characters across.", show_default=False)] = None,
+    max_cells: Annotated[
+        int | None, typer.Option(min=1, max=512, help="Width of the picture in characters.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a mask, in characters or into files."""
@@ -58,7 +60,7 @@ def show(
     elif files:
         print("wrote " + ", ".join(files))
     else:
-        print(mask.show(q_len, kv_len, most=_across() if most is None else most, **which))
+        print(mask.show(q_len, kv_len, max_cells=_across() if max_cells is None else max_cells, **which))
 
 
 def _check_tile(tile: int | None, q_len: int, kv_len: int) -> None:

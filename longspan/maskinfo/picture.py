@@ -88,13 +88,13 @@ class Pictures(Bound):
         return None
 
     @no_type_check
-    def to_html(self, batch: int = 0, head: int = 0, *, most: int = 64) -> str:
+    def to_html(self, batch: int = 0, head: int = 0, *, max_cells: int = 64) -> str:
         """A picture and a table of facts as HTML, without scripts; notebooks show it by themselves.
 
         Args:
             batch: which batch row.
             head: which head.
-            most: blocks in the picture, along each side.
+            max_cells: maximum number of cells along each side of the picture.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, -1]])).to_html()[:25]
@@ -107,7 +107,8 @@ class Pictures(Bound):
             ("applied", ", ".join(self._applied) or "nothing"),
         ]
         positions = dict(q_positions=self.q_positions, kv_positions=self.kv_positions)
-        cells = max(1, -(-self.q_len // most), -(-self.kv_len // most))
+        max_cells = check_size("max_cells", max_cells, least=1)
+        cells = max(1, -(-self.q_len // max_cells), -(-self.kv_len // max_cells))
         picture = picture_of(self.mask, self.q_len, self.kv_len, cells=cells, batch=batch, head=head, **positions)
         ids = (self.q_segment_ids, self.kv_segment_ids)
         return picture_html(picture._replace(bands=Bands.of(ids, batch, cells, cells)), more=table_html(facts))

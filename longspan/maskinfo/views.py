@@ -294,11 +294,17 @@ class Views(Bound):
         self,
         *,
         heads: int | None = None,
-        head_size: int = 64,
+        head_dim: int = 64,
         dtype: Any = jnp.float32,
         engine: "EngineName | Engine" = "auto",
     ) -> "Explanation":
-        """What `attention` would do with this mask: engine, tiles, FLOPs, and what keeps tiles from being skipped.
+        """A report of what `attention` would do with this mask: engine, tiles, FLOPs, and why tiles cannot be skipped.
+
+        Args:
+            heads: number of heads of q, k and v; by default the number of heads of the mask.
+            head_dim: features per head.
+            dtype: dtype of q, k and v.
+            engine: as in `attention`.
 
         Example:
             >>> info = ls.MaskInfo.from_mask(ls.Causal(), batch=1, q_len=1024)
@@ -309,7 +315,7 @@ class Views(Bound):
 
         heads = self.mask.heads if heads is None else check_size("heads", heads, least=1)
         q, kv = (
-            jax.ShapeDtypeStruct((self.batch_size, length, heads, head_size), dtype)
+            jax.ShapeDtypeStruct((self.batch_size, length, heads, head_dim), dtype)
             for length in (self.q_len, self.kv_len)
         )
         info: Any = self

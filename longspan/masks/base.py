@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from longspan.array_types import Array, Namespace, Positions, no_type_check
-from longspan.checks import check_lengths, check_sides, is_known
+from longspan.checks import check_lengths, check_sides, is_known, renamed_argument
 from longspan.constants import on_host
 from longspan.masks.checks import check_bools, check_slots
 from longspan.masks.count_pieces import CountPiece
@@ -375,6 +375,7 @@ class Mask(Value):
 
         return plan_layout(self, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions)
 
+    @renamed_argument("most", "max_cells")
     @no_type_check
     def show(
         self,
@@ -383,23 +384,23 @@ class Mask(Value):
         *,
         batch: int = 0,
         head: int | None = None,
-        most: int = 64,
+        max_cells: int = 64,
         axes: bool | None = None,
         q_positions: Positions | None = None,
         kv_positions: Positions | None = None,
     ) -> str:
         """A picture in characters: one row per query, `#` = may attend, `.` = may not.
 
-        Lengths over `most` are drawn by blocks, `.:+*#` from none to all of a block's pairs, with token numbers along
-        the edges. The rule is asked about tiles, and about pairs only where tiles do not tell, so a million tokens can
-        be drawn.
+        Lengths over `max_cells` are drawn by blocks: `.:+*#` are the share of a block's pairs that is allowed, from
+        none to all. Token numbers are along the edges. Pairs are evaluated one by one only where tiles do not settle
+        a block, so masks of a million tokens can be drawn.
 
         Args:
             q_len: number of queries, T.
             kv_len: number of keys, S.
             batch: which batch row.
             head: which head; None: if the mask tells heads apart, the first few side by side.
-            most: characters along a side.
+            max_cells: maximum number of cells along a side, one character each.
             axes: whether to write a caption, token numbers and a legend; by default where blocks are drawn.
             q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
             kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
@@ -410,7 +411,7 @@ class Mask(Value):
             #..
             ##.
             .##
-            >>> print(Window(300, 300).show(1024, 1024, most=8))
+            >>> print(Window(300, 300).show(1024, 1024, max_cells=8))
             Window(300, 300)
             1,024 queries x 1,024 keys: 50.1% of the pairs are allowed, 68.8% of the 128 x 128 tiles are visited
                 0   512
@@ -427,7 +428,7 @@ class Mask(Value):
         from longspan.render import draw
 
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-        return draw(self, q_len, kv_len, batch=batch, head=head, most=most, axes=axes, **positions)
+        return draw(self, q_len, kv_len, batch=batch, head=head, max_cells=max_cells, axes=axes, **positions)
 
     @no_type_check
     def plot(
@@ -438,7 +439,7 @@ class Mask(Value):
         batch: int = 0,
         head: int | None = None,
         tile: int | tuple[int, int] | None = None,
-        most: int = 256,
+        max_cells: int = 256,
         q_positions: Positions | None = None,
         kv_positions: Positions | None = None,
     ) -> "Figure":
@@ -452,7 +453,7 @@ class Mask(Value):
             batch: which batch row.
             head: which head; None: if the mask tells heads apart, the first few side by side.
             tile: also draw the tiles of this size, or (queries, keys), by kind: EMPTY, PARTIAL or FULL.
-            most: cells along a side.
+            max_cells: maximum number of cells along a side.
             q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
             kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
 
@@ -465,7 +466,14 @@ class Mask(Value):
 
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
         return plot(
-            self, q_len, q_len if kv_len is None else kv_len, batch=batch, head=head, tile=tile, most=most, **positions
+            self,
+            q_len,
+            q_len if kv_len is None else kv_len,
+            batch=batch,
+            head=head,
+            tile=tile,
+            max_cells=max_cells,
+            **positions,
         )
 
     def _repr_html_(self) -> str | None:

@@ -73,13 +73,13 @@ class Seen(NamedTuple):
             yield piece.start, piece.stop, QUERY if piece.kind == "queries" else ALL
 
 
-def picture_text(plan: "ParallelPlan", most: int, devices: int) -> str:
+def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
     """See `ParallelPlan.show`."""
-    most, devices = check_static_size("most", most, 1), check_static_size("devices", devices, 2)
-    cell = max(1, -(-plan.length // most))
+    max_cells, devices = check_static_size("max_cells", max_cells, 1), check_static_size("devices", devices, 2)
+    cell = max(1, -(-plan.length // max_cells))
     shown = _shown(plan, devices)
     strips = ["" if one is None else _strip(plan, one, cell) for one in shown]
-    rows = [("device", "holds", "pairs", "load", numbers_above(plan.length, cell, most=4))]
+    rows = [("device", "holds", "pairs", "load", numbers_above(plan.length, cell, count=4))]
     rows += [_left(plan, one, devices, strip) for one, strip in zip(shown, strips, strict=True)]
     right = [["receives"], *([] if one is None else [" ".join(w) for w in _received(plan, one)] for one in shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -134,11 +134,11 @@ class ParallelPlan:
         hops = hops_home(self, step)
         return step.rows + hops * self.rows
 
-    def show(self, *, most: int = 32, devices: int = 12) -> str:
+    def show(self, *, max_cells: int = 32, devices: int = 12) -> str:
         """A picture in characters: what each device holds, computes and receives, and from whom.
 
         Args:
-            most: characters across.
+            max_cells: width of the picture in characters.
             devices: how many are shown; those in the middle are left out.
 
         Example:
@@ -154,7 +154,7 @@ class ParallelPlan:
                  3  48-63    128  1.06  +...................:+++########  a 0-1 of 0; b 41-47 of 2
             each 2 tokens: # holds, + receives, : receives some, . neither; pairs are of one head, without global tokens
         """
-        return picture_text(self, most, devices)
+        return picture_text(self, max_cells, devices)
 
     def _repr_html_(self) -> str:
         return picture_html(self)

@@ -12,9 +12,9 @@ from longspan.render.grid import Grid, grid_of, most_visits
 from longspan.render.shares import shares_of
 
 TILE = 128  # slots along the tiles of which the caption says how many are visited
-MOST_HEADS = 4  # side by side
+MAX_HEADS = 4  # side by side
 LEVELS = 3  # shades between none and all
-MOST_TITLE = 160  # characters
+MAX_TITLE = 160  # characters
 TICKS = 4  # numbers along an axis, about
 
 
@@ -111,12 +111,12 @@ def heads_shown(mask: Mask, head: int | None) -> list[int | None]:
     """The heads to draw: the one asked for, or the first few; None where all are alike."""
     if head is not None:
         return [head]
-    return [None] if mask.heads == 1 else list(range(min(mask.heads, MOST_HEADS)))
+    return [None] if mask.heads == 1 else list(range(min(mask.heads, MAX_HEADS)))
 
 
-def shortened(text: str, most: int = MOST_TITLE) -> str:
+def shortened(text: str, max_length: int = MAX_TITLE) -> str:
     """A text without its middle if it is too long, as that of a rule with a thousand indices is."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 3 :]}"
+    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 3 :]}"
 
 
 def _counted(number: int, one: str, many: str) -> str:
@@ -137,14 +137,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.{max(1, 1 - math.floor(math.log10(100 * share)))}f}%"
 
 
-def ticks(length: int, cell: int = 1, most: int = TICKS) -> list[int]:
-    """Token numbers along an axis, at the beginnings of cells: about `most`, of round steps.
+def ticks(length: int, cell: int = 1, count: int = TICKS) -> list[int]:
+    """Token numbers along an axis, at the beginnings of cells: about `count`, of round steps.
 
     Example:
         >>> ticks(4096, 64), ticks(1_000_000, 15_625), ticks(9), ticks(300)
         ([0, 1024, 2048, 3072], [0, 250000, 500000, 750000], [0, 2, 4, 6, 8], [0, 100, 200])
     """
-    least = -(-length // (cell * (most + 1)))
+    least = -(-length // (cell * (count + 1)))
     if cell == 1 and length % 10 == 0:
         tens = 10 ** (len(str(max(least, 1))) - 1)
         step = next(n * tens for n in (1, 2, 5, 10) if n * tens >= least)

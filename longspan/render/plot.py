@@ -30,21 +30,21 @@ def plot(
     batch: int = 0,
     head: int | None = None,
     tile: int | tuple[int, int] | None = None,
-    most: int = 256,
+    max_cells: int = 256,
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> "Figure":
     """A mask as a figure, see `Mask.plot`."""
     needs("Mask.plot", "matplotlib", extra="plot")
     positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-    most = check_static_size("most", most, 1)
-    cells = max(1, -(-q_len // most), -(-kv_len // most))
+    max_cells = check_static_size("max_cells", max_cells, 1)
+    cells = max(1, -(-q_len // max_cells), -(-kv_len // max_cells))
     picture = picture_of(mask, q_len, kv_len, cells=cells, batch=batch, head=head, **positions)
     tiles = None
     if tile is not None:
         sizes = tile if isinstance(tile, tuple) else (tile, tile)
         tiles = tiles_of(
-            plan_layout(mask, q_len, kv_len, *sizes, **positions, xp=np), batch=batch, head=head, most=most
+            plan_layout(mask, q_len, kv_len, *sizes, **positions, xp=np), batch=batch, head=head, max_cells=max_cells
         )
     across, down = len(picture.panels), 1 if tiles is None else 2
     figure = _figure(across, down)

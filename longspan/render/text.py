@@ -19,15 +19,15 @@ def draw(
     *,
     batch: int = 0,
     head: int | None = None,
-    most: int = 64,
+    max_cells: int = 64,
     axes: bool | None = None,
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> str:
     """A picture in characters, see `Mask.show`."""
-    most = check_static_size("most", most, 1)
+    max_cells = check_static_size("max_cells", max_cells, 1)
     beside = len(heads_shown(mask, head))
-    across = most if beside == 1 else max(LEAST, most // beside)
+    across = max_cells if beside == 1 else max(LEAST, max_cells // beside)
     cell = max(1, -(-q_len // across), -(-kv_len // across))
     picture = picture_of(
         mask, q_len, kv_len, cells=cell, batch=batch, head=head, q_positions=q_positions, kv_positions=kv_positions
@@ -45,10 +45,10 @@ def lines(grid: Grid, ink: tuple[str, str, str]) -> list[str]:
 
 def _with_axes(picture: Picture, panels: list[list[str]], cell: int) -> list[str]:
     """The rows between a caption, token numbers at the left and on top, and what the characters mean."""
-    left = {at // cell: f"{at:,}" for at in ticks(picture.q_len, cell, most=8)}
+    left = {at // cell: f"{at:,}" for at in ticks(picture.q_len, cell, count=8)}
     edge = max([len(label) for label in left.values()], default=0)
     columns = len(panels[0][0]) if panels[0] else 0
-    top = numbers_above(picture.kv_len, cell, most=max(1, columns // 12))
+    top = numbers_above(picture.kv_len, cell, count=max(1, columns // 12))
     gap = max(2, len(top) - columns + 2)
     width = columns + gap
     body = [
@@ -66,10 +66,10 @@ def _name(panel: Panel, picture: Picture) -> str:
     return f"head {panel.head}" + (f" of {picture.heads}" if panel is picture.panels[0] else "")
 
 
-def numbers_above(length: int, cell: int, most: int) -> str:
+def numbers_above(length: int, cell: int, count: int) -> str:
     """Token numbers, each over the cell that it begins, as far as they do not touch."""
     text = ""
-    for at in ticks(length, cell, most):
+    for at in ticks(length, cell, count):
         if not text or len(text) < at // cell:
             text = f"{text:<{at // cell}}{at:,}"
     return text

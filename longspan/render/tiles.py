@@ -27,11 +27,11 @@ class TilePicture(NamedTuple):
     bands: Bands | None
 
 
-def tiles_of(layout: BlockLayout, *, batch: int = 0, head: int | None = None, most: int = 64) -> TilePicture:
+def tiles_of(layout: BlockLayout, *, batch: int = 0, head: int | None = None, max_cells: int = 64) -> TilePicture:
     """The tiles of one batch row of a concrete layout (host only)."""
     layout = layout if layout.forward is None else layout.forward
     heads = heads_shown(layout.mask, head)
-    together = max(1, -(-layout.q_tiles // most), -(-layout.kv_tiles // most))
+    together = max(1, -(-layout.q_tiles // max_cells), -(-layout.kv_tiles // max_cells))
     cells = together * layout.q_tile, together * layout.kv_tile
     levels = []
     for number in heads:

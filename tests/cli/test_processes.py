@@ -64,7 +64,7 @@ def test_a_command_runs_through_the_door_and_through_the_module():
 
 @pytest.mark.parametrize("length", [3, 500], ids=["at the end", "in between"])
 def test_a_reader_that_leaves_early_is_no_error(length):
-    with start("show", "Causal()", "-T", length, "--most", 500) as process:
+    with start("show", "Causal()", "-T", length, "--max-cells", 500) as process:
         process.stdout.close()  # before anything is written
         err = process.stderr.read()
     assert (process.returncode, err) == (1, "")

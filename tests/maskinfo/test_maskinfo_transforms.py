@@ -186,7 +186,7 @@ def test_new_arrays_and_new_traced_numbers_do_not_retrace():
 def test_layout_and_explain_follow_the_positions():
     info = MaskInfo.from_mask(ls.Window(3, 0), 1, 8, q_positions=np.arange(8)[None], kv_positions=np.arange(8)[None])
     assert info.layout(q_tile=2, kv_tile=2).visits() == MaskInfo.from_mask(ls.Window(3, 0), 1, 8).layout(2, 2).visits()
-    report = info.explain(heads=2, head_size=8, engine="reference")
+    report = info.explain(heads=2, head_dim=8, engine="reference")
     assert report.engine == "reference"
     assert any("positions" in note for note in report.notes)
 

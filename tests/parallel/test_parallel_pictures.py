@@ -59,7 +59,7 @@ def test_a_device_in_the_middle_receives_as_many_rows_as_the_plan_counts(mask, o
 
 
 def test_a_picture_of_a_longformer_on_four_devices():
-    shown = ls.parallel.plan(ls.Window(3, 3) | ls.Global((0, 40)), 64, 4).show(most=16)
+    shown = ls.parallel.plan(ls.Window(3, 3) | ls.Global((0, 40)), 64, 4).show(max_cells=16)
     assert shown.splitlines() == [
         "Window(3, 3) | Global((0, 40)): 64 tokens on 4 devices, contiguous, load 1.03",
         "  a  all-reduce: 2 rows, keys that everybody sees",
@@ -79,7 +79,7 @@ def test_a_picture_of_a_longformer_on_four_devices():
 
 
 def test_zigzag_shows_both_runs_and_a_ring_everything_else():
-    rows = rows_of(ls.parallel.plan(ls.Causal(), 64, 4, "zigzag").show(most=16))
+    rows = rows_of(ls.parallel.plan(ls.Causal(), 64, 4, "zigzag").show(max_cells=16))
     assert [row.split("  ")[-2:] for row in rows] == [
         ["##++++++++++++##", "a 8-55 of 1-3"],
         ["++##++++++++##++", "a 0-7 of 0, 16-47 of 2-3, 56-63 of 0"],
@@ -111,8 +111,8 @@ def test_the_number_of_devices_and_of_characters_can_be_chosen():
     plan = ls.parallel.plan(ls.Window(3, 3), 64, 8)
     assert [row.split()[0] for row in rows_of(plan.show(devices=3))] == ["0", "1", "...", "7"]
     assert "5 more" in plan.show(devices=3)
-    assert ".:+####+:." in plan.show(most=32)
-    assert "..+++########+++.." in plan.show(most=64)
+    assert ".:+####+:." in plan.show(max_cells=32)
+    assert "..+++########+++.." in plan.show(max_cells=64)
     with pytest.raises(ValueError, match="`devices` must be a Python int >= 2, got 1"):
         plan.show(devices=1)
 
