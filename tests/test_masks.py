@@ -224,5 +224,5 @@ def test_long_masks_are_drawn_by_blocks():
 
 
 def test_a_picture_of_a_head_that_is_not_there():
-    with pytest.raises(IndexError, match="head=3 is out of range: the mask tells 2 apart"):
+    with pytest.raises(IndexError, match="head=3 is out of range: the mask has 2 heads, 0 to 1"):
         ls.PerHead((ls.Causal(), ls.Full())).show(3, 3, head=3)

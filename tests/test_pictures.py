@@ -1,4 +1,4 @@
-"""What pictures say: shades, numbers, captions, documents and tiles, in characters, HTML and matplotlib."""
+"""The contents of pictures: shades, numbers, captions, documents and tiles, in characters, HTML and matplotlib."""
 
 import inspect
 import re
@@ -39,9 +39,8 @@ def dense_pairs(mask, q_len, kv_len, q_cell, kv_cell, batch=0, head=0):
     return np.add.reduceat(np.add.reduceat(truth, rows, axis=0), columns, axis=1)
 
 
-@settings(
-    max_examples=settings.default.max_examples // 4
-)  # `test_grid_is_what_the_dense_truth_tells` goes the same way
+# `test_grid_equals_the_dense_mask` takes the same paths with more examples.
+@settings(max_examples=settings.default.max_examples // 4)
 @given(
     mask=masks(T, S, batch=B, heads=N),
     cells=st.tuples(st.integers(1, 24), st.integers(1, 24)),
@@ -58,14 +57,14 @@ def test_shares_are_counted_where_tiles_are_few(mask, cells, batch, head):
     "mask", [ls.Window(60, 60, dilation=3), ls.Custom(lambda q, k: k <= q), ls.Prefix(99)], ids=repr
 )
 def test_shares_of_many_tiles_are_estimated_well(mask, monkeypatch):
-    monkeypatch.setattr(shares, "MOST_READ", 1 << 14)
+    monkeypatch.setattr(shares, "MAX_READ", 1 << 14)
     found = shares_of(mask, 500, 500, 50, 50)
     assert not found.exact
     error = np.abs(found.pairs - dense_pairs(mask, 500, 500, 50, 50)).max() / 50**2
     assert error < 0.1, "of 50 x 50 pairs, each from some hundreds"
 
 
-def test_strides_and_random_blocks_show():
+def test_strides_and_random_blocks_are_visible():
     strided = ls.Window(64, 64, dilation=4).show(1024, 1024, max_cells=8, axes=False).split()
     assert strided[4] == "..:+++:.", "one key of four, where a whole window would be ######"
     table = np.arange(14)[::-1].reshape(1, 14, 1)
@@ -94,7 +93,7 @@ def test_pictures_by_blocks_have_a_caption_token_numbers_and_a_legend():
     assert ls.Causal().show(2, 2, axes=True).splitlines()[2:] == ["  0", "0 #.", "1 ##", "# may attend, . may not"]
 
 
-def test_heads_that_differ_stand_side_by_side():
+def test_heads_that_differ_are_drawn_side_by_side():
     mask = ls.PerHead((ls.Causal(), ls.Window(0, 0), ls.Full()))
     assert mask.show(3, 3).splitlines() == ["#..  #..  ###", "##.  .#.  ###", "###  ..#  ###"]
     assert mask.show(3, 3, head=1).splitlines() == ["#..", ".#.", "..#"]
@@ -104,7 +103,7 @@ def test_heads_that_differ_stand_side_by_side():
     assert "; batch row 0 of 2<" in ls.KvLengths(np.array([30, 20]))._repr_html_()
 
 
-def test_none_and_all_are_promises_and_everything_else_has_a_shade():
+def test_none_and_all_are_exact_and_everything_else_has_a_shade():
     rare = ls.Custom(lambda q, k: (q == 2500) & (k == 17))
     assert rare.show(4000, 4000, max_cells=4, axes=False).split() == ["....", "....", ":...", "...."]
     assert (~rare).show(4000, 4000, max_cells=4, axes=False).split() == ["####", "####", "*###", "####"]
@@ -113,19 +112,19 @@ def test_none_and_all_are_promises_and_everything_else_has_a_shade():
 @pytest.mark.parametrize(
     ("share", "words"), [(0.0, "0%"), (1.0, "100%"), (0.5, "50.0%"), (0.00051234, "0.051%"), (0.99999, "99.99%")]
 )
-def test_shares_are_said_as_people_read_them(share, words):
+def test_shares_are_written_as_percentages(share, words):
     assert percent(share) == words
 
 
 @given(length=st.integers(0, 10**7), cell=st.integers(1, 10**5), count=st.integers(1, 9))
-def test_numbers_along_an_axis_are_few_and_begin_cells(length, cell, count):
+def test_ticks_are_few_and_begin_cells(length, cell, count):
     places = ticks(length, cell, count)
     assert len(places) <= count + 1
     assert all(place < length and place % cell == 0 for place in places)
     assert not length or places[0] == 0
 
 
-def test_a_mask_without_lengths_is_drawn_as_long_as_its_numbers_reach():
+def test_a_mask_without_lengths_is_drawn_long_enough_for_its_numbers():
     assert lengths(ls.Causal()) == (64, 64)
     assert lengths(ls.Window(511, 0) | ls.Prefix(4)) == (2048, 2048)
     assert lengths(ls.Window(100, 0, dilation=4)) == (2048, 2048)
@@ -161,7 +160,7 @@ def test_notebooks_show_html_that_needs_nothing_else(name):
     assert "currentColor" in page, "in the page's own colour, light or dark"
 
 
-def test_html_says_the_rule_and_escapes_it():
+def test_html_contains_the_rule_escaped():
     page = (ls.Causal() & ls.Window(511, 0))._repr_html_()
     assert "Causal() &amp; Window(511, 0)" in page
     assert "2,048 queries x 2,048 keys" in page
@@ -177,7 +176,7 @@ def test_html_says_the_rule_and_escapes_it():
     assert "<script" not in Sly()._repr_html_()
 
 
-def test_what_is_traced_has_no_picture():
+def test_traced_masks_and_layouts_have_no_picture():
     shown = []
 
     @jax.jit
@@ -286,7 +285,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_draws_what_its_cache_holds_after_each_step(name):
+def test_a_plan_draws_the_positions_its_cache_holds_after_each_step(name):
     length = 13
     plan = ls.cache.plan(PLANS[name], length)
     cache = ls.cache.init(plan, 1, 1, 2, jnp.float32)
@@ -312,7 +311,7 @@ def test_long_plans_are_drawn_by_cells():
     assert len(plan.show().splitlines()) == 2 + 1 + 32 + 1
 
 
-def test_what_cannot_be_drawn_of_a_cache_says_why():
+def test_errors_of_cache_pictures():
     plan = ls.cache.plan(ls.Causal(), 8)
     cache = ls.cache.init(plan, 2, 1, 2, jnp.float32)
     with pytest.raises(ValueError, match=re.escape("step=8 is out of range: the plan has 8 positions, 0 to 7.")):
@@ -333,7 +332,7 @@ LIGHT, DARK = "color:#111;background:#fff", "color:#ddd;background:#111"
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_a_browser_shows_them_on_light_and_dark_pages_without_complaint(tmp_path):
+def test_a_browser_shows_the_html_on_light_and_dark_pages_without_warnings(tmp_path):
     shown = "<hr>".join(build()._repr_html_() for build in NOTEBOOK.values())
     halves = "".join(f'<div style="width:50%;{colours}">{shown}</div>' for colours in (LIGHT, DARK))
     source = html.document(f'<div style="display:flex;position:absolute;left:0;top:0">{halves}</div>', "pictures")

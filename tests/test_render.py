@@ -1,4 +1,4 @@
-"""Pictures: one grid under all of them, the same as the dense truth tells, without its memory."""
+"""The grid under all pictures: equal to the dense mask, without its memory."""
 
 import re
 import tracemalloc
@@ -23,7 +23,7 @@ MILLION = 1_000_000
 
 
 def dense_cells(mask, q_len, kv_len, q_cell, kv_cell, batch=0, head=0, **positions):
-    """(some, every) read off the truth table."""
+    """(some, every) of the dense mask."""
     q, kv = plan_layout(mask, q_len, kv_len, 1, 1, **positions, xp=np).sides(xp=np)
     truth = np.asarray(mask.allowed(q.slots(), kv.slots()))
     truth = np.broadcast_to(truth, np.broadcast_shapes(truth.shape, (1, 1, q_len, kv_len)))
@@ -41,7 +41,7 @@ def assert_same_grid(mask, q_len, kv_len, q_cell, kv_cell, **which):
 
 @contextmanager
 def small_steps():
-    """Leads small masks through everything that large ones need: coarser starts, batches, splits."""
+    """Makes small masks take the paths of large ones: coarser starts, batches, splits."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(LEAF=2, FINENESS=(16, 4, 1), FEW=40, AT_ONCE=100).items():
             patch.setattr(grid, name, value)
@@ -65,7 +65,7 @@ def positions(length):
     q_positions=positions(T),
     kv_positions=positions(S),
 )
-def test_grid_is_what_the_dense_truth_tells(mask, cells, **which):
+def test_grid_equals_the_dense_mask(mask, cells, **which):
     with small_steps():
         assert_same_grid(mask, T, S, *cells, **which)
 
@@ -98,7 +98,7 @@ def rare_pair(q, k):
     return (q == 2500) & (k == 17)
 
 
-def test_one_pair_among_millions_is_found_and_one_missing_is_missed():
+def test_one_allowed_or_forbidden_pair_among_millions_is_found():
     rare = ls.Custom(rare_pair)
     cell = np.zeros((4, 4), bool)
     cell[2, 0] = True
@@ -111,7 +111,7 @@ def test_positions_are_drawn():
     assert ls.Causal().show(1, 4, q_positions=np.array([4]), kv_positions=rolling) == "#.##"
     by_row = np.array([[0, 1], [1, 0]])
     assert ls.Causal().show(2, 2, batch=1, q_positions=by_row).split() == ["##", "#."]
-    with pytest.raises(IndexError, match=re.escape("batch=2 is out of range: the mask tells 2 apart.")):
+    with pytest.raises(IndexError, match=re.escape("batch=2 is out of range: the mask has 2 batch rows, 0 to 1.")):
         ls.Causal().show(2, 2, batch=2, q_positions=by_row)
     with pytest.raises(ValueError, match=re.escape("q_positions must have shape [2] or [B, 2]")):
         ls.Causal().show(2, 2, q_positions=np.arange(3))
@@ -148,14 +148,14 @@ def test_a_million_tokens_are_drawn_in_little_memory(name):
     tracemalloc.start()
     try:
         picture = mask.show(MILLION, MILLION, axes=False).split()
-        _, most = tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert [len(row) for row in picture] == [64] * 64
-    assert most < 100e6, f"{most / 1e6:.0f} MB; the pairs of one row of cells alone are 15 GB"
+    assert peak < 100e6, f"{peak / 1e6:.0f} MB; the pairs of one row of cells alone are 15 GB"
 
 
-def test_a_million_tokens_look_as_they_should():
+def test_pictures_of_a_million_tokens_are_right():
     picture = (ls.Causal() & ls.Window(511, 0)).show(MILLION, MILLION, max_cells=4, axes=False).split()
     assert picture == [":...", "::..", ".::.", "..::"]
     picture = (ls.Causal() | ls.Prefix(250_000)).show(MILLION, MILLION, max_cells=4, axes=False).split()
@@ -166,7 +166,7 @@ def test_a_million_tokens_look_as_they_should():
 
 @rule
 class Counted(ls.Mask):
-    """A rule that counts what it is asked."""
+    """A rule that counts the pairs and tiles it evaluates."""
 
     mask: ls.Mask
     pairs: list
@@ -186,14 +186,14 @@ class Counted(ls.Mask):
 
 
 @pytest.mark.parametrize("mask", [ls.Causal(), ls.Causal() & ls.Window(511, 0), ls.Global((123_457,))], ids=repr)
-def test_few_tiles_and_pairs_of_a_million_tokens_are_asked_about(mask):
+def test_few_tiles_and_pairs_of_a_million_tokens_are_evaluated(mask):
     counted = Counted(mask, [], [])
     assert counted.show(MILLION, MILLION, axes=False) == mask.show(MILLION, MILLION, axes=False)
     assert sum(counted.tiles) < 1_000_000
     assert sum(counted.pairs) < 10_000_000  # of 10^12
 
 
-def test_what_the_ids_of_a_tile_are_is_found_once_for_all_looks(monkeypatch):
+def test_the_ids_of_a_tile_are_summarised_once(monkeypatch):
     inner, found = Tiles._summary, []
 
     def summary(tiles, *arguments):

@@ -1,8 +1,8 @@
 """Pictures of masks.
 
-One grid of cells (`grid`), how much of each is allowed (`shares`) and the documents along its edges (`bands`) are
-brought together (`picture`; of a layout's tiles: `tiles`) and drawn (`text`, `html`, `plot`). `notebook` is what
-notebooks show by themselves.
+`grid` finds which cells of a mask hold no, some or only allowed pairs. `shares` counts the allowed pairs of each cell.
+`bands` has the segment ids along the edges. `picture` combines the three for a mask, `tiles` for the tiles of a layout.
+`text`, `html` and `plot` draw them. `notebook` builds the HTML that notebooks display.
 """
 
 from longspan.render.grid import Grid as Grid

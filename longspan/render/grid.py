@@ -1,8 +1,9 @@
 """The grid under every picture: which cells of a mask hold no, some, or only allowed pairs.
 
-A cell is a rectangle of slots. The mask is asked about the tiles that its spans name, and a cell is settled once an
-allowed and a forbidden pair of it are known, or what all its pairs are. Tiles that leave their cell in doubt are split,
-down to single pairs. So the work follows the edges of what is allowed, and a T×S array never exists.
+A cell is a rectangle of slots. The search classifies the tiles that the mask's spans list. A cell is settled once one
+allowed and one forbidden pair of it are known, or once all its pairs are known to be alike. Tiles that do not settle
+their cell are split, down to single pairs. The work therefore grows with the edges of the mask, and a T×S array never
+exists.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from longspan.masks import Mask
 from longspan.masks.sides import Side, Slots, Tiles
 
 LEAF = 16  # slots along a tile that is read pair by pair instead of being split
-FINENESS = (8192, 2048, 512)  # tiles along a side that are looked at first; the finest of which there are few
-FEW = 1 << 18
-AT_ONCE = 1 << 14  # tiles that are looked at together
+FINENESS = (8192, 2048, 512)  # tiles along a side at the start of the search: the first count that makes few tiles
+FEW = 1 << 18  # tiles
+AT_ONCE = 1 << 14  # tiles that are classified together
 
 
 class Grid(NamedTuple):
@@ -34,8 +35,11 @@ class Grid(NamedTuple):
         return np.where(self.every, FULL, np.where(self.some, PARTIAL, EMPTY))
 
 
-class Which(TypedDict, total=False):
-    """What is looked at; 0 and slots by default. Where rows or heads are all alike, any number names them."""
+class Plane(TypedDict, total=False):
+    """The batch row and head to draw, 0 by default, and the positions, by default the slots.
+
+    Any number is legal for `batch` or `head` if all rows or all heads are alike.
+    """
 
     batch: int
     head: int
@@ -43,32 +47,38 @@ class Which(TypedDict, total=False):
     kv_positions: Any
 
 
-def grid_of(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **which: Unpack[Which]) -> Grid:
+def grid_of(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **plane: Unpack[Plane]) -> Grid:
     """The grid of one batch row and head (host only)."""
-    search = start(mask, q_len, kv_len, q_cell, kv_cell, **which)
+    search = start(mask, q_len, kv_len, q_cell, kv_cell, **plane)
     if search.layout is not None:
         _settle(search, _first_look(search, search.layout))
     return Grid(search.allowed.reshape(search.shape), ~search.forbidden.reshape(search.shape), q_cell, kv_cell)
 
 
-def start(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **which: Unpack[Which]) -> "Search":
-    """A search that has found nothing yet."""
-    batch, head = plane = which.get("batch", 0), which.get("head", 0)
-    positions = which.get("q_positions"), which.get("kv_positions")
+def start(mask: Mask, q_len: int, kv_len: int, q_cell: int, kv_cell: int, **plane: Unpack[Plane]) -> "Search":
+    """A search that has found no pairs yet."""
+    batch, head = plane.get("batch", 0), plane.get("head", 0)
+    positions = plane.get("q_positions"), plane.get("kv_positions")
     q, kv = mask._sides(q_len, kv_len, *positions, np)
-    for name, value, size in (("batch", batch, q.batch.size), ("head", head, q.head.size)):
-        if not 0 <= value < size and size > 1:
-            raise IndexError(f"{name}={value} is out of range: the mask tells {size} apart.")
-    one_row, one_head = (np.full((1, 1, 1, 1), value, np.int32) for value in (batch, head))
-    q, kv = (side.at(batch=one_row, head=one_head).remembering() for side in (q, kv))
+    _check_index("batch", batch, q.batch.size, "batch rows")
+    _check_index("head", head, q.head.size, "heads")
+    place = dict(batch=np.full((1, 1, 1, 1), batch, np.int32), head=np.full((1, 1, 1, 1), head, np.int32))
+    q, kv = q.at(**place).remembering(), kv.at(**place).remembering()
     cells = -(-q_len // q_cell) * -(-kv_len // kv_cell)
-    layout = _layout(mask, (q_len, q_cell), (kv_len, kv_cell), positions, plane) if cells else None
+    layout = None
+    if cells:
+        layout = _layout(mask, (q_len, q_cell), (kv_len, kv_cell), positions, (batch, head))
     allowed, forbidden = np.zeros((2, cells), bool)
-    return Search(mask, q, kv, q_cell, kv_cell, allowed, forbidden, layout, plane)
+    return Search(mask, q, kv, q_cell, kv_cell, allowed, forbidden, layout, (batch, head))
+
+
+def _check_index(name: str, value: int, size: int, unit: str) -> None:
+    if not 0 <= value < size and size > 1:
+        raise IndexError(f"{name}={value} is out of range: the mask has {size} {unit}, 0 to {size - 1}.")
 
 
 class Search(NamedTuple):
-    """A mask, where it is looked at, and what is known so far of each cell, row after row."""
+    """A mask, the batch row and head that are searched, and the pairs found so far in each cell, row by row."""
 
     mask: Mask
     q: Side
@@ -76,12 +86,12 @@ class Search(NamedTuple):
     q_cell: int
     kv_cell: int
     allowed: np.ndarray  # bool: an allowed pair was found
-    forbidden: np.ndarray
+    forbidden: np.ndarray  # bool: a forbidden pair was found
     layout: BlockLayout | None  # the tiles that may hold allowed pairs; None if there are no cells
     plane: tuple[int, int]  # batch row and head
 
-    def looks(self) -> Iterator["Parts"]:
-        """The parts of the layout's tiles, some at a time."""
+    def layout_parts(self) -> Iterator["Parts"]:
+        """The parts of the layout's tiles, about `AT_ONCE` at a time."""
         if self.layout is None:
             return
         for rows, tiles in self.layout.entries(*self.plane):
@@ -99,7 +109,7 @@ class Search(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Tiles of one size, each cut to one cell: a tile that touches several cells has a part in each."""
+    """Tiles of one size, each cut to one cell: a tile that overlaps several cells has a part in each."""
 
     q_size: int
     kv_size: int
@@ -116,51 +126,61 @@ class Parts(NamedTuple):
 
 
 def _layout(mask: Mask, q: tuple[int, int], kv: tuple[int, int], positions: Any, plane: tuple[int, int]) -> BlockLayout:
-    """The finest tiles that are few, none larger than a cell; each side is (length, cell)."""
-    layout, (q_at, kv_at) = None, positions
+    """The layout of the finest tiles that are few, none larger than a cell; each side is (length, cell)."""
+    layout, (q_positions, kv_positions) = None, positions
     for count in FINENESS:
         sizes = [_tile(length, cell, count) for length, cell in (q, kv)]
         if layout is None or sizes != [layout.q_tile, layout.kv_tile]:
-            layout = plan_layout(mask, q[0], kv[0], *sizes, q_positions=q_at, kv_positions=kv_at, xp=np)
-            if most_visits(layout, *plane) <= FEW:
+            layout = plan_layout(mask, q[0], kv[0], *sizes, q_positions=q_positions, kv_positions=kv_positions, xp=np)
+            if max_visits(layout, *plane) <= FEW:
                 break
     assert layout is not None
     return layout
 
 
 def _tile(length: int, cell: int, count: int) -> int:
-    """A power of two, so that tiles can be halved, and no larger than a cell, so that it touches two at most."""
+    """A power of two, so that tiles can be halved, and at most a cell, so that a tile overlaps at most two cells."""
     wanted = max(LEAF, -(-length // count))
     return min(1 << (wanted - 1).bit_length(), 1 << (cell.bit_length() - 1))
 
 
-def most_visits(layout: BlockLayout, batch: int, head: int) -> int:
-    """A bound on the tiles that a plane of a layout visits, without a list of them."""
-    arrays = (layout.starts, layout.stops, layout.common_count)
-    starts, stops, common = (
-        0 if a is None else np.asarray(a[min(batch, a.shape[0] - 1), min(head, a.shape[1] - 1)]) for a in arrays
-    )
-    return int(np.maximum(stops - starts, 0).sum(dtype=np.int64)) + int(common) * layout.q_tiles
+def max_visits(layout: BlockLayout, batch: int, head: int) -> int:
+    """An upper bound on the tiles visited in one batch row and head of a layout, without listing them."""
+    starts, stops = plane_of(layout.starts, batch, head), plane_of(layout.stops, batch, head)
+    visits = int(np.maximum(stops - starts, 0).sum(dtype=np.int64))
+    if layout.common_count is not None:
+        visits += int(plane_of(layout.common_count, batch, head)) * layout.q_tiles
+    return visits
+
+
+def plane_of(table: Any, batch: int, head: int) -> np.ndarray:
+    """One batch row and head of a table [B or 1, N or 1, ...]."""
+    return np.asarray(table[min(batch, table.shape[0] - 1), min(head, table.shape[1] - 1)])
 
 
 def _first_look(search: Search, layout: BlockLayout) -> Parts:
-    """Looks at all tiles of a layout, and returns those in doubt. What the layout leaves out is forbidden."""
-    sizes = layout.q_tile, layout.kv_tile
+    """Classifies all tiles of a layout and returns those in doubt. Tiles outside the layout are forbidden."""
     visits, doubtful = np.zeros(search.allowed.size, np.int64), []
-    for parts in search.looks():
+    for parts in search.layout_parts():
         visits += np.bincount(parts.cell, minlength=visits.size)
         doubtful.append(_look(search, _unsettled(search, parts)))
-    touched = np.multiply.outer(
-        _tiles_touched(search.q.length, search.q_cell, layout.q_tile),
-        _tiles_touched(search.kv.length, search.kv_cell, layout.kv_tile),
+    overlapping = np.multiply.outer(
+        _tiles_per_cell(search.q.length, search.q_cell, layout.q_tile),
+        _tiles_per_cell(search.kv.length, search.kv_cell, layout.kv_tile),
     )
-    search.forbidden[visits < touched.reshape(-1)] = True
-    nothing = np.zeros(0, np.int64)
-    return Parts(*sizes, *(np.concatenate([nothing, *(parts[i] for parts in doubtful)]) for i in (2, 3, 4)))
+    search.forbidden[visits < overlapping.reshape(-1)] = True
+    none = np.zeros(0, np.int64)
+    return Parts(
+        layout.q_tile,
+        layout.kv_tile,
+        q=np.concatenate([none, *(parts.q for parts in doubtful)]),
+        kv=np.concatenate([none, *(parts.kv for parts in doubtful)]),
+        cell=np.concatenate([none, *(parts.cell for parts in doubtful)]),
+    )
 
 
-def _tiles_touched(length: int, cell: int, size: int) -> np.ndarray:
-    """How many tiles of a side each of its cells touches."""
+def _tiles_per_cell(length: int, cell: int, size: int) -> np.ndarray:
+    """The number of tiles that each cell of a side overlaps."""
     starts = np.arange(0, length, cell)
     return -(-np.minimum(starts + cell, length) // size) - starts // size
 
@@ -174,7 +194,7 @@ def cut_to_cells(search: Search, q_size: int, kv_size: int, q: np.ndarray, kv: n
 
 
 def _settle(search: Search, doubtful: Parts) -> None:
-    """Splits the tiles in doubt until every cell is known; depth first, so that only a few are held at a time."""
+    """Splits the tiles in doubt until every cell is settled; depth first, so that few parts exist at a time."""
     stack = [doubtful.take(_one_per_cell_first(doubtful.cell))]
     while stack:
         parts = _unsettled(search, stack.pop())
@@ -186,7 +206,7 @@ def _settle(search: Search, doubtful: Parts) -> None:
 
 
 def _one_per_cell_first(cells: np.ndarray) -> np.ndarray:
-    """An order that goes round the cells, because one part may settle its cell."""
+    """An order that takes the parts of all cells in turn, because one part may settle its cell."""
     order = np.argsort(cells, kind="stable")
     ranked = cells[order]
     turn = np.arange(len(cells)) - np.searchsorted(ranked, ranked)
@@ -195,7 +215,8 @@ def _one_per_cell_first(cells: np.ndarray) -> np.ndarray:
 
 def _quarters(search: Search, parts: Parts) -> Parts:
     """Parts of half the tile size along each side that is longer than a leaf."""
-    q_size, kv_size = (size if size <= LEAF else size // 2 for size in (parts.q_size, parts.kv_size))
+    q_size = parts.q_size if parts.q_size <= LEAF else parts.q_size // 2
+    kv_size = parts.kv_size if parts.kv_size <= LEAF else parts.kv_size // 2
     (q_start, q_stop), (kv_start, kv_stop) = edges(search, parts)
     halves = _first_and_last(q_start, q_stop, q_size), _first_and_last(kv_start, kv_stop, kv_size)
     which, q, kv = _each_with_each(*halves)
@@ -203,12 +224,12 @@ def _quarters(search: Search, parts: Parts) -> Parts:
 
 
 def _unsettled(search: Search, parts: Parts) -> Parts:
-    """The parts of cells whose kind is not known."""
+    """The parts whose cell is not known to hold both an allowed and a forbidden pair."""
     return parts.take(~(search.allowed[parts.cell] & search.forbidden[parts.cell]))
 
 
 def _look(search: Search, parts: Parts) -> Parts:
-    """Notes what the mask says of some parts, and returns those that are still in doubt."""
+    """Classifies parts, records the result, and returns the parts that are still in doubt."""
     if not len(parts.cell):
         return parts
     some, every = classified(search, parts)
@@ -217,32 +238,37 @@ def _look(search: Search, parts: Parts) -> Parts:
     partial = _unsettled(search, parts.take(some & ~every))
     if len(partial.cell):
         _read(search, partial)
-    return partial.take(slice(0)) if partial.are_leaves else _unsettled(search, partial)
+    if partial.are_leaves:  # every pair was read: none is in doubt
+        return partial.take(slice(0))
+    return _unsettled(search, partial)
 
 
 def classified(search: Search, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
-    """(some, every) as the mask bounds each part's tile."""
-    i, j = (numbers.astype(np.int32).reshape(1, 1, -1, 1) for numbers in (parts.q, parts.kv))
-    kinds = search.mask.classify(Tiles(search.q, parts.q_size, i), Tiles(search.kv, parts.kv_size, j))
-    some, every = (np.broadcast_to(np.asarray(kind), i.shape).reshape(-1) for kind in kinds)
-    return some, every
+    """(some, every): the bounds of `Mask.classify` for each part's tile."""
+    i, j = parts.q.astype(np.int32).reshape(1, 1, -1, 1), parts.kv.astype(np.int32).reshape(1, 1, -1, 1)
+    some, every = search.mask.classify(Tiles(search.q, parts.q_size, i), Tiles(search.kv, parts.kv_size, j))
+    some, every = np.broadcast_to(np.asarray(some), i.shape), np.broadcast_to(np.asarray(every), i.shape)
+    return some.reshape(-1), every.reshape(-1)
 
 
 def _read(search: Search, parts: Parts) -> None:
-    """Notes what the pairs of some parts are: all pairs of leaves, of others the corners, which settle most edges."""
-    q, kv = (
-        within(start, stop, size) if parts.are_leaves else np.stack([start, stop - 1], axis=1)
-        for (start, stop), size in zip(edges(search, parts), (parts.q_size, parts.kv_size), strict=True)
-    )
+    """Evaluates pairs and records the result: all pairs of leaves, else the corners, which settle most cells."""
+    (q_start, q_stop), (kv_start, kv_stop) = edges(search, parts)
+    if parts.are_leaves:
+        q, kv = within(q_start, q_stop, parts.q_size), within(kv_start, kv_stop, parts.kv_size)
+    else:
+        q, kv = np.stack([q_start, q_stop - 1], axis=1), np.stack([kv_start, kv_stop - 1], axis=1)
     truth = truths(search, q, kv)
     search.allowed[parts.cell[truth.any(axis=(1, 2))]] = True
     search.forbidden[parts.cell[~truth.all(axis=(1, 2))]] = True
 
 
 def truths(search: Search, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-    """What the pairs of some parts are, bool [parts, queries, keys], by the slots [parts, n] of each side."""
-    count, padded = len(q), 1 << (len(q) - 1).bit_length()  # of few sizes, as rules in jax.numpy compile for each
-    q, kv = (np.pad(a, ((0, padded - count), (0, 0)), mode="edge").astype(np.int32) for a in (q, kv))
+    """Whether pairs are allowed, bool [parts, queries, keys], for slots [parts, n] of each side."""
+    # Padded to a power of two: rules in jax.numpy compile once per size.
+    count, padded = len(q), 1 << (len(q) - 1).bit_length()
+    q = np.pad(q, ((0, padded - count), (0, 0)), mode="edge").astype(np.int32)
+    kv = np.pad(kv, ((0, padded - count), (0, 0)), mode="edge").astype(np.int32)
     # The head axis runs over the parts.
     slots = Slots(search.q, q.reshape(1, padded, -1, 1)), Slots(search.kv, kv.reshape(1, padded, 1, -1))
     truth = np.asarray(search.mask.allowed(*slots))
@@ -250,7 +276,7 @@ def truths(search: Search, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
 
 
 def edges(search: Search, parts: Parts) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """The slots of each part, from start to stop, on both sides."""
+    """The slots (start, stop) of each part, of queries and of keys."""
     row, column = np.divmod(parts.cell, search.columns)
     return (
         _overlap(parts.q, parts.q_size, row, search.q_cell, search.q.length),
@@ -264,18 +290,20 @@ def _overlap(tile: np.ndarray, size: int, cell: np.ndarray, cell_size: int, leng
 
 
 def within(start: np.ndarray, stop: np.ndarray, size: int) -> np.ndarray:
-    """The slots of each part [parts, size]; a shorter one repeats its last."""
+    """The slots of each part [parts, size]; a shorter part repeats its last slot."""
     return np.minimum(start[:, None] + np.arange(size), stop[:, None] - 1)
 
 
 def _first_and_last(start: np.ndarray, stop: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pieces of `size` slots in which each run of slots begins and ends."""
+    """The blocks of `size` slots in which each span of slots starts and ends."""
     return start // size, (stop - 1) // size
 
 
 def _each_with_each(q: tuple[np.ndarray, np.ndarray], kv: tuple[np.ndarray, np.ndarray]):
-    """(which, q, kv): for runs of one or two numbers on both sides, every number of one with every one of the other."""
+    """(which, q, kv): all pairs of a query block and a key block, where each span covers one or two blocks."""
     q_two, kv_two = q[0] < q[1], kv[0] < kv[1]
     which = [np.flatnonzero(wanted) for wanted in (np.ones_like(q_two), kv_two, q_two, q_two & kv_two)]
-    numbers = [(q[i][w], kv[j][w]) for (i, j), w in zip(np.ndindex(2, 2), which, strict=True)]
-    return np.concatenate(which), *(np.concatenate(side) for side in zip(*numbers, strict=True))
+    # In the order of `which`: (first, first), (first, last), (last, first), (last, last).
+    q_blocks = [q[i][w] for i, w in zip((0, 0, 1, 1), which, strict=True)]
+    kv_blocks = [kv[j][w] for j, w in zip((0, 1, 0, 1), which, strict=True)]
+    return np.concatenate(which), np.concatenate(q_blocks), np.concatenate(kv_blocks)

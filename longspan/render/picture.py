@@ -1,4 +1,4 @@
-"""What every picture of a mask shows, before it is drawn in characters, SVG or matplotlib."""
+"""The contents of every picture of a mask, before it is drawn in characters, SVG or matplotlib."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,14 +8,14 @@ import numpy as np
 from longspan.layout import plan_layout
 from longspan.masks import Mask
 from longspan.render.bands import Bands
-from longspan.render.grid import Grid, grid_of, most_visits
+from longspan.render.grid import Grid, grid_of, max_visits
 from longspan.render.shares import shares_of
 
-TILE = 128  # slots along the tiles of which the caption says how many are visited
+TILE = 128  # slots along a tile; the caption has the share of tiles that is visited
 MAX_HEADS = 4  # side by side
 LEVELS = 3  # shades between none and all
 MAX_TITLE = 160  # characters
-TICKS = 4  # numbers along an axis, about
+TICKS = 4  # approximate count of numbers along an axis
 
 
 class Panel(NamedTuple):
@@ -23,10 +23,10 @@ class Panel(NamedTuple):
 
     head: int | None  # None: all heads are alike
     grid: Grid
-    share: np.ndarray  # of allowed pairs, in each cell
+    share: np.ndarray  # share of allowed pairs in each cell
 
     def levels(self, count: int = LEVELS) -> np.ndarray:
-        """Shades: 0 none, 1 to `count` more and more, `count + 1` all. None and all are promises."""
+        """Shades: 0 if no pair is allowed, `count + 1` if all are, 1 to `count` by the share. 0 and all are exact."""
         between = np.clip((self.share * (count - 1) + 0.5).astype(int) + 1, 1, count)
         return np.where(self.grid.every, count + 1, np.where(self.grid.some, between, 0))
 
@@ -41,31 +41,39 @@ class Picture(NamedTuple):
     kv_cell: int
     panels: list[Panel]
     batch: int  # the row that is shown
-    rows: int  # that the mask tells apart
-    heads: int
+    rows: int  # batch rows of the mask; 1: all rows are alike
+    heads: int  # heads of the mask; 1: all heads are alike
     allowed: float  # share of all pairs, over the heads shown
-    exact: bool  # whether that was counted
+    exact: bool  # whether `allowed` was counted, not estimated
     visited: float  # share of all tiles
     bands: Bands | None  # documents
 
     @property
     def facts(self) -> str:
-        """The caption: how long, how sparse, at what cost."""
-        share = f"{'' if self.exact else 'about '}{percent(self.allowed)} of the pairs are allowed"
+        """The caption: lengths, share of allowed pairs, share of visited tiles."""
+        share = f"{percent(self.allowed)} of the pairs are allowed"
+        if not self.exact:
+            share = f"about {share}"
         cost = f"{percent(self.visited)} of the {TILE} x {TILE} tiles are visited"
         sizes = f"{_counted(self.q_len, 'query', 'queries')} x {_counted(self.kv_len, 'key', 'keys')}"
-        return f"{sizes}: {share}, {cost}" + (f"; {self.shown}" if self.shown else "")
+        facts = f"{sizes}: {share}, {cost}"
+        if self.shown:
+            facts += f"; {self.shown}"
+        return facts
 
     @property
     def shown(self) -> str:
-        """Which row and heads are shown, where there are more."""
-        row = f"batch row {self.batch} of {self.rows}" if self.rows > 1 else ""
+        """The batch row and the heads that are shown, if there are others."""
+        shown = []
+        if self.rows > 1:
+            shown.append(f"batch row {self.batch} of {self.rows}")
         numbers = [panel.head for panel in self.panels if panel.head is not None]
-        heads = ""
         if numbers and len(numbers) < self.heads:
-            few = f"heads {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"head {numbers[0]}"
-            heads = f"{few} of {self.heads}"
-        return ", ".join(words for words in (row, heads) if words)
+            heads = f"head {numbers[0]}"
+            if len(numbers) > 1:
+                heads = f"heads {numbers[0]} to {numbers[-1]}"
+            shown.append(f"{heads} of {self.heads}")
+        return ", ".join(shown)
 
 
 def picture_of(
@@ -79,7 +87,7 @@ def picture_of(
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> Picture:
-    """A batch row of a mask in cells of so many slots; `head`: one, or None: the first few that are told apart."""
+    """A batch row of a mask in cells of `cells` slots, or (queries, keys); `head`: see `heads_shown`."""
     q_cell, kv_cell = cells if isinstance(cells, tuple) else (cells, cells)
     positions = dict(q_positions=q_positions, kv_positions=kv_positions)
     heads = heads_shown(mask, head)
@@ -108,15 +116,19 @@ def picture_of(
 
 
 def heads_shown(mask: Mask, head: int | None) -> list[int | None]:
-    """The heads to draw: the one asked for, or the first few; None where all are alike."""
+    """The heads to draw: the given one, else [None] if all heads are alike, else the first `MAX_HEADS`."""
     if head is not None:
         return [head]
-    return [None] if mask.heads == 1 else list(range(min(mask.heads, MAX_HEADS)))
+    if mask.heads == 1:
+        return [None]
+    return list(range(min(mask.heads, MAX_HEADS)))
 
 
 def shortened(text: str, max_length: int = MAX_TITLE) -> str:
-    """A text without its middle if it is too long, as that of a rule with a thousand indices is."""
-    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 3 :]}"
+    """The text, without its middle if it is longer than `max_length` characters."""
+    if len(text) <= max_length:
+        return text
+    return f"{text[: max_length // 2]} ... {text[-max_length // 3 :]}"
 
 
 def _counted(number: int, one: str, many: str) -> str:
@@ -124,7 +136,7 @@ def _counted(number: int, one: str, many: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as people read it: 12%, 0.064%, none, all.
+    """A share as a percentage with at least two significant digits; only 0 and 1 are written as 0% and 100%.
 
     Example:
         >>> percent(0.12345), percent(0.00064), percent(0.99996), percent(1.0), percent(0.0)
@@ -132,13 +144,13 @@ def percent(share: float) -> str:
     """
     if share in (0, 1):
         return f"{share:.0%}"
-    if share > 0.999:  # rounded down: only all is all
+    if share > 0.999:  # rounded down, so that it is never 100%
         return f"{math.floor(1e4 * share) / 100:.2f}%"
     return f"{100 * share:.{max(1, 1 - math.floor(math.log10(100 * share)))}f}%"
 
 
 def ticks(length: int, cell: int = 1, count: int = TICKS) -> list[int]:
-    """Token numbers along an axis, at the beginnings of cells: about `count`, of round steps.
+    """About `count` token numbers along an axis, at the beginnings of cells, in round steps.
 
     Example:
         >>> ticks(4096, 64), ticks(1_000_000, 15_625), ticks(9), ticks(300)
@@ -154,12 +166,10 @@ def ticks(length: int, cell: int = 1, count: int = TICKS) -> list[int]:
 
 
 def _areas(q_len: int, kv_len: int, grid: Grid) -> np.ndarray:
-    """The pairs of each cell; those at the ends may be cut short."""
-    sides = [
-        np.minimum(cell, length - np.arange(0, length, cell))
-        for length, cell in ((q_len, grid.q_cell), (kv_len, grid.kv_cell))
-    ]
-    return np.multiply.outer(*sides)
+    """The number of pairs of each cell; the last cell of a side may be shorter."""
+    queries = np.minimum(grid.q_cell, q_len - np.arange(0, q_len, grid.q_cell))
+    keys = np.minimum(grid.kv_cell, kv_len - np.arange(0, kv_len, grid.kv_cell))
+    return np.multiply.outer(queries, keys)
 
 
 def _visited(
@@ -169,5 +179,5 @@ def _visited(
     if not q_len or not kv_len:
         return 0.0
     layout = plan_layout(mask, q_len, kv_len, TILE, TILE, **positions, xp=np)
-    visits = sum(most_visits(layout, batch, head or 0) for head in heads)
+    visits = sum(max_visits(layout, batch, head or 0) for head in heads)
     return min(1.0, visits / (layout.q_tiles * layout.kv_tiles * len(heads)))

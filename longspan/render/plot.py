@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, for papers and files: `Mask.plot`. It is imported when somebody plots."""
+"""Pictures by matplotlib, for papers and files: `Mask.plot`. matplotlib is imported only when a mask is plotted."""
 
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INCHES = 4.0  # along a panel
-FAINTEST = 0.25  # how far from white the least share is drawn
+FAINTEST = 0.25  # opacity of the smallest share
+MAX_LINED = 48  # tiles along a side, up to which lines are drawn between tiles
 
 
 def plot(
@@ -40,39 +41,38 @@ def plot(
     max_cells = check_static_size("max_cells", max_cells, 1)
     cells = max(1, -(-q_len // max_cells), -(-kv_len // max_cells))
     picture = picture_of(mask, q_len, kv_len, cells=cells, batch=batch, head=head, **positions)
-    tiles = None
+    tiles, down = None, 1
     if tile is not None:
         sizes = tile if isinstance(tile, tuple) else (tile, tile)
-        tiles = tiles_of(
-            plan_layout(mask, q_len, kv_len, *sizes, **positions, xp=np), batch=batch, head=head, max_cells=max_cells
-        )
-    across, down = len(picture.panels), 1 if tiles is None else 2
+        layout = plan_layout(mask, q_len, kv_len, *sizes, **positions, xp=np)
+        tiles, down = tiles_of(layout, batch=batch, head=head, max_cells=max_cells), 2
+    across = len(picture.panels)
     figure = _figure(across, down)
-    figure.suptitle(_title(picture, wide=across > 1), fontsize=9)
+    figure.suptitle(_title(picture), fontsize=9)
     grid = figure.subplots(down, across, squeeze=False)
     for panel, axes in zip(picture.panels, grid[0], strict=True):
         image = _image(axes, _shades(panel.share, panel.grid.some, panel.grid.every), picture)
-        axes.set_title("" if panel.head is None else f"head {panel.head}", fontsize=9)
+        if panel.head is not None:
+            axes.set_title(f"head {panel.head}", fontsize=9)
     _scale(figure, image, grid[0])
     if tiles is not None:
         for levels, axes in zip(tiles.levels, grid[1], strict=True):
             _tiles(axes, levels, tiles)
-        _legend(figure, tiles, columns=3 if across > 1 else 1)
+        _legend(figure, tiles)
     return figure
 
 
-def _title(picture: Picture, *, wide: bool) -> str:
-    """The rule and the caption, broken where there is one panel to be as wide as."""
-    rule = "\n".join(textwrap.wrap(picture.title, 120 if wide else 58, break_long_words=False))
-    return f"{rule}\n{picture.facts if wide else _broken(picture.facts)}"
-
-
-def _broken(facts: str) -> str:
-    return "\n".join(textwrap.wrap(facts, 58))
+def _title(picture: Picture) -> str:
+    """The rule and the caption, in lines as wide as the panels."""
+    if len(picture.panels) > 1:
+        rule, facts = textwrap.wrap(picture.title, 120, break_long_words=False), [picture.facts]
+    else:
+        rule, facts = textwrap.wrap(picture.title, 58, break_long_words=False), textwrap.wrap(picture.facts, 58)
+    return "\n".join([*rule, *facts])
 
 
 def _figure(across: int, down: int) -> "Figure":
-    """A figure that no list of open ones holds on to, and that notebooks show also where pyplot was never imported."""
+    """A figure that pyplot does not keep open, and that notebooks display even if pyplot was never imported."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -84,14 +84,14 @@ def _figure(across: int, down: int) -> "Figure":
             self.savefig(file, format="png", dpi=110)
             return file.getvalue()
 
-    size = (INCHES * (1 if across == 1 else 0.75) * across + 1.2, INCHES * (1 if across == 1 else 0.75) * down + 0.9)
-    figure = MaskFigure(figsize=size, layout="constrained")
+    side = INCHES if across == 1 else 0.75 * INCHES
+    figure = MaskFigure(figsize=(side * across + 1.2, side * down + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _shades(share: np.ndarray, some: np.ndarray, every: np.ndarray) -> np.ndarray:
-    """What is drawn of each share: none and all are only what is none and all."""
+    """The shade of each share: 0 and 1 only where no pair or every pair is allowed."""
     return np.where(every, 1.0, np.where(some, np.clip(share, 1e-3, 0.98), 0.0))
 
 
@@ -115,14 +115,17 @@ def _rgb(name: str) -> tuple[float, float, float]:
 def _drawn(axes: "Axes", values: np.ndarray, picture: Picture | TilePicture, **colours: Any) -> Any:
     """Cells with token numbers along the edges."""
     rows, columns = values.shape
-    # The last cell of a ragged length reaches past the end of the axes.
+    # The last cell of a side may extend past the end of the axes.
     extent = (0, max(columns, 1) * picture.kv_cell, max(rows, 1) * picture.q_cell, 0)
-    image = axes.imshow(
-        values if values.size else np.zeros((1, 1)), extent=extent, interpolation="nearest", aspect="auto", **colours
-    )
+    if not values.size:
+        values = np.zeros((1, 1))
+    image = axes.imshow(values, extent=extent, interpolation="nearest", aspect="auto", **colours)
     axes.set_xlim(0, max(picture.kv_len, 1))
     axes.set_ylim(max(picture.q_len, 1), 0)
-    axes.set_box_aspect(min(4.0, max(0.25, picture.q_len / picture.kv_len)) if picture.q_len and picture.kv_len else 1)
+    aspect = 1.0
+    if picture.q_len and picture.kv_len:
+        aspect = min(4.0, max(0.25, picture.q_len / picture.kv_len))
+    axes.set_box_aspect(aspect)
     for axis, length in ((axes.xaxis, picture.kv_len), (axes.yaxis, picture.q_len)):
         places = ticks(length)
         axis.set_ticks(places, labels=[f"{at:,}" for at in places], fontsize=8)
@@ -132,16 +135,28 @@ def _drawn(axes: "Axes", values: np.ndarray, picture: Picture | TilePicture, **c
 
 
 def _bands(axes: "Axes", bands: Bands) -> None:
-    """Documents along the left and the upper edge."""
-    for names, is_query in ((bands.q, True), (bands.kv, False)):
-        if not names:
-            continue
-        paints = np.array([[*_rgb(paint), 1.0] if (paint := colour(name)) else [0.0] * 4 for name in names])
-        place = (-0.035, 0, 0.022, 1) if is_query else (0, 1.013, 1, 0.022)
-        strip = axes.inset_axes(place)
-        strip.imshow(paints[:, None] if is_query else paints[None], aspect="auto", interpolation="nearest")
-        strip.set_axis_off()
+    """Segment ids as coloured bands, at the left for queries and on top for keys."""
+    if bands.q:
+        _strip(axes, (-0.035, 0, 0.022, 1), _paints(bands.q)[:, None])
+    if bands.kv:
+        _strip(axes, (0, 1.013, 1, 0.022), _paints(bands.kv)[None])
     axes.tick_params(axis="y", pad=14)
+
+
+def _strip(axes: "Axes", place: tuple[float, float, float, float], paints: np.ndarray) -> None:
+    strip = axes.inset_axes(place)
+    strip.imshow(paints, aspect="auto", interpolation="nearest")
+    strip.set_axis_off()
+
+
+def _paints(ids: list[int | None]) -> np.ndarray:
+    """The colours [cells, 4] of ids, transparent for padding."""
+    paints = np.zeros((len(ids), 4))
+    for number, cell_id in enumerate(ids):
+        name = colour(cell_id)
+        if name is not None:
+            paints[number] = (*_rgb(name), 1.0)
+    return paints
 
 
 def _scale(figure: "Figure", image: Any, axes: Any) -> None:
@@ -155,7 +170,7 @@ def _tiles(axes: "Axes", levels: np.ndarray, tiles: TilePicture) -> None:
 
     colours = ListedColormap(["white", *(_over_white(ink) for ink in KINDS.values())])
     _drawn(axes, levels, tiles, cmap=colours, vmin=-0.5, vmax=2.5)
-    if max(levels.shape) <= 48:
+    if max(levels.shape) <= MAX_LINED:
         for axis, length, cell in ((axes.xaxis, tiles.kv_len, tiles.kv_cell), (axes.yaxis, tiles.q_len, tiles.q_cell)):
             axis.set_ticks(range(0, length, cell), minor=True)
         axes.grid(which="minor", color="0.8", linewidth=0.5)
@@ -163,17 +178,19 @@ def _tiles(axes: "Axes", levels: np.ndarray, tiles: TilePicture) -> None:
 
 
 def _over_white(ink: Ink) -> tuple[float, float, float]:
-    red, green, blue = (1 - ink.opacity * (1 - part) for part in _rgb(ink.colour))
-    return red, green, blue
+    """The colour of an ink on white paper."""
+    red, green, blue = 1 - ink.opacity * (1 - np.array(_rgb(ink.colour)))
+    return float(red), float(green), float(blue)
 
 
-def _legend(figure: "Figure", tiles: TilePicture, columns: int) -> None:
+def _legend(figure: "Figure", tiles: TilePicture) -> None:
     from matplotlib.patches import Patch
 
     names = [("EMPTY: not visited", _rgb("white"))]
     for name, ink in zip(("PARTIAL", "FULL"), KINDS.values(), strict=True):
         names.append((f"{name}: {ink.meaning}", _over_white(ink)))
     patches = [Patch(facecolor=paint, edgecolor="0.6", label=name) for name, paint in names]
+    columns = 3 if len(tiles.heads) > 1 else 1
     figure.legend(
         handles=patches, loc="outside lower center", ncols=columns, fontsize=8, title=tiles.facts, title_fontsize=8
     )

@@ -9,7 +9,7 @@ from longspan.render.picture import Panel, Picture, heads_shown, picture_of, tic
 
 INK = ".:+*#"  # none, a little, about half, nearly all, all
 LEGEND = ". none, : under a quarter, + about half, * over three quarters, # all"
-LEAST = 16  # characters along a side of one head among several
+MIN_CELLS = 16  # along a side of each head, if several are side by side
 
 
 def draw(
@@ -26,14 +26,17 @@ def draw(
 ) -> str:
     """A picture in characters, see `Mask.show`."""
     max_cells = check_static_size("max_cells", max_cells, 1)
-    beside = len(heads_shown(mask, head))
-    across = max_cells if beside == 1 else max(LEAST, max_cells // beside)
-    cell = max(1, -(-q_len // across), -(-kv_len // across))
+    heads = len(heads_shown(mask, head))
+    if heads > 1:
+        max_cells = max(MIN_CELLS, max_cells // heads)
+    cell = max(1, -(-q_len // max_cells), -(-kv_len // max_cells))
     picture = picture_of(
         mask, q_len, kv_len, cells=cell, batch=batch, head=head, q_positions=q_positions, kv_positions=kv_positions
     )
     panels = [["".join(INK[level] for level in row) for row in panel.levels()] for panel in picture.panels]
-    if not (cell > 1 if axes is None else axes):
+    if axes is None:
+        axes = cell > 1
+    if not axes:
         return "\n".join("  ".join(rows) for rows in zip(*panels, strict=True))
     return "\n".join(line.rstrip() for line in _with_axes(picture, panels, cell))
 
@@ -43,11 +46,20 @@ def lines(grid: Grid, ink: tuple[str, str, str]) -> list[str]:
     return ["".join(ink[kind] for kind in row) for row in grid.kinds]
 
 
+def numbers_above(length: int, cell: int, count: int) -> str:
+    """About `count` token numbers, each over the cell that it begins; a number that would touch another is left out."""
+    text = ""
+    for at in ticks(length, cell, count):
+        if not text or len(text) < at // cell:
+            text = f"{text:<{at // cell}}{at:,}"
+    return text
+
+
 def _with_axes(picture: Picture, panels: list[list[str]], cell: int) -> list[str]:
-    """The rows between a caption, token numbers at the left and on top, and what the characters mean."""
+    """The rows with a caption, token numbers at the left and on top, and a legend."""
     left = {at // cell: f"{at:,}" for at in ticks(picture.q_len, cell, count=8)}
     edge = max([len(label) for label in left.values()], default=0)
-    columns = len(panels[0][0]) if panels[0] else 0
+    columns = max([len(row) for row in panels[0]], default=0)
     top = numbers_above(picture.kv_len, cell, count=max(1, columns // 12))
     gap = max(2, len(top) - columns + 2)
     width = columns + gap
@@ -55,21 +67,18 @@ def _with_axes(picture: Picture, panels: list[list[str]], cell: int) -> list[str
         f"{left.get(number, ''):>{edge}} {(' ' * gap).join(rows)}"
         for number, rows in enumerate(zip(*panels, strict=True))
     ]
-    names = [_name(panel, picture).ljust(width) for panel in picture.panels]
-    head = [" " * (edge + 1) + "".join(names)] if picture.panels[0].head is not None else []
-    above = " " * (edge + 1) + "".join(top.ljust(width) for _ in panels)
-    legend = f"each {cell:,} x {cell:,} pairs: {LEGEND}" if cell > 1 else "# may attend, . may not"
-    return [picture.title, picture.facts, *head, above, *body, legend]
+    above = [" " * (edge + 1) + "".join(top.ljust(width) for _ in panels)]
+    if picture.panels[0].head is not None:
+        names = [_name(panel, picture).ljust(width) for panel in picture.panels]
+        above.insert(0, " " * (edge + 1) + "".join(names))
+    legend = "# may attend, . may not"
+    if cell > 1:
+        legend = f"each {cell:,} x {cell:,} pairs: {LEGEND}"
+    return [picture.title, picture.facts, *above, *body, legend]
 
 
 def _name(panel: Panel, picture: Picture) -> str:
-    return f"head {panel.head}" + (f" of {picture.heads}" if panel is picture.panels[0] else "")
-
-
-def numbers_above(length: int, cell: int, count: int) -> str:
-    """Token numbers, each over the cell that it begins, as far as they do not touch."""
-    text = ""
-    for at in ticks(length, cell, count):
-        if not text or len(text) < at // cell:
-            text = f"{text:<{at // cell}}{at:,}"
-    return text
+    """The head's number; the first name also has the number of heads."""
+    if panel is picture.panels[0]:
+        return f"head {panel.head} of {picture.heads}"
+    return f"head {panel.head}"
