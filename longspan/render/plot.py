@@ -137,9 +137,9 @@ def _drawn(axes: "Axes", values: np.ndarray, picture: Picture | TilePicture, **c
 def _bands(axes: "Axes", bands: Bands) -> None:
     """Segment ids as coloured bands, at the left for queries and on top for keys."""
     if bands.q:
-        _strip(axes, (-0.035, 0, 0.022, 1), _paints(bands.q)[:, None])
+        _strip(axes, (-0.035, 0.0, 0.022, 1.0), _paints(bands.q)[:, None])
     if bands.kv:
-        _strip(axes, (0, 1.013, 1, 0.022), _paints(bands.kv)[None])
+        _strip(axes, (0.0, 1.013, 1.0, 0.022), _paints(bands.kv)[None])
     axes.tick_params(axis="y", pad=14)
 
 
