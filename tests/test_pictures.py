@@ -307,7 +307,9 @@ def test_long_plans_are_drawn_by_cells():
     title, _, row, legend = plan.show(50_000).splitlines()
     assert title == "50,001 of 100,000 positions: 1,028 kept, 48,973 evicted; 1,028 slots"
     assert re.fullmatch(r":\.+[:+*#]+", row) and len(row) == 32
-    assert legend == "each 1,563 positions: # all kept, * + : some, . evicted, blank to come"
+    assert legend == (
+        "one character is 1,563 positions: # all kept, * + : some kept, . all evicted, blank: not yet appended"
+    )
     assert len(plan.show().splitlines()) == 2 + 1 + 32 + 1
 
 
@@ -319,7 +321,7 @@ def test_errors_of_cache_pictures():
     with pytest.raises(IndexError, match=re.escape("batch=2 is out of range: the cache has 2 rows.")):
         cache.show(batch=2)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x, x]), cache)
-    with pytest.raises(ValueError, match=re.escape("several layers, 3 of them: draw one")):
+    with pytest.raises(ValueError, match=re.escape("stacks 3 layers. Draw one of them")):
         stacked.show()
     with pytest.raises(TypeError, match="Draw outside jit"):
         jax.jit(lambda cache: cache.show())(cache)

@@ -1,14 +1,13 @@
-"""KV caches allocated from the mask: one rule decides what is attended, so it also decides what must be kept.
+"""KV caches sized from the mask: a key is stored until the last query that may attend to it.
 
-`plan` finds until when each key is seen and how many slots that takes, `init` makes a `Cache` of them, and
-`Cache.append` gives a `View` of what the new tokens may see. `lifetimes` asks the mask, at the positions of an
-`outline`, `slots` allocates, `store` holds, `files` saves and restores what `contents` checks.
+`plan` finds how long each key is needed and how many slots that takes, `init` allocates a `Cache` with these slots,
+and `Cache.append` returns a `View`: the keys, values and positions that the new tokens attend to.
 
 Example:
     >>> mask = ls.Causal() & ls.Window(3, 0)
     >>> cache = ls.cache.init(ls.cache.plan(mask, 100), batch=1, kv_heads=2, head_dim=8, dtype=jnp.float32)
+    >>> q, k, v = jnp.ones((1, 1, 4, 8)), jnp.ones((1, 1, 2, 8)), jnp.ones((1, 1, 2, 8))
     >>> for token in range(6):
-    ...     q, k, v = (jnp.ones((1, 1, heads, 8)) for heads in (4, 2, 2))
     ...     cache, view = cache.append(k, v)
     ...     out = ls.attention(q, **view.of(mask))
     >>> cache.positions.tolist()

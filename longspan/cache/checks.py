@@ -1,4 +1,4 @@
-"""What the methods of a cache check of their arguments, in words."""
+"""Checks of the arguments of a cache's methods."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import FAR
-from longspan.cache.lifetimes import compared
+from longspan.cache.lifetimes import lifetimes_of_both
 from longspan.cache.plan import CachePlan
 from longspan.checks import FLOATS, check_extents, is_int, is_known, to_int32
 from longspan.masks import Mask
@@ -43,9 +43,9 @@ def check_new(cache: "Cache", k: Any, v: Any) -> None:
 
 
 def check_lengths(lengths: Any, batch: int, count: int) -> jax.Array:
-    """How many of `count` tokens each row has, int32 [B]; what is traced may lie outside of that."""
+    """The number of new tokens in each row, int32 [B]: 0 to `count`, but traced values may be outside that range."""
     if not hasattr(lengths, "shape") or tuple(lengths.shape) != (batch,) or not is_int(lengths):
-        raise ValueError(f"`lengths` must be ints of shape [{batch}], one per row, got {_told(lengths)}.")
+        raise ValueError(f"`lengths` must be ints of shape [{batch}], one per row, got {_described(lengths)}.")
     if is_known(lengths) and ((np.asarray(lengths) < 0) | (np.asarray(lengths) > count)).any():
         raise ValueError(
             f"`lengths` must lie between 0 and the {count} tokens that are appended, got "
@@ -55,89 +55,96 @@ def check_lengths(lengths: Any, batch: int, count: int) -> jax.Array:
 
 
 def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
-    """How many tokens to take back, and which rows cannot; outside jit those are an error."""
+    """The number of tokens to remove from each row, and the rows that cannot do so: outside jit, these are an error."""
     batch = cache.length.shape[0]
-    n = np.asarray(n) if type(n) is int else n
+    if type(n) is int:
+        n = np.asarray(n)
     if not hasattr(n, "shape") or tuple(n.shape) not in ((), (batch,)) or not is_int(n):
-        raise ValueError(f"`n` must be an int, or ints of shape [{batch}], one per row, got {_told(n)}.")
-    n = n if isinstance(n, jax.Array) else np.asarray(np.clip(np.asarray(n, np.int64), -FAR, FAR), np.int32)
+        raise ValueError(f"`n` must be an int, or ints of shape [{batch}], one per row, got {_described(n)}.")
+    if not isinstance(n, jax.Array):
+        n = np.asarray(np.clip(np.asarray(n, np.int64), -FAR, FAR), np.int32)
     if is_known(n) and (np.asarray(n) < 0).any():
         raise ValueError(f"`n` must be at least 0, got {np.asarray(n).min()}.")
     plan, tied = cache.plan, cache.tables[2]
     n = jnp.broadcast_to(to_int32(n, jnp), (batch,))
-    left = cache.length - n
-    # What was overwritten on the way to `furthest` is gone, also if rollbacks came in between.
-    bad = (n < 0) | (left < (jnp.maximum(cache.furthest - plan.slack, 0) if plan.evicts else 0))
+    remaining = cache.length - n
+    bad = (n < 0) | (remaining < 0)
+    if plan.evicts:
+        # Tokens up to `furthest` have overwritten older keys, even if a rollback has removed these tokens since.
+        bad |= remaining < cache.furthest - plan.slack
     if tied is not None:
-        bad |= (n > 0) & (left < plan.length) & plan.outline.at(tied, jnp.clip(left, 0, plan.length - 1), jnp)
+        inside = jnp.clip(remaining, 0, plan.length - 1)
+        bad |= (n > 0) & (remaining < plan.length) & plan.outline.at(tied, inside, jnp)
     if is_known(bad) and bad.any():
         row = int(np.argmax(np.asarray(bad)))
         _refuse_rollback(cache, row, int(n[row]))
     return n, bad
 
 
-def _refuse_rollback(cache: "Cache", row: int, back: int) -> None:
+def _refuse_rollback(cache: "Cache", row: int, count: int) -> None:
     plan, length, furthest = cache.plan, int(cache.length[row]), int(cache.furthest[row])
-    left, kept = length - back, np.asarray(cache.positions[row])
-    if back > length:
-        raise ValueError(f"Row {row} has {length} tokens, and {back} are to be taken back.")
-    if plan.evicts and left < furthest - plan.slack:
+    remaining, positions = length - count, np.asarray(cache.positions[row])
+    if count > length:
+        raise ValueError(f"Row {row} has {length} tokens, so {count} cannot be rolled back. Roll back fewer.")
+    if plan.evicts and remaining < furthest - plan.slack:
         raise ValueError(
-            f"Going back to {left} tokens would need keys that were evicted: this cache was planned with "
-            f"slack={plan.slack}, row {row} has been at {furthest} tokens, and the oldest position that it keeps is "
-            f"{int(kept.min(initial=length))}. Plan with `slack={furthest - left}` or more."
+            f"A rollback to {remaining} tokens needs keys that were evicted: this cache was planned with "
+            f"slack={plan.slack}, row {row} has had {furthest} tokens, and the oldest position that it still holds is "
+            f"{int(positions.min(initial=length))}. Plan with `slack={furthest - remaining}` or more."
         )
     raise ValueError(
-        f"{plan.mask!r} lets position {left - 1} see position {left}, so they cannot be told apart by a rollback: take "
-        "back whole chunks, and a prefix at once."
+        f"{plan.mask!r} lets position {remaining - 1} attend to position {remaining}, so a rollback cannot separate "
+        "them. Roll back whole chunks, and a prefix as a whole."
     )
 
 
 def check_rows(rows: Any, batch: int) -> Any:
-    """Which rows a fork takes, int [n]."""
+    """The rows that a fork copies, int [n]."""
     if not hasattr(rows, "shape") or len(rows.shape) != 1 or not is_int(rows):
-        raise ValueError(f"`rows` must be ints of shape [n], got {_told(rows)}.")
+        raise ValueError(f"`rows` must be ints of shape [n], got {_described(rows)}.")
     if is_known(rows) and ((np.asarray(rows) < 0) | (np.asarray(rows) >= batch)).any():
         raise ValueError(f"`rows` must lie between 0 and {batch - 1}, got {np.asarray(rows).tolist()}.")
     return rows
 
 
 def check_mask(plan: CachePlan, mask: Any, batch: int) -> None:
-    """A mask that is attended with sees no key after the plan has given its slot away."""
+    """The mask of a call allows no key after the plan has evicted it."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
     check_extents(mask, q_len=plan.length, kv_len=plan.length, batch=batch)
     if jax.tree.structure(mask) == jax.tree.structure(plan.mask):
         return
-    mine, theirs = compared(plan.mask, mask, plan.length)
-    longer = theirs.last > mine.last
+    planned, given = lifetimes_of_both(plan.mask, mask, plan.length)
+    longer = given.last > planned.last
     if longer.any():
         at = int(np.argmax(longer))
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, which needs key {mine.outline.keys[at]} until query "
-            f"{mine.last[at]}, but {mask!r} may see it until query {theirs.last[at]}. Plan with the mask that you "
-            "attend with."
+            f"This cache was planned for {plan.mask!r}, which needs key {planned.outline.keys[at]} until query "
+            f"{planned.last[at]}, but {mask!r} may attend to it until query {given.last[at]}. Plan with the mask that "
+            "you attend with."
         )
-    if (theirs.tied & ~mine.tied).any():
+    if (given.tied & ~planned.tied).any():
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}; {mask!r} lets queries see later keys that it does not keep "
-            "together. Plan with the mask that you attend with."
+            f"This cache was planned for {plan.mask!r}, but {mask!r} lets queries attend to later keys that this plan "
+            "does not append together. Plan with the mask that you attend with."
         )
-
-
-def _told(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else repr(x)
 
 
 def check_drawable(cache: "Cache", batch: int) -> None:
-    """Values are known, and there is such a row."""
+    """The cache has values, of one layer, and the row exists."""
     if not is_known(cache.positions):
-        raise TypeError("A picture needs values, which are not known while tracing. Draw outside jit.")
+        raise TypeError("A picture needs values, which are not known while tracing. Call `show` outside jit.")
     if cache.positions.ndim != 2:
         raise ValueError(
-            f"This cache holds those of several layers, {cache.positions.shape[0]} of them: draw one, "
+            f"This cache stacks {cache.positions.shape[0]} layers. Draw one of them: "
             "`jax.tree.map(lambda x: x[0], cache).show()`."
         )
     rows = cache.positions.shape[0]
     if not 0 <= batch < rows:
         raise IndexError(f"batch={batch} is out of range: the cache has {rows} rows.")
+
+
+def _described(x: Any) -> str:
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}{list(x.shape)}"
+    return repr(x)

@@ -1,4 +1,4 @@
-"""Caches in files: safetensors, with a digest of the plan that is compared when they are read."""
+"""Caches in safetensors files, which store a digest of the plan: `restore` compares it."""
 
 import os
 import uuid
@@ -15,13 +15,13 @@ from longspan.cache.plan import CachePlan
 from longspan.cache.store import Cache, tables_of
 from longspan.optional import needs
 
-STORED_AS = dict(float16="F16", bfloat16="U16", float32="F32", float64="F64")  # bfloat16 as bits: see `save`
+STORED_AS = dict(float16="F16", bfloat16="U16", float32="F32", float64="F64")  # bfloat16 as its bits: see `save`
 NAMES = ("k", "v", "positions", "length", "furthest", "overflowed")
 FORMAT = "longspan-cache-1"
 
 
 def save(cache: Cache, path: Any) -> None:
-    """Writes beside the path and renames, so that an interrupted save leaves what was there."""
+    """Writes to a temporary file and renames it, so that an interrupted save leaves the earlier file intact."""
     needs("longspan.cache", "safetensors", "hf")
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -29,32 +29,32 @@ def save(cache: Cache, path: Any) -> None:
     path = Path(path)
     if cache.positions.ndim != 2:
         raise ValueError(
-            f"This cache holds those of several layers, {cache.positions.shape[0]} of them: save each in a file of its "
-            "own, `jax.tree.map(lambda x: x[0], cache).save(path)`."
+            f"This cache stacks {cache.positions.shape[0]} layers. Save each of them in a separate file: "
+            "`jax.tree.map(lambda x: x[0], cache).save(path)`."
         )
     tensors = {name: np.ascontiguousarray(getattr(cache, name)) for name in NAMES}
     metadata = dict(format=FORMAT, plan=cache.plan.digest, dtype=cache.k.dtype.name)
-    if cache.k.dtype == jnp.bfloat16:  # as bits: NumPy's own safetensors do not have it
+    if cache.k.dtype == jnp.bfloat16:  # as bits: safetensors does not support NumPy's bfloat16
         tensors |= {name: tensors[name].view(np.uint16) for name in ("k", "v")}
     partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         save_file(tensors, partial, metadata=metadata)
         with open(partial, "rb+") as file:
-            os.fsync(file.fileno())  # some disks say only now that they are full
+            os.fsync(file.fileno())  # some file systems report a full disk only here
         os.replace(partial, path)
     except SafetensorError as error:
-        raise OSError(f"{path} could not be written: {error}. What was there is still there.") from error
+        raise OSError(f"{path} could not be written: {error}. An earlier file there is unchanged.") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 @no_type_check
 def restore(path: Any, plan: CachePlan) -> Cache:
-    """The cache that `Cache.save` wrote.
+    """Reads the cache that `Cache.save` wrote.
 
     Args:
         path: the file.
-        plan: the plan of the saved cache; one that differs is an error.
+        plan: the plan of the saved cache. A different plan raises a ValueError.
 
     Example:
         >>> plan = ls.cache.plan(ls.Causal(), 8)
@@ -67,9 +67,9 @@ def restore(path: Any, plan: CachePlan) -> Cache:
     import safetensors
 
     if not isinstance(plan, CachePlan):
-        raise TypeError(f"`plan` must be what `ls.cache.plan(mask, length)` gives, got {type(plan).__name__}.")
+        raise TypeError(f"`plan` must be a CachePlan from `ls.cache.plan(mask, length)`, got {type(plan).__name__}.")
     if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a directory: give the file that `Cache.save` wrote.")
+        raise IsADirectoryError(f"{path} is a directory. Pass the file that `Cache.save` wrote.")
     try:
         with safetensors.safe_open(os.fspath(path), framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -85,12 +85,12 @@ def restore(path: Any, plan: CachePlan) -> Cache:
 
 
 def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: dict[str, tuple[str, tuple]]) -> None:
-    """What a cache of the plan would have, before anything is read; how many rows and heads, the file alone knows."""
+    """Checks dtypes and shapes before any array is read. The numbers of rows and heads are those of the file."""
     if metadata.get("format") != FORMAT or set(found) != set(NAMES) or metadata.get("dtype") not in STORED_AS:
         raise ValueError(f"{path} is not a cache that `Cache.save` wrote.")
     if metadata.get("plan") != plan.digest:
         raise ValueError(
-            f"{path} was saved by a cache of another plan than {plan!r}: restore it with the plan of the same mask, "
+            f"{path} was saved by a cache of another plan than {plan!r}. Restore it with the plan of the same mask, "
             "length and slack."
         )
     dtype = metadata["dtype"]
@@ -98,16 +98,31 @@ def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: d
         raise ValueError(
             f"{path} holds float64, which JAX would round to float32. Set `jax_enable_x64`, as when saving."
         )
-    shape = found["k"][1]
-    batch, _, heads, _ = shape if len(shape) == 4 and min(shape[0], *shape[2:]) > 0 else (1, 0, 1, 0)
-    floats = (batch, plan.capacity, heads)
-    wanted = dict(k=floats, v=floats, positions=(batch, plan.capacity), length=(batch,), furthest=(batch,))
+    batch, heads = 1, 1
+    k_shape = found["k"][1]
+    if len(k_shape) == 4 and min(k_shape[0], *k_shape[2:]) > 0:
+        batch, _, heads, _ = k_shape
     for name, (stored, shape) in found.items():
-        kind = dict(k=STORED_AS[dtype], v=STORED_AS[dtype], overflowed="BOOL").get(name, "I32")
-        like = wanted.get(name, (batch,))
-        sizes = name in ("k", "v") and len(shape) == 4 and shape[3] > 0
-        if stored != kind or (shape[:3] if sizes else shape) != like:
-            raise ValueError(
-                f"{path} is damaged: `{name}` is {stored}{list(shape)}, and in a cache of {plan!r} in {dtype} it would "
-                f"be {kind}[{', '.join([*map(str, like), *(['head size'] if name in ('k', 'v') else [])])}]."
-            )
+        _check_tensor(path, plan, dtype, name, stored, shape, batch, heads)
+
+
+def _check_tensor(
+    path: Any, plan: CachePlan, dtype: str, name: str, stored: str, shape: tuple, batch: int, heads: int
+) -> None:
+    """Checks the stored dtype and the shape of one array; the head size of k and v may be any."""
+    expected_dtype, expected, head_size = "I32", (batch,), ""
+    compared = shape
+    if name in ("k", "v"):
+        expected_dtype, expected, head_size = STORED_AS[dtype], (batch, plan.capacity, heads), ", head size"
+        if len(shape) == 4 and shape[3] > 0:
+            compared = shape[:3]
+    elif name == "positions":
+        expected = (batch, plan.capacity)
+    elif name == "overflowed":
+        expected_dtype = "BOOL"
+    if stored != expected_dtype or compared != expected:
+        sizes = ", ".join(map(str, expected)) + head_size
+        raise ValueError(
+            f"{path} is damaged: `{name}` is {stored}{list(shape)}, but in a cache of {plan!r} with dtype {dtype} it "
+            f"must be {expected_dtype}[{sizes}]. Save the cache again."
+        )

@@ -1,4 +1,4 @@
-"""`Cache`: keys and values in the slots of a plan, a pytree of static shapes; `View`: what new tokens see of it."""
+"""`Cache`: keys and values in the slots of a plan; `View`: the keys and values that new tokens attend to."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -20,26 +20,26 @@ from longspan.cache.checks import (
     check_rollback,
     check_rows,
 )
-from longspan.cache.lifetimes import sees_free
-from longspan.cache.picture import show_held
+from longspan.cache.lifetimes import sees_free_slots
+from longspan.cache.picture import show_kept
 from longspan.cache.plan import CachePlan
 from longspan.checks import check_static_size, is_known
 from longspan.masks import Mask, Prefix
 from longspan.masks.base import SLOT
 from longspan.masks.by_slot import kv_flags
 
-FREE = FAR  # the position of a slot without a key: after every query
+FREE_SLOT = FAR  # the position of a slot that holds no key: it is after every query
 
 if TYPE_CHECKING:
     Leaf = jax.Array
 else:
-    Leaf = Any  # not a shape: JAX rebuilds the object with placeholders, and `vmap` stacks them
+    Leaf = Any  # without a shape: JAX rebuilds the object with placeholders, and `vmap` stacks the arrays
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
-    """Keys, values and positions that some new tokens may see.
+    """The keys, values and positions that new tokens attend to.
 
     Example:
         >>> mask = ls.Causal() & ls.Window(3, 0)
@@ -58,84 +58,93 @@ class View:
 
     @no_type_check
     def of(self, mask: Mask) -> dict[str, Any]:
-        """What `ls.attention` takes besides q: k, v, positions, and the mask, cut to these tokens where it reads slots.
+        """The arguments of `ls.attention` other than q: k, v, positions, and the mask for these tokens.
 
         Args:
-            mask: the mask that the cache was planned for, or one that sees no more.
+            mask: the mask that the cache was planned for, or one that allows no more.
         """
-        return dict(k=self.k, v=self.v) | _seen(self, mask, self.k.shape[0])
+        return dict(k=self.k, v=self.v) | _attention_arguments(self, mask, self.k.shape[0])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AppendStep:
-    """New tokens of a plan: where their keys and values go, and what they will see. Caches of one plan share it."""
+    """An append of n tokens: the slots that it writes, and the keys that the tokens attend to.
 
-    slots: Leaf  # int32 [B, n]: where each is written; the capacity and beyond: nowhere
+    Caches with the same plan and positions, such as those of a model's layers, share it.
+    """
+
+    slots: Leaf  # int32 [B, n]: the slot of each new key; `capacity` or more: it is not stored
     q_positions: Leaf  # int32 [B, n]
     kv_positions: Leaf  # int32 [B, S]
-    order: Any  # int32 [B, S] of what was kept and what is new, by position; None: the cache itself shows it all
+    order: Any  # int32 [B, S]: sorts old and new keys by position; None: the cache holds all keys after the append
     plan: CachePlan = field(metadata=dict(static=True))
 
     def write(self, buffer: Any, new: Any) -> tuple[Any, Any]:
-        """The buffer [B, capacity, ...] with what is new [B, n, ...] in its slots, and what is seen [B, S, ...]."""
+        """The buffer [B, capacity, ...] with new entries [B, n, ...] in their slots, and the entries to attend to."""
         new, written = jnp.asarray(new).astype(buffer.dtype), buffer
         if self.plan.capacity:
-            # By batch row: indices over the batch would make sharded rows be gathered.
-            written = jax.vmap(_put)(buffer, new, self.slots)
+            # One row at a time: indices that include the batch axis would gather sharded rows.
+            written = jax.vmap(_write_row)(buffer, new, self.slots)
         if self.order is None:
             return written, written
         both = jnp.concatenate([buffer, new], axis=1)
         return written, jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(both, self.order)
 
     def of(self, mask: Mask) -> dict[str, Any]:
-        """The mask, cut to these tokens where it reads slots, and the positions: what `attention` takes besides."""
-        return _seen(self, mask, self.q_positions.shape[0])
+        """The mask for these tokens and their positions, as arguments of `ls.attention`."""
+        return _attention_arguments(self, mask, self.q_positions.shape[0])
 
 
 def _append(cache: "Cache", k, v, lengths) -> tuple["Cache", View]:
     after, step = cache.advance(k.shape[1], lengths)
-    (k, seen_k), (v, seen_v) = step.write(cache.k, k), step.write(cache.v, v)
-    return replace(after, k=k, v=v), View(seen_k, seen_v, step.q_positions, step.kv_positions, cache.plan)
+    stored_k, view_k = step.write(cache.k, k)
+    stored_v, view_v = step.write(cache.v, v)
+    view = View(view_k, view_v, step.q_positions, step.kv_positions, cache.plan)
+    return replace(after, k=stored_k, v=stored_v), view
 
 
 def _specs(operands: tuple, results: tuple["Cache", View]) -> tuple["Cache", View]:
-    """How a cache and what is seen of it lie on explicit axes: by rows and heads, as it did before or as k does."""
+    """The specs of a cache and its view on explicit axes: rows and heads are sharded as the cache is, else as k is."""
     (cache, k, _, _), (after, view) = operands, results
-    (rows, _, heads, _), (own_rows, _, own_heads, _) = entries(k), entries(cache.k)
-    both = P(own_rows or rows, None, own_heads or heads, None)
+    k_rows, _, k_heads, _ = entries(k)
+    cache_rows, _, cache_heads, _ = entries(cache.k)
+    rows, heads = cache_rows or k_rows, cache_heads or k_heads
     tables = jax.tree.map(lambda x: P(*entries(x)), cache.tables)
 
     def specs(found):
         names = [field.name for field in fields(found) if field.name not in ("k", "v", "plan", "tables")]
-        return {name: P(both[0], *[None] * (getattr(found, name).ndim - 1)) for name in names} | dict(k=both, v=both)
+        by_name = {name: P(rows, *[None] * (getattr(found, name).ndim - 1)) for name in names}
+        return by_name | dict(k=P(rows, None, heads, None), v=P(rows, None, heads, None))
 
     return replace(after, **specs(after), tables=tables), replace(view, **specs(view))
 
 
-def _put(buffer, rows, where):
-    return buffer.at[where].set(rows, mode="drop", unique_indices=True)
+def _write_row(buffer, new, slots):
+    return buffer.at[slots].set(new, mode="drop", unique_indices=True)
 
 
-def _seen(what: View | AppendStep, mask: Mask, batch: int) -> dict[str, Any]:
-    plan, q_positions, kv_positions = what.plan, what.q_positions, what.kv_positions
+def _attention_arguments(source: View | AppendStep, mask: Mask, batch: int) -> dict[str, Any]:
+    """The mask and positions; a mask that reads slots is cut to the tokens, and free slots are hidden."""
+    plan, q_positions, kv_positions = source.plan, source.q_positions, source.kv_positions
     check_mask(plan, mask, batch)
     rule = mask
     if SLOT in mask.reads:
-        held = kv_positions < plan.length
-        slots = [jnp.clip(p, 0, plan.length - 1) for p in (q_positions, kv_positions)]
-        rule = mask.cut(*slots, q_len=plan.length, kv_len=plan.length) & kv_flags(held)
-    elif sees_free(mask, plan.length):
-        rule = mask & Prefix(FREE)
+        q_slots = jnp.clip(q_positions, 0, plan.length - 1)
+        kv_slots = jnp.clip(kv_positions, 0, plan.length - 1)
+        cut = mask.cut(q_slots, kv_slots, q_len=plan.length, kv_len=plan.length)
+        rule = cut & kv_flags(kv_positions < plan.length)
+    elif sees_free_slots(mask, plan.length):
+        rule = mask & Prefix(FREE_SLOT)
     return dict(mask=rule, q_positions=q_positions, kv_positions=kv_positions)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values of a plan's slots. Made by `ls.cache.init`; every method gives a new one.
+    """Keys and values in the slots of a plan. `ls.cache.init` makes an empty one; every method returns a new cache.
 
-    A pytree of static shapes, so a whole generation is one trace; donate it to `jit` to have it updated in place.
+    It is a pytree with static shapes, so one trace serves a whole generation. Donate it to `jit` to update it in place.
 
     Example:
         >>> mask = ls.Causal() & (ls.Window(1, 0) | ls.Prefix(1))
@@ -149,88 +158,92 @@ class Cache:
 
     k: Leaf  # [B, capacity, K, H]
     v: Leaf  # [B, capacity, K, Hv]
-    positions: Leaf  # int32 [B, capacity]: of the key in each slot; 2**30 - 1: none
-    length: Leaf  # int32 [B]: tokens that each row has
-    furthest: Leaf  # int32 [B]: the most that it had before a rollback; what they overwrote is gone
-    overflowed: Leaf  # bool [B]: rows that were asked, inside jit, for what the plan does not have
-    tables: Any  # the plan's table, end and tied where it has them: data, not constants
+    positions: Leaf  # int32 [B, capacity]: the position of the key in each slot; 2**30 - 1: the slot is free
+    length: Leaf  # int32 [B]: tokens in each row
+    furthest: Leaf  # int32 [B]: the largest length so far: these tokens overwrote keys that no rollback can restore
+    overflowed: Leaf  # bool [B]: rows for which a call inside jit was ignored, because the plan does not allow it
+    tables: Any  # the plan's `table`, `end` and `tied`, or None for each: arguments of programs, not constants
     plan: CachePlan = field(metadata=dict(static=True))
 
     @no_type_check
     def append(
         self, k: Float[Array, "B n K H"], v: Float[Array, "B n K Hv"], lengths: Int[Array, "B"] | None = None
     ) -> tuple["Cache", View]:
-        """The cache with new tokens, and what they may see: themselves and what came before.
+        """The cache with new tokens, and a view of the keys that they attend to: their own and earlier ones.
 
         Args:
-            k: their keys [B, n, K, H], rotated if there is RoPE.
-            v: their values [B, n, K, Hv].
-            lengths: int [B]: how many of the n tokens each row has; the rest is padding. By default n.
+            k: the new keys [B, n, K, H], after RoPE if there is any.
+            v: the new values [B, n, K, Hv].
+            lengths: int [B]: the number of new tokens in each row; the rest is padding. By default n.
         """
         check_new(self, k, v)
         if explicit_mesh(self, k, v) is not None and is_known(self.length):
-            # Said here: the rest runs under `jit`, where nothing is known.
-            replace(self, length=np.asarray(self.length))._given(k.shape[1], lengths)
+            # Errors are raised here, because the rest runs under `jit`, where values are not known.
+            replace(self, length=np.asarray(self.length))._new_tokens(k.shape[1], lengths)
         return on_auto_axes(_append, _specs, (), (self, k, v, lengths))
 
     def advance(self, count: int, lengths: Any = None) -> tuple["Cache", AppendStep]:
-        """The cache with the positions of new tokens, and where their keys and values are to be written.
+        """The cache with the positions of new tokens, and the step that writes their keys and values.
 
-        `append` in two parts, for many caches of one plan: what they hold where is the same, and computed once.
+        The first half of `append`, for many caches of one plan: it is computed once, and `AppendStep.write` is called
+        for the keys and values of each.
 
         Args:
-            count: how many tokens.
-            lengths: how many of them each row has, as in `append`.
+            count: the number of tokens.
+            lengths: the number of new tokens in each row, as in `append`.
         """
-        given, bad = self._given(count, lengths)
-        lengths = jnp.where(bad, 0, given)
+        requested, bad = self._new_tokens(count, lengths)
+        lengths = jnp.where(bad, 0, requested)
         places = jnp.arange(count, dtype=np.int32)[None]
         q_positions = self.length[:, None] + places
-        if self.plan.length + count > FAR:  # padding, which stays among the positions that engines take
+        if self.plan.length + count > FAR:  # positions of padding must stay in the range that engines accept
             q_positions = jnp.minimum(q_positions, np.int32(FAR))
-        new = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE))
+        new = jnp.where(places < lengths[:, None], q_positions, np.int32(FREE_SLOT))
         slots, order = self._slots(new, self.length + lengths), None
         if count > self.plan.at_once:
-            # By position: engines skip only where positions grow. Free slots are last.
+            # Sorted by position, because engines skip tiles only if positions increase. Free slots come last.
             order = jnp.argsort(jnp.concatenate([self.positions, new], axis=1), axis=1)
         step = AppendStep(slots, q_positions, self.positions, order, self.plan)
-        positions, seen = step.write(self.positions, new)
+        positions, kv_positions = step.write(self.positions, new)
         length = self.length + lengths
         furthest = jnp.maximum(self.furthest, length)
         cache = replace(self, positions=positions, length=length, furthest=furthest, overflowed=self.overflowed | bad)
-        return cache, replace(step, kv_positions=seen)
+        return cache, replace(step, kv_positions=kv_positions)
 
-    def _given(self, count: int, lengths: Any) -> tuple[jax.Array, jax.Array]:
-        """How many tokens each row is given, and which rows cannot take them; outside jit those are an error."""
+    def _new_tokens(self, count: int, lengths: Any) -> tuple[jax.Array, jax.Array]:
+        """The number of new tokens in each row, and the rows that cannot take them: outside jit, these are an error."""
         batch = self.length.shape[0]
-        given = jnp.full((batch,), count, np.int32) if lengths is None else check_lengths(lengths, batch, count)
-        return given, self._cannot_take(given) | (given < 0) | (given > count)
+        if lengths is None:
+            requested = jnp.full((batch,), count, np.int32)
+        else:
+            requested = check_lengths(lengths, batch, count)
+        return requested, self._cannot_take(requested) | (requested < 0) | (requested > count)
 
     def _cannot_take(self, lengths) -> jax.Array:
-        """Rows that would pass the end, or leave tokens that belong together apart. Outside jit that is an error."""
+        """Rows that would exceed the plan's length, or end between tied positions: outside jit, these are an error."""
         total, tied = self.length + lengths, self.tables[2]
         beyond = total > self.plan.length
         torn = jnp.zeros_like(beyond)
         if tied is not None:
-            ties = self.plan.outline.at(tied, jnp.clip(total, 0, self.plan.length - 1), jnp)
-            torn = ties & (total < self.plan.length) & (lengths > 0)
+            is_tied = self.plan.outline.at(tied, jnp.clip(total, 0, self.plan.length - 1), jnp)
+            torn = is_tied & (total < self.plan.length) & (lengths > 0)
         if is_known(beyond) and beyond.any():
             raise ValueError(
-                f"This cache was planned for {self.plan.length} positions, and {int(total.max())} are asked for. "
+                f"This cache was planned for {self.plan.length} positions, but a row would have {int(total.max())}. "
                 "Plan a longer one: `ls.cache.plan(mask, length)`."
             )
         if is_known(torn) and torn.any():
             row = int(np.argmax(np.asarray(torn)))
             raise ValueError(
-                f"{self.plan.mask!r} lets position {int(total[row]) - 1} see position {int(total[row])}, so they must "
-                "be appended together: append whole chunks, and a prefix at once."
+                f"{self.plan.mask!r} lets position {int(total[row]) - 1} attend to position {int(total[row])}, so they "
+                "must be appended together. Append whole chunks, and a prefix as a whole."
             )
         return beyond | torn
 
     def _slots(self, positions, total):
-        """Where to write each new key; `capacity` and beyond: nowhere, all different.
+        """The slot of each new key; `capacity` or more, all different, for keys that are not stored.
 
-        Those of one append that are dead by its end leave no trace.
+        Keys that no query needs after this append are not stored.
         """
         plan, (table, end, _) = self.plan, self.tables
         inside = jnp.clip(positions, 0, plan.length - 1)
@@ -239,21 +252,23 @@ class Cache:
         else:
             slot = len(plan.pinned) + inside % np.int32(max(plan.ring, 1))
             if plan.pinned:
-                mine = inside[..., None] == np.array(plan.pinned, np.int32)[None, None]
-                slot = jnp.where(mine.any(-1), jnp.argmax(mine, -1).astype(np.int32), slot)
+                is_pinned = inside[..., None] == np.array(plan.pinned, np.int32)[None, None]
+                slot = jnp.where(is_pinned.any(-1), jnp.argmax(is_pinned, -1).astype(np.int32), slot)
         kept = (positions < plan.length) & (slot >= 0)
-        # Dead by the end of the append: another of its keys may have the slot.
-        last = (total - 1)[:, None] if positions.shape[1] > plan.at_once else inside
+        last = inside
+        if positions.shape[1] > plan.at_once:
+            # Two keys of one append may have the same slot: the one that is no longer needed at its end is not stored.
+            last = (total - 1)[:, None]
         if end is not None:
             kept &= plan.outline.ends_at(end, inside, jnp) >= last
         else:
             kept &= (slot < len(plan.pinned)) | (inside > last - np.int32(plan.ring))
-        nowhere = np.int32(plan.capacity) + jnp.arange(positions.shape[1], dtype=np.int32)[None]
-        return jnp.where(kept, slot.astype(np.int32), nowhere)
+        not_stored = np.int32(plan.capacity) + jnp.arange(positions.shape[1], dtype=np.int32)[None]
+        return jnp.where(kept, slot.astype(np.int32), not_stored)
 
     @no_type_check
     def rollback(self, n: int | Int[Array, "B"]) -> "Cache":
-        """The cache without the last n tokens of each row; at most the plan's `slack`, after a wrap too.
+        """The cache without the last n tokens of each row: at most the plan's `slack` if the cache evicts keys.
 
         Example:
             >>> plan = ls.cache.plan(ls.Causal() & ls.Window(3, 0), 100, slack=2)
@@ -264,12 +279,12 @@ class Cache:
         """
         n, bad = check_rollback(self, n)
         length = jnp.where(bad, self.length, self.length - n)
-        positions = jnp.where(self.positions < length[:, None], self.positions, np.int32(FREE))
+        positions = jnp.where(self.positions < length[:, None], self.positions, np.int32(FREE_SLOT))
         return replace(self, positions=positions, length=length, overflowed=self.overflowed | bad)
 
     @no_type_check
     def fork(self, rows: Int[Array, "rows"]) -> "Cache":
-        """A cache whose rows are copies of some rows of this one: beams, or a shared prefix.
+        """A cache whose rows are copies of rows of this one, for beams or a shared prefix.
 
         Example:
             >>> plan = ls.cache.plan(ls.Causal(), 100)
@@ -280,17 +295,17 @@ class Cache:
         rows = check_rows(rows, batch)
         inside = jnp.clip(rows, 0, batch - 1)
         taken = jax.tree.map(lambda x: jnp.take(x, inside, axis=0), replace(self, tables=None))
-        # The tables, too: either of the two caches can be donated.
+        # Tables are copied too, so that either cache can be donated.
         tables = jax.tree.map(jnp.copy, self.tables)
         return replace(taken, overflowed=taken.overflowed | (rows != inside), tables=tables)
 
     def show(self, step: int | None = None, *, batch: int = 0, max_cells: int = 64) -> str:
-        """A picture in characters of the positions that a row holds, and of those that were evicted.
+        """A text picture of the positions that a row holds, and of those that were evicted.
 
         Args:
-            step: what it will hold after the token at this position; None: what it holds now.
-            batch: which row.
-            max_cells: width of the picture in characters.
+            step: draws the cache after the token at this position; None draws it as it is now.
+            batch: the row.
+            max_cells: the largest number of cells (characters) across.
 
         Example:
             >>> cache = ls.cache.init(ls.cache.plan(ls.Causal() & ls.Window(3, 0), 16), 1, 1, 2, jnp.float32)
@@ -299,17 +314,19 @@ class Cache:
             10 of 16 positions: 4 kept, 6 evicted; 4 slots
             0   4   8   12
             ......####
-            # kept, . evicted, blank to come
+            # kept, . evicted, blank: not yet appended
         """
         if step is not None:
             return self.plan.show(step, max_cells=max_cells)
         check_drawable(self, batch)
         positions, length = np.asarray(self.positions[batch]), int(self.length[batch])
-        return show_held(self.plan, np.sort(positions[positions < length]), length, max_cells)
+        return show_kept(self.plan, np.sort(positions[positions < length]), length, max_cells)
 
     @no_type_check
     def save(self, path: Any) -> None:
-        """Writes the cache to a safetensors file, whole or not at all; `ls.cache.restore(path, plan)` reads it.
+        """Writes the cache to a safetensors file, which `ls.cache.restore(path, plan)` reads.
+
+        If writing fails, an earlier file at `path` is unchanged.
 
         Example:
             >>> plan = ls.cache.plan(ls.Causal(), 8)
@@ -327,15 +344,15 @@ class Cache:
 def init(
     plan: CachePlan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None
 ) -> Cache:
-    """An empty cache of a plan's slots.
+    """An empty cache with the slots of a plan.
 
     Args:
-        plan: what `ls.cache.plan` gave.
-        batch: rows, B.
-        kv_heads: key/value heads, K.
-        head_dim: head size of keys, H.
-        dtype: of keys and values.
-        v_head_dim: head size of values; H by default.
+        plan: the result of `ls.cache.plan`.
+        batch: the number of rows, B.
+        kv_heads: the number of key/value heads, K.
+        head_dim: the head size of keys, H.
+        dtype: the dtype of keys and values.
+        v_head_dim: the head size of values; H by default.
 
     Example:
         >>> plan = ls.cache.plan(ls.Causal() & ls.Window(1023, 0), 10**6)
@@ -343,23 +360,26 @@ def init(
         (1, 1024, 2, 64)
     """
     if not isinstance(plan, CachePlan):
-        raise TypeError(f"`plan` must be what `ls.cache.plan(mask, length)` gives, got {type(plan).__name__}.")
-    names = ("batch", "kv_heads", "head_dim")
+        raise TypeError(f"`plan` must be a CachePlan from `ls.cache.plan(mask, length)`, got {type(plan).__name__}.")
     check_dtype(dtype)
-    sizes = [check_static_size(n, x, 1) for n, x in zip(names, (batch, kv_heads, head_dim), strict=True)]
-    v_size = sizes[2] if v_head_dim is None else check_static_size("v_head_dim", v_head_dim, 1)
-    batch, kv_heads, size = sizes
-    k, v = (jnp.zeros((batch, plan.capacity, kv_heads, n), dtype) for n in (size, v_size))
+    batch = check_static_size("batch", batch, 1)
+    kv_heads = check_static_size("kv_heads", kv_heads, 1)
+    head_dim = check_static_size("head_dim", head_dim, 1)
+    if v_head_dim is None:
+        v_head_dim = head_dim
+    v_head_dim = check_static_size("v_head_dim", v_head_dim, 1)
+    k = jnp.zeros((batch, plan.capacity, kv_heads, head_dim), dtype)
+    v = jnp.zeros((batch, plan.capacity, kv_heads, v_head_dim), dtype)
     return replace(without_keys(plan, batch), k=k, v=v)
 
 
 def without_keys(plan: CachePlan, batch: int) -> Cache:
-    """An empty cache of a plan's slots that stores positions, but no keys and values."""
+    """An empty cache that stores positions, but no keys and values."""
     nothing: Any = None
     return Cache(
         k=nothing,
         v=nothing,
-        positions=jnp.full((batch, plan.capacity), FREE, np.int32),
+        positions=jnp.full((batch, plan.capacity), FREE_SLOT, np.int32),
         length=jnp.zeros((batch,), np.int32),
         furthest=jnp.zeros((batch,), np.int32),
         overflowed=jnp.zeros((batch,), bool),
@@ -370,5 +390,8 @@ def without_keys(plan: CachePlan, batch: int) -> Cache:
 
 def tables_of(plan: CachePlan) -> tuple[Any, Any, Any]:
     """The arrays of a plan, on the device."""
-    table, end, tied = (None if x is None else jnp.asarray(x) for x in (plan.table, plan.end, plan.tied))
-    return table, end, tied
+
+    def on_device(array: np.ndarray | None) -> Any:
+        return None if array is None else jnp.asarray(array)
+
+    return on_device(plan.table), on_device(plan.end), on_device(plan.tied)

@@ -1,4 +1,4 @@
-"""What a cache must hold, by looking at every pair: masks to try, their truth tables, and plans without cleverness."""
+"""Brute-force lifetimes from dense masks, and strategies for masks to test caches with."""
 
 import jax
 import numpy as np
@@ -21,25 +21,25 @@ def truth(mask, q_len=LENGTH, kv_len=LENGTH, q_positions=None, kv_positions=None
 
 
 def last_queries(seen: np.ndarray) -> np.ndarray:
-    """The last query that sees each key, in any row and head; -1: none does."""
+    """The last query that attends to each key, in any row and head; -1: none does."""
     anyone = seen.any((0, 1))
     return np.array([max(np.nonzero(anyone[:, key])[0], default=-1) for key in range(anyone.shape[1])])
 
 
-def most_alive(last: np.ndarray, slack: int) -> int:
-    """The largest number of keys alive at once: k <= t <= last(k) + slack."""
+def max_alive(last: np.ndarray, slack: int) -> int:
+    """The largest number of keys alive at the same time: k <= t <= last(k) + slack."""
     steps = range(len(last))
     return max(sum(last[k] >= 0 and k <= t <= last[k] + slack for k in steps) for t in steps)
 
 
 def tied(seen: np.ndarray) -> np.ndarray:
-    """Whether each position must come with the one before it: some query before it sees something from it on."""
+    """Whether each position is tied to the one before: some earlier query attends to it or to a later key."""
     anyone = seen.any((0, 1))
     return np.array([anyone[:p, p:].any() for p in range(anyone.shape[1])])
 
 
 def exact_masks(leaves: int = 5):
-    """Compositions of what plans are exact for: static rules under & and |, and one per head."""
+    """Masks whose plans are exact: static rules under & and |, and one per head."""
     small = st.integers(0, LENGTH)
     indices = st.lists(st.integers(0, LENGTH - 1), max_size=3, unique=True).map(tuple)
     leaf = st.one_of(
@@ -56,7 +56,7 @@ def exact_masks(leaves: int = 5):
 
 
 def decodable(masks):
-    """Most of them with `& Causal()`, without which few can be decoded."""
+    """Most of the masks with `& Causal()`, without which few can be decoded."""
     return st.tuples(masks, st.integers(0, 3)).map(lambda p: p[0] if p[1] == 0 else p[0] & ls.Causal())
 
 

@@ -12,7 +12,7 @@ from tests.cache.brute import HEADS, truth
 
 BATCH, KV_HEADS, SIZE, V_SIZE = 2, 1, 3, 2
 SPAN = 48  # positions from the first one that are tried
-FREE = 2**30 - 1
+FREE_SLOT = 2**30 - 1
 MOST_SLOTS = 6000
 
 
@@ -80,7 +80,7 @@ class Sequence:
     def _poisoned(self, cache):
         """What is free, or holds a key that no later query sees, is NaN: none of it may come back."""
         held = np.asarray(cache.positions)
-        dead = held == FREE
+        dead = held == FREE_SLOT
         return replace(cache, k=self._nan(cache.k, dead), v=self._nan(cache.v, dead))
 
     def _nan(self, x, where):
@@ -237,7 +237,7 @@ class Sequence:
         assert self.cache.furthest.tolist() == [self.start + most for most in self.furthest]
         held, kept = np.asarray(self.cache.positions), np.asarray(self.cache.k)
         for row, tokens in enumerate(self.tokens):
-            slots = np.flatnonzero(held[row] != FREE)
+            slots = np.flatnonzero(held[row] != FREE_SLOT)
             at = held[row, slots] - self.start
             assert ((at >= 0) & (at < len(tokens))).all() and len(set(at)) == len(at)
             np.testing.assert_array_equal(kept[row, slots], tokens[at][..., :SIZE])

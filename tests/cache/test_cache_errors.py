@@ -1,4 +1,4 @@
-"""What a cache refuses, in words; and inside jit, where it cannot, what it marks."""
+"""Calls that a cache refuses with a message, or marks as `overflowed` inside jit, where it cannot raise."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_rows_heads_and_sizes_that_differ_are_refused(k, v, message):
         empty().append(jnp.ones(k), jnp.ones(v))
 
 
-def test_what_are_no_float_arrays_is_refused():
+def test_arguments_that_are_not_float_arrays_are_refused():
     k, v = new()
     with pytest.raises(TypeError, match=r"`k` must be an array \[B, n, K, H\], got list"):
         empty().append([1.0], v)
@@ -53,7 +53,7 @@ def test_what_are_no_float_arrays_is_refused():
         empty().append(k, v.astype(int))
     with pytest.raises(TypeError, match=r"`dtype` must be one of float16, .*, got int32"):
         ls.cache.init(PLAN, 1, 1, 1, jnp.int32)
-    with pytest.raises(TypeError, match=r"`plan` must be what .* gives, got And"):
+    with pytest.raises(TypeError, match=r"`plan` must be a CachePlan from .*, got And"):
         ls.cache.init(WINDOW, 1, 1, 1, jnp.float32)
     with pytest.raises(ValueError, match="`v_head_dim` must be a Python int >= 1, got 0"):
         ls.cache.init(PLAN, 1, 1, 1, jnp.float32, v_head_dim=0)
@@ -74,7 +74,7 @@ def test_lengths_beyond_the_chunk_are_refused_and_marked_inside_jit():
 
 def test_more_positions_than_planned_are_refused_and_marked_inside_jit():
     cache = after(19)
-    with pytest.raises(ValueError, match=r"planned for 20 positions, and 21 are asked for. Plan a longer one"):
+    with pytest.raises(ValueError, match=r"planned for 20 positions, but a row would have 21. Plan a longer one"):
         cache.append(*new(2))
     ragged, _ = jax.jit(lambda c, n: c.append(*new(2), n))(cache, jnp.array([1, 2]))
     assert ragged.overflowed.tolist() == [False, True] and ragged.length.tolist() == [20, 19]
@@ -94,29 +94,29 @@ def test_tied_positions_come_in_one_append(mask, ends):
         if n in ends:
             assert after(n, plan).length.tolist() == [n, n]
         else:
-            with pytest.raises(ValueError, match=rf"lets position {n - 1} see position {n}, so they must"):
+            with pytest.raises(ValueError, match=rf"lets position {n - 1} attend to position {n}, so they must"):
                 after(n, plan)
         assert append(empty(plan), jnp.array([n, ends[0]])).overflowed.tolist() == [n not in ends, False]
 
 
-def test_rollbacks_that_leave_tied_positions_apart_are_refused():
+def test_rollbacks_between_tied_positions_are_refused():
     plan = ls.cache.plan(ls.Causal() | ls.Prefix(5), 20)
     cache = after(7, plan)
     assert cache.rollback(2).length.tolist() == [5, 5] and cache.rollback(7).length.tolist() == [0, 0]
-    with pytest.raises(ValueError, match="lets position 3 see position 4, so they cannot be told apart by a rollback"):
+    with pytest.raises(ValueError, match="lets position 3 attend to position 4, so a rollback cannot separate them"):
         cache.rollback(3)
     assert jax.jit(lambda c, n: c.rollback(n))(cache, jnp.array([3, 2])).overflowed.tolist() == [True, False]
 
 
-def test_rollbacks_beyond_the_slack_are_refused_and_name_the_oldest_position_kept():
+def test_rollbacks_beyond_the_slack_are_refused_and_name_the_oldest_position():
     cache = after(12)
     with pytest.raises(ValueError, match="`n` must be at least 0, got -1"):
         cache.rollback(-1)
-    with pytest.raises(ValueError, match=r"slack=1, row 1 .* oldest position that it keeps is 7. Plan with `slack=3`"):
+    with pytest.raises(ValueError, match=r"slack=1, row 1 .* oldest position .* still holds is 7. Plan with `slack=3`"):
         cache.rollback(np.array([1, 3]))
-    with pytest.raises(ValueError, match="Row 0 has 12 tokens, and 13 are to be taken back"):
+    with pytest.raises(ValueError, match="Row 0 has 12 tokens, so 13 cannot be rolled back"):
         cache.rollback(13)
-    with pytest.raises(ValueError, match="Row 0 has 12 tokens, and 100 are"):
+    with pytest.raises(ValueError, match="Row 0 has 12 tokens, so 100 cannot"):
         cache.rollback(100)
     with pytest.raises(ValueError, match="Row 0 has 12 tokens"):
         cache.rollback(2**40)
@@ -149,17 +149,17 @@ def test_rows_of_a_fork_are_checked_and_marked_inside_jit():
     assert np.isfinite(forked.k).all()
 
 
-def test_a_mask_that_sees_more_than_was_planned_is_refused_and_a_narrower_one_works():
+def test_a_mask_that_allows_more_than_the_planned_one_is_refused_and_a_narrower_one_works():
     _, view = empty().append(*new(6))
     needs, sees = (
         r"Causal\(\) & Window\(3, 0\), which needs key 0 until query 3",
-        r"Causal\(\) may see it until query 19",
+        r"Causal\(\) may attend to it until query 19",
     )
     with pytest.raises(ValueError, match=rf"planned for {needs}, but {sees}. Plan with the mask that you attend with"):
         view.of(ls.Causal())
-    with pytest.raises(ValueError, match="may see it until query 4"):
+    with pytest.raises(ValueError, match="may attend to it until query 4"):
         view.of(ls.Causal() & ls.Window(4, 0))
-    with pytest.raises(ValueError, match="lets queries see later keys that it does not keep together"):
+    with pytest.raises(ValueError, match="lets queries attend to later keys that this plan does not append together"):
         view.of(ls.Window(3, 1))
     with pytest.raises(TypeError, match="`mask` must be a Mask, got MaskInfo"):
         view.of(ls.MaskInfo.from_random(2, 20, 20))

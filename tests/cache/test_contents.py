@@ -15,7 +15,7 @@ import longspan as ls
 
 pytestmark = pytest.mark.quick
 
-FREE = 2**30 - 1
+FREE_SLOT = 2**30 - 1
 NAMES = ("k", "v", "positions", "length", "furthest", "overflowed")
 TYPES = dict(float32="F32", float16="F16", int32="I32", bool="BOOL", uint16="U16", int64="I64", float64="F64")
 PLANS = {
@@ -37,7 +37,7 @@ def tensors(plan, tokens=(24, 12), dtype=np.float32):
 
 
 def write(path, plan, arrays, **metadata):
-    """By hand: the library that writes these files would refuse some of them."""
+    """Written by hand, because safetensors would refuse some of these files."""
     header: dict = {"__metadata__": dict(format="longspan-cache-1", plan=plan.digest, dtype="float32") | metadata}
     body = b""
     for name, array in arrays.items():
@@ -58,7 +58,7 @@ def refused(path, plan, arrays, message, **metadata):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_what_a_cache_holds_is_accepted(tmp_path, name):
+def test_contents_of_a_cache_are_accepted(tmp_path, name):
     for tokens in ((24, 12), (0, 40), (4, 36)):
         write(tmp_path / "cache", PLANS[name], tensors(PLANS[name], tokens))
         assert ls.cache.restore(tmp_path / "cache", PLANS[name]).length.tolist() == list(tokens)
@@ -81,23 +81,23 @@ def test_lengths_that_appends_and_rollbacks_cannot_leave_are_refused(tmp_path):
     refused(tmp_path / "cache", plan, arrays, message)
     arrays = tensors(PLANS["tied"])
     arrays["length"][1] = arrays["furthest"][1] = 11
-    arrays["positions"][1][arrays["positions"][1] >= 11] = FREE
-    refused(tmp_path / "cache", PLANS["tied"], arrays, "row 1 is 11, but positions 10 and 11 come together")
+    arrays["positions"][1][arrays["positions"][1] >= 11] = FREE_SLOT
+    refused(tmp_path / "cache", PLANS["tied"], arrays, "row 1 is 11, but positions 10 and 11 must be appended together")
 
 
-@pytest.mark.parametrize("value", [-1, -(2**31), 24, 39, 10**9, FREE + 1, 2**31 - 1])
+@pytest.mark.parametrize("value", [-1, -(2**31), 24, 39, 10**9, FREE_SLOT + 1, 2**31 - 1])
 def test_positions_outside_of_the_row_are_refused(tmp_path, value):
     for name, plan in PLANS.items():
         arrays = tensors(plan)
         arrays["positions"][0, 1] = value
-        refused(tmp_path / name, plan, arrays, f"`positions` of row 0 has {value} in slot 1, and its length is 24")
+        refused(tmp_path / name, plan, arrays, f"`positions` of row 0 has {value} in slot 1, but its length is 24")
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_keys_in_the_slots_of_others_are_refused(tmp_path, name):
     arrays = tensors(PLANS[name])
     held = arrays["positions"][0]
-    one, other = np.flatnonzero(held != FREE)[:2]
+    one, other = np.flatnonzero(held != FREE_SLOT)[:2]
     held[[one, other]] = held[[other, one]]
     message = rf"`positions` of row 0 has {held[one]} in slot {one}, which is not that key's slot"
     refused(tmp_path / "cache", PLANS[name], arrays, message)
@@ -106,10 +106,10 @@ def test_keys_in_the_slots_of_others_are_refused(tmp_path, name):
 @pytest.mark.parametrize("name", PLANS)
 def test_missing_keys_are_refused(tmp_path, name):
     arrays = tensors(PLANS[name])
-    slot = int(np.argmax(np.where(arrays["positions"][0] == FREE, -1, arrays["positions"][0])))
-    arrays["positions"][0, slot] = FREE
+    slot = int(np.argmax(np.where(arrays["positions"][0] == FREE_SLOT, -1, arrays["positions"][0])))
+    arrays["positions"][0, slot] = FREE_SLOT
     refused(
-        tmp_path / "cache", PLANS[name], arrays, "`positions` of row 0 lacks position 23, which it still keeps at 24"
+        tmp_path / "cache", PLANS[name], arrays, "`positions` of row 0 lacks position 23, which is still needed at 24"
     )
 
 
@@ -122,12 +122,16 @@ def test_arrays_of_other_types_and_shapes_are_refused_before_they_are_read(tmp_p
         overflowed=np.zeros(2, np.int32),
     )  # fmt: skip
     for name, array in wrong.items():
-        refused(tmp_path / "cache", plan, whole | {name: array}, rf"is damaged: `{name}` is .* it would be \w+\[")
+        refused(tmp_path / "cache", plan, whole | {name: array}, rf"is damaged: `{name}` is .* it must be \w+\[")
     for shape in ((0, 6, 1, 2), (2, 6, 0, 2), (2, 6, 1, 0), (12,), (1, 2, 6, 1, 2)):
         refused(tmp_path / "cache", plan, whole | dict(k=np.zeros(shape, np.float32)), "is damaged: `")
     refused(tmp_path / "cache", plan, whole | dict(v=np.zeros((2, 6, 1, 2), np.float16)), r"`v` is F16\[2, 6, 1, 2\]")
     refused(
-        tmp_path / "cache", plan, whole, r"`k` is F32\[2, 6, 1, 2\], .* in bfloat16 it would be U16", dtype="bfloat16"
+        tmp_path / "cache",
+        plan,
+        whole,
+        r"`k` is F32\[2, 6, 1, 2\], .* with dtype bfloat16 it must be U16",
+        dtype="bfloat16",
     )
 
 
@@ -151,7 +155,7 @@ def test_float64_is_not_rounded_in_silence(tmp_path):
 
 
 def test_a_flipped_byte_is_refused_or_changes_nothing_that_is_checked(tmp_path):
-    """Of the header and of all that is not keys and values: what is accepted is a cache that decodes."""
+    """In the header and in all arrays: a file that is accepted holds a valid cache."""
     plan, path = PLANS["pinned"], tmp_path / "cache"
     write(path, plan, tensors(plan))
     good, rng = path.read_bytes(), np.random.default_rng(0)
@@ -173,12 +177,12 @@ def test_a_flipped_byte_is_refused_or_changes_nothing_that_is_checked(tmp_path):
 def test_caches_of_several_layers_and_directories_are_refused(tmp_path):
     cache = ls.cache.init(PLANS["ring"], 1, 1, 2, jnp.float32)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), cache, cache, cache)
-    with pytest.raises(ValueError, match=r"several layers, 3 of them: save each .* `jax.tree.map\(lambda x: x\[0\]"):
+    with pytest.raises(ValueError, match=r"stacks 3 layers. Save each .* file: `jax.tree.map\(lambda x: x\[0\]"):
         stacked.save(tmp_path / "cache")
     jax.tree.map(lambda x: x[0], stacked).save(tmp_path / "cache")
-    with pytest.raises(IsADirectoryError, match=re.escape(f"{tmp_path} is a directory: give the file")):
+    with pytest.raises(IsADirectoryError, match=re.escape(f"{tmp_path} is a directory. Pass the file")):
         ls.cache.restore(tmp_path, PLANS["ring"])
-    with pytest.raises(OSError, match=r"none/cache could not be written: .* What was there is still there"):
+    with pytest.raises(OSError, match=r"none/cache could not be written: .* An earlier file there is unchanged"):
         cache.save(tmp_path / "none" / "cache")
 
 

@@ -15,7 +15,7 @@ import longspan as ls
 from longspan.testing import masks as every_mask
 from tests.cache.brute import BATCH, HEADS, LENGTH, decodable, exact_masks, last_queries, tied, truth
 
-FREE = 2**30 - 1
+FREE_SLOT = 2**30 - 1
 COUNTS = (1, 4, LENGTH)  # few shapes, so that little is compiled; rows take as many tokens of them as they like
 
 
@@ -74,12 +74,12 @@ class Rows:
         assert not self.cache.overflowed.any()
         assert self.cache.length.tolist() == [len(tokens) for tokens in self.tokens]
         for row, n in enumerate(lengths):
-            length, mine = len(self.tokens[row]), held[row][held[row] != FREE]
+            length, mine = len(self.tokens[row]), held[row][held[row] != FREE_SLOT]
             self.furthest[row] = max(self.furthest[row], length)
             assert len(set(mine)) == len(mine) and (mine < length).all()
             needed = [p for p in range(length) if self.last[p] >= length]
             assert set(needed) <= set(mine), "only what the rule forbids may go"
-            k = np.asarray(self.cache.k)[row, held[row] != FREE, 0, 0]
+            k = np.asarray(self.cache.k)[row, held[row] != FREE_SLOT, 0, 0]
             np.testing.assert_array_equal(k, np.array(self.tokens[row])[mine.astype(int)])
             new = mine[mine >= length - n]
             if self.exact:
@@ -185,7 +185,7 @@ def test_rollbacks_in_a_row_cannot_go_further_back_than_one():
         cache, _ = cache.append(one, one)
     back = cache.rollback(1).rollback(1)
     for again in (back, back.append(one, one)[0].rollback(1)):
-        with pytest.raises(ValueError, match=r"Going back to 17 tokens .* slack=2, row 0 has been at 20 tokens"):
+        with pytest.raises(ValueError, match=r"A rollback to 17 tokens .* slack=2, row 0 has had 20 tokens"):
             again.rollback(1)
     far = back
     for _ in range(3):

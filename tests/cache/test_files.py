@@ -1,4 +1,4 @@
-"""Caches in files: whole or not at all, and only for the plan that they were saved with."""
+"""Caches in files: a save succeeds or leaves the earlier file, and only the same plan restores it."""
 
 import re
 
@@ -24,7 +24,7 @@ def filled(dtype=jnp.float32, plan=PLAN, tokens=(13, 7)):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name)
-def test_what_is_saved_is_restored_bit_for_bit(tmp_path, dtype):
+def test_caches_are_restored_bit_for_bit(tmp_path, dtype):
     cache = filled(dtype).rollback(1)
     cache.save(tmp_path / "cache.safetensors")
     again = ls.cache.restore(tmp_path / "cache.safetensors", PLAN)
@@ -33,7 +33,7 @@ def test_what_is_saved_is_restored_bit_for_bit(tmp_path, dtype):
         assert then.dtype == now.dtype and then.shape == now.shape and then.tobytes() == now.tobytes()
     assert again.plan == cache.plan
     np.testing.assert_array_equal(again.tables[0], cache.tables[0])
-    with pytest.raises(ValueError, match="has been at 13 tokens"):
+    with pytest.raises(ValueError, match="has had 13 tokens"):
         again.rollback(1)
 
 
@@ -58,7 +58,7 @@ def test_the_file_of_another_plan_is_refused(tmp_path, other):
         ls.cache.restore(tmp_path / "cache", other)
 
 
-def test_damaged_strange_and_missing_files_are_told_apart(tmp_path):
+def test_damaged_unknown_and_missing_files_have_different_errors(tmp_path):
     path = tmp_path / "cache"
     with pytest.raises(FileNotFoundError, match="cache"):
         ls.cache.restore(path, PLAN)
@@ -71,7 +71,7 @@ def test_damaged_strange_and_missing_files_are_told_apart(tmp_path):
     safetensors.numpy.save_file({"k": np.ones(3)}, path)
     with pytest.raises(ValueError, match=re.escape(f"{path} is not a cache that `Cache.save` wrote")):
         ls.cache.restore(path, PLAN)
-    with pytest.raises(TypeError, match=r"`plan` must be what `ls.cache.plan\(mask, length\)` gives, got And"):
+    with pytest.raises(TypeError, match=r"`plan` must be a CachePlan from `ls.cache.plan\(mask, length\)`, got And"):
         ls.cache.restore(path, MASK)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Plans of very many positions: one period is looked at where lifetimes repeat, and what is listed has a limit."""
+"""Plans of up to 2**30 - 1 positions: lifetimes that repeat are planned from one period, and lists have a limit."""
 
 import sys
 import tracemalloc
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import longspan as ls
 from longspan.cache.lifetimes import lifetimes
 from longspan.cache.outline import Cut, Outline
-from longspan.cache.plan import _made
+from longspan.cache.plan import _plan_from
 from longspan.masks.base import Mask, rule
 from tests.cache.brute import decodable
 from tests.cache.test_sequences import position_masks
@@ -25,8 +25,12 @@ LONGEST = 2**30 - 1
 ONE = ls.Window(3, 0)
 CASES = {
     "a window": (ls.Causal() & ls.Window(1023, 0), 1024, "a ring"),
-    "a window and pinned keys": (ls.Causal() & (ls.Window(1023, 0) | ls.Prefix(200)), 1224, "200 pinned and a ring"),
-    "pinned keys, far apart": (ls.Causal() & (ONE | ls.Global((0, 7000), rows=False)), 6, "2 pinned and a ring"),
+    "a window and pinned keys": (
+        ls.Causal() & (ls.Window(1023, 0) | ls.Prefix(200)),
+        1224,
+        "200 pinned keys and a ring",
+    ),
+    "pinned keys, far apart": (ls.Causal() & (ONE | ls.Global((0, 7000), rows=False)), 6, "2 pinned keys and a ring"),
     "chunks": (ls.Causal() & ls.Chunk(8192), 8192, "a ring"),
     "chunks that see ahead": (ls.Chunk(64), 64, "a ring"),
     "a dilated window": (ls.Causal() & ls.Window(100, 0, dilation=7), 701, "a ring"),
@@ -38,7 +42,7 @@ CASES = {
     "causal blocks": (ls.BlockCausal(64), None, "a ring"),
     "a prefix-LM": (ls.Causal() | ls.Prefix(500), None, "a ring"),
     "a window beyond the length": (ls.Causal() & ls.Window(2**31, 0), None, "a ring"),
-    "nothing": (ls.Empty(), 0, "nothing"),
+    "nothing": (ls.Empty(), 0, "no slots"),
 }
 
 
@@ -49,12 +53,12 @@ def test_memory_does_not_grow_with_the_length(name, length):
     tracemalloc.start()
     try:
         plan = ls.cache.plan(mask, length, slack=3)
-        _, most = tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 32 * 2**20
-    forgets = capacity is not None and capacity not in (0, 100_000)
-    assert (plan.capacity, plan.form) == (length if capacity is None else capacity + 3 * forgets, form)
+    assert peak < 32 * 2**20
+    evicts = capacity is not None and capacity not in (0, 100_000)
+    assert (plan.capacity, plan.form) == (length if capacity is None else capacity + 3 * evicts, form)
     tables = [x for x in (plan.table, plan.end, plan.tied) if x is not None]
     assert sum(x.nbytes for x in tables) < 2**20
 
@@ -66,16 +70,16 @@ def test_memory_does_not_grow_with_the_length(name, length):
     st.sampled_from([0, 0, 1, 9]),
     st.sampled_from([1, 4]),
 )
-def test_an_outline_gives_the_plan_that_every_position_gives(mask, length, slack, room):
-    found = lifetimes(mask, length, slack, room)
+def test_an_outline_gives_the_plan_that_every_position_gives(mask, length, slack, margin_factor):
+    found = lifetimes(mask, length, slack, margin_factor)
     every, place, outline = lifetimes(mask, length, slack, None), np.arange(length), found.outline
     assume(outline.cuts)
     np.testing.assert_array_equal(outline.ends_at(found.last, place), every.last)
     np.testing.assert_array_equal(outline.at(found.tied, place), every.tied)
     assume(not every.tied[1:].all())
-    short, long = (_made(mask, length, slack, needs) for needs in (found, every))
+    short, long = (_plan_from(mask, length, slack, needs) for needs in (found, every))
     assert long is not None
-    if short is None:  # not known from the outline: planned from every position
+    if short is None:  # the outline does not decide it: planned from every position
         return
     for name in (field.name for field in fields(long) if field.name not in ("mask", "end", "tied", "outline")):
         assert getattr(short, name) == getattr(long, name), name
@@ -98,15 +102,15 @@ COMMON = [
 def test_common_masks_are_planned_from_an_outline_with_the_same_digest(mask):
     for slack in (0, 5):
         plan = ls.cache.plan(mask, 9000, slack=slack)
-        every = _made(mask, 9000, slack, lifetimes(mask, 9000, slack, None))
+        every = _plan_from(mask, 9000, slack, lifetimes(mask, 9000, slack, None))
         assert lifetimes(mask, 9000, slack).outline.cuts and every is not None
         assert (plan.digest, plan.at_once, plan.why) == (every.digest, every.at_once, every.why)
 
 
-@pytest.mark.parametrize("room", [1, 4])
-def test_ends_that_slack_moves_towards_a_cut_stay_fixed(room):
+@pytest.mark.parametrize("margin_factor", [1, 4])
+def test_ends_that_slack_moves_towards_a_cut_stay_fixed(margin_factor):
     mask = ls.Global((1956,), columns=False)
-    short, every = (_made(mask, 3001, 17, lifetimes(mask, 3001, 17, n)) for n in (room, None))
+    short, every = (_plan_from(mask, 3001, 17, lifetimes(mask, 3001, 17, n)) for n in (margin_factor, None))
     assert short is not None and short.outline.cuts and short == every
 
 
@@ -125,23 +129,25 @@ def test_positions_fold_onto_the_period_before_a_cut_in_jax_as_in_numpy():
     keys = [*range(7), *range(16, 25), *range(31, 40)]
     assert outline.keys.tolist() == keys
     place = np.arange(40)
-    index, stands = outline.fold(place)
+    index, represents = outline.fold(place)
     wanted = [p if p in keys else 4 + (p - 7) % 3 if p < 16 else 22 + (p - 25) % 3 for p in range(40)]
-    assert stands.tolist() == wanted and np.array(keys)[index].tolist() == wanted
+    assert represents.tolist() == wanted and np.array(keys)[index].tolist() == wanted
     fold = jax.jit(lambda p: outline.fold(p, jnp))
-    for one, other in zip(fold(place.astype(np.int32)), (index, stands), strict=True):
+    for one, other in zip(fold(place.astype(np.int32)), (index, represents), strict=True):
         np.testing.assert_array_equal(one, other)
     ends = np.minimum(outline.keys + np.where(outline.keys % 3 == 0, 1, 99), 39)  # some move, some are fixed
     wanted = np.minimum(place + np.where(place % 3 == 0, 1, 99), 39)
     np.testing.assert_array_equal(outline.ends_at(ends, place), wanted)
 
 
-known_lifetimes, known_plans = (sys.modules[f"longspan.cache.{name}"] for name in ("lifetimes", "plan"))
+lifetimes_module, plan_module = sys.modules["longspan.cache.lifetimes"], sys.modules["longspan.cache.plan"]
 LISTED = ls.Causal() & (ls.Window(3, 0) | ls.Global((5, 20)))
 
 
 def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
-    message = r"for 33,554,433 positions lists each of them, which takes about 4,294,967,424 bytes. At most 33,554,432"
+    message = (
+        r"33,554,433 positions lists each of them, .* about 4,294,967,424 bytes. The limit is 33,554,432 positions"
+    )
     with pytest.raises(ValueError, match=message):
         ls.cache.plan(LISTED, 2**25 + 1)
 
@@ -159,14 +165,20 @@ def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
     assert ls.cache.plan(LISTED, 3000).form == "a table"
 
 
-def test_lists_of_many_positions_are_not_remembered(monkeypatch):
-    monkeypatch.setattr(known_lifetimes, "MOST_REMEMBERED", 1000)
-    monkeypatch.setattr(known_plans, "MOST_REMEMBERED", 1000)
+def cache_hits():
+    """Of plans, and of lifetimes at every position."""
+    caches = plan_module._cached_plan.cached, lifetimes_module._cached_at_every_position.cached
+    return [cache.cache_info().hits for cache in caches]
+
+
+def test_plans_that_list_many_positions_are_not_cached(monkeypatch):
+    monkeypatch.setattr(lifetimes_module, "MAX_CACHED_LENGTH", 1000)
+    monkeypatch.setattr(plan_module, "MAX_CACHED_LENGTH", 1000)
     for length, more in ((1001, 0), (1000, 1)):
         plans = [ls.cache.plan(LISTED, length)]
-        before = known_plans._known.known.cache_info().hits, known_lifetimes._known_every.known.cache_info().hits
+        before = cache_hits()
         plans += [ls.cache.plan(LISTED, length), lifetimes(LISTED, length, 0, None)]
-        after = known_plans._known.known.cache_info().hits, known_lifetimes._known_every.known.cache_info().hits
+        after = cache_hits()
         assert [b - a for a, b in zip(before, after, strict=True)] == [more, more]
         assert (plans[0] is plans[1]) == bool(more) and plans[0] == plans[1]
 
@@ -191,7 +203,7 @@ def test_chunks_with_padding_reach_the_last_position_of_all():
             np.testing.assert_allclose(out[row, :count], 1, rtol=0, atol=1e-6)
     assert cache.length.tolist() == [LONGEST, LONGEST] and not cache.overflowed.any()
     assert sorted(cache.positions[1].tolist()) == [LONGEST - 3, LONGEST - 2, LONGEST - 1, LONGEST]
-    with pytest.raises(ValueError, match=r"planned for 1073741823 positions, and 1073741824 are asked for"):
+    with pytest.raises(ValueError, match=r"planned for 1073741823 positions, but a row would have 1073741824"):
         cache.append(x, x, np.array([1, 0]))
 
 
@@ -212,9 +224,9 @@ def test_masks_are_compared_with_those_of_a_long_plan():
     _, view = ls.cache.init(plan, 1, 1, 1, jnp.float32).append(*[jnp.ones((1, 3, 1, 1))] * 2)
     for narrower in (ls.Causal() & ls.Chunk(10), ls.Causal() & ls.Window(4, 0, dilation=2)):
         assert view.of(narrower)["mask"] == narrower
-    with pytest.raises(ValueError, match=r"needs key 0 until query 9, but .* may see it until query 10"):
+    with pytest.raises(ValueError, match=r"needs key 0 until query 9, but .* may attend to it until query 10"):
         view.of(ls.Causal() & ls.Chunk(11))
     with pytest.raises(ValueError, match=r"needs key 268435001 until query 268435010, but .* until query 268435455"):
         view.of(ls.Causal() & (ls.Window(9, 0) | ls.Global((268435001,), rows=False)))
-    with pytest.raises(ValueError, match="lets queries see later keys that it does not keep together"):
+    with pytest.raises(ValueError, match="lets queries attend to later keys that this plan does not append together"):
         view.of(ls.Window(9, 1) & ls.Chunk(10))

@@ -1,4 +1,4 @@
-"""Plans against brute force: how many slots, in which form, and what they say."""
+"""Plans against brute force: capacity, form, and printed reasons."""
 
 import re
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import longspan as ls
 from longspan.cache.lifetimes import lifetimes
 from longspan.cache.plan import CachePlan
-from longspan.cache.slots import Slots, slot_of
+from longspan.cache.slots import SlotAllocation, slot_of
 from longspan.masks.base import NO_QUERY, Mask, rule
 from longspan.testing import masks as every_mask
-from tests.cache.brute import HEADS, LENGTH, decodable, exact_masks, last_queries, most_alive, tied, truth
+from tests.cache.brute import HEADS, LENGTH, decodable, exact_masks, last_queries, max_alive, tied, truth
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +25,7 @@ SLACK = st.sampled_from([0, 0, 1, 3])
 
 
 def planned(mask, length=LENGTH, slack=0) -> CachePlan:
-    """The plan; masks of which every position is tied to the next are left out."""
+    """The plan; masks that tie every position to the next are skipped."""
     try:
         return ls.cache.plan(mask, length, slack=slack)
     except ValueError as refused:
@@ -34,13 +34,13 @@ def planned(mask, length=LENGTH, slack=0) -> CachePlan:
         raise
 
 
-# How many
+# Capacity
 
 
 @given(decodable(exact_masks()), SLACK)
 def test_capacity_is_that_of_brute_force_for_static_rules_in_any_nesting(mask, slack):
     plan = planned(mask, slack=slack)
-    assert plan.capacity == most_alive(last_queries(truth(mask)), slack)
+    assert plan.capacity == max_alive(last_queries(truth(mask)), slack)
     assert not mask.inexact()
 
 
@@ -48,7 +48,7 @@ def test_capacity_is_that_of_brute_force_for_static_rules_in_any_nesting(mask, s
 def test_capacity_is_never_less_than_that_of_brute_force_for_any_rule(mask, slack):
     plan = planned(mask, slack=slack)
     last = last_queries(truth(mask))
-    assert plan.capacity >= most_alive(last, slack)
+    assert plan.capacity >= max_alive(last, slack)
     assert (lifetimes(mask, LENGTH).last >= last).all()
 
 
@@ -66,7 +66,7 @@ def test_the_nearest_query_is_that_of_the_truth_table(mask, seed, step):
 
 
 @given(exact_masks())
-def test_positions_are_tied_where_a_query_sees_past_them(mask):
+def test_positions_are_tied_where_a_query_attends_past_them(mask):
     np.testing.assert_array_equal(lifetimes(mask, LENGTH).tied, tied(truth(mask)))
 
 
@@ -75,7 +75,7 @@ def test_no_two_keys_that_are_alive_at_once_have_one_slot(mask, slack):
     plan, key = planned(mask, slack=slack), np.arange(LENGTH)
     end = lifetimes(mask, LENGTH).last
     end = np.where(end < 0, -1, end + slack)
-    slots = slot_of(Slots(plan.capacity, plan.ring, plan.pinned, plan.table), key)
+    slots = slot_of(SlotAllocation(plan.capacity, plan.ring, plan.pinned, plan.table), key)
     for a in key[end >= key]:
         assert 0 <= slots[a] < plan.capacity
         for b in key[(end >= key) & (key > a) & (key <= end[a])]:
@@ -133,15 +133,15 @@ def test_heads_of_a_table_are_told_apart_and_a_traced_table_is_bounded():
         assert inside(jnp.asarray(table)).k.shape == (1, 6, 1, 2)
 
 
-# In which form
+# Form
 
 
 def form_of(last, slack) -> str:
-    """The first form that needs no more slots than there are keys alive at once."""
+    """The first form that takes no more slots than keys are alive at the same time."""
     length = len(last)
     end = np.where(last < 0, -1, np.minimum(last + slack, length - 1))
     alive = [k for k in range(length) if end[k] >= k]
-    capacity = most_alive(last, slack)
+    capacity = max_alive(last, slack)
     pinned = [k for k in alive if any(end[k] > end[j] for j in alive if j > k)]
     for chosen in ([], pinned):
         ring, others = capacity - len(chosen), [k for k in alive if k not in chosen]
@@ -164,12 +164,12 @@ def test_the_form_is_the_first_that_needs_no_slot_beyond_the_capacity(mask, slac
         (WINDOW, "a ring"),
         (ls.Causal(), "a ring"),
         (ls.Causal() & ls.Chunk(8), "a ring"),
-        (WINDOW & ~ls.Prefix(1), "a ring"),  # a key that nobody sees does not make a table necessary
-        (PINNED, "2 pinned and a ring"),
-        (PINNED & ~ls.Prefix(1), "1 pinned and a ring"),
-        (ls.Causal() & (ls.Window(3, 0) | ls.Global((0, 9), rows=False)), "2 pinned and a ring"),
+        (WINDOW & ~ls.Prefix(1), "a ring"),  # a key that no query attends to does not require a table
+        (PINNED, "2 pinned keys and a ring"),
+        (PINNED & ~ls.Prefix(1), "1 pinned key and a ring"),
+        (ls.Causal() & (ls.Window(3, 0) | ls.Global((0, 9), rows=False)), "2 pinned keys and a ring"),
         (ls.Causal() & (ls.Window(3, 0) | ls.Global((5, 20))), "a table"),
-        (ls.Empty(), "nothing"),
+        (ls.Empty(), "no slots"),
     ],
     ids=repr,
 )
@@ -177,20 +177,20 @@ def test_forms_of_common_masks(mask, form):
     assert ls.cache.plan(mask, 40).form == form
 
 
-# What it says
+# Printed text
 
 
-def test_a_plan_hashes_compares_by_what_it_says_and_prints_itself():
+def test_plans_hash_compare_by_content_and_print():
     plan = ls.cache.plan(PINNED, 1000, slack=1)
     same = ls.cache.plan(ls.Causal() & (ls.Prefix(2) | ls.Window(3, 0)), 1000, slack=1)
     assert plan == same and hash(plan) == hash(same)
     others = [ls.cache.plan(PINNED, 1000), ls.cache.plan(PINNED, 999, slack=1), ls.cache.plan(WINDOW, 1000, slack=1)]
     assert len({plan, same, *others}) == 4 and plan != "plan"
-    assert repr(plan) == "CachePlan(7 of 1,000 positions, 2 pinned and a ring)"
+    assert repr(plan) == "CachePlan(7 of 1,000 positions, 2 pinned keys and a ring)"
     assert str(plan) == (
-        "7 slots for 1,000 positions (0.70% of a full cache): 2 pinned and a ring\n"
-        "a key is needed for 5 steps, but for 2\n"
-        "slack for rolling back 1"
+        "7 slots for 1,000 positions (0.70% of a full cache): 2 pinned keys and a ring\n"
+        "each key is kept for 5 steps; 2 keys are kept forever\n"
+        "a rollback may remove up to 1 token"
     )
 
 
@@ -212,32 +212,38 @@ def test_bytes_are_those_of_the_arrays():
 @pytest.mark.parametrize(
     ("mask", "why"),
     [
-        (ls.Causal(), "nothing can be dropped: Causal() keeps every key in view"),
-        (ls.Causal() & (ls.Window(3, 0) | ls.Full()), "nothing can be dropped: Causal(), Full() keeps every key"),
-        (ls.PerHead((WINDOW, ls.Causal(-1))), "nothing can be dropped: Causal(-1) keeps every key in view"),
-        (ls.Causal() | ls.Prefix(9), "nothing can be dropped: Causal() keeps every key in view"),
-        (ls.Causal() & ls.Window(100, 0), "nothing can be dropped: Causal(), Window(100, 0) keeps"),
-        (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "a key is needed for up to 4 steps"),
-        (WINDOW & ~ls.Window(1, 0, dilation=2), "known only by bounds: ~Window(1, 0, dilation=2)"),
+        (ls.Causal(), "no key can be evicted: every key stays needed under Causal()"),
+        (
+            ls.Causal() & (ls.Window(3, 0) | ls.Full()),
+            "no key can be evicted: every key stays needed under Causal(), Full()",
+        ),
+        (ls.PerHead((WINDOW, ls.Causal(-1))), "no key can be evicted: every key stays needed under Causal(-1)"),
+        (ls.Causal() | ls.Prefix(9), "no key can be evicted: every key stays needed under Causal()"),
+        (
+            ls.Causal() & ls.Window(100, 0),
+            "no key can be evicted: every key stays needed under Causal(), Window(100, 0)",
+        ),
+        (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "each key is kept for up to 4 steps"),
+        (WINDOW & ~ls.Window(1, 0, dilation=2), "; ~Window(1, 0, dilation=2) may need fewer"),
         (
             WINDOW & ls.Window(2, 0, dilation=2) & ls.Window(2, 0, dilation=3),
-            "by bounds: Window(2, 0, dilation=2), Window",
+            "; Window(2, 0, dilation=2), Window(2, 0, dilation=3) may need fewer",
         ),
-        (WINDOW, "a key is needed for 4 steps"),
-        (PINNED, "a key is needed for 4 steps, but for 2"),
-        (ls.Causal() & ls.Chunk(5), "a key is needed for up to 5 steps, at most 5 keys at once"),
-        (ls.Empty(), "no query sees any key"),
+        (WINDOW, "each key is kept for 4 steps"),
+        (PINNED, "each key is kept for 4 steps; 2 keys are kept forever"),
+        (ls.Causal() & ls.Chunk(5), "each key is kept for up to 5 steps, at most 5 keys at a time"),
+        (ls.Empty(), "no query attends to any key"),
     ],
     ids=repr,
 )
-def test_why_names_the_part_to_blame(mask, why):
+def test_why_names_the_rules_that_keep_keys(mask, why):
     assert why in ls.cache.plan(mask, 30).why
 
 
-def test_a_rule_of_ones_own_is_taken_to_see_everything_and_named():
+def test_a_users_rule_is_assumed_to_allow_everything_and_named():
     mine = ls.Custom(lambda q, k: (q - k) % 2 == 0)
     assert ls.cache.plan(WINDOW & mine, 30).capacity == 4
-    assert "known only by bounds: Custom(<lambda>)" in ls.cache.plan(WINDOW & mine, 30).why
+    assert "; Custom(<lambda>) may need fewer" in ls.cache.plan(WINDOW & mine, 30).why
 
     @rule
     class Odd(ls.Window):
@@ -265,7 +271,7 @@ def test_a_rule_of_ones_own_is_taken_to_see_everything_and_named():
         assert ls.cache.plan(ls.Causal() & own & ls.Window(3, 0), 30).capacity == 4
 
 
-# What it refuses
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -283,7 +289,7 @@ def test_masks_that_tie_every_position_to_the_next_are_refused_and_the_cure_is_n
 
 
 def test_arguments_are_checked():
-    with pytest.raises(TypeError, match=r"must be a Mask, got MaskInfo. A MaskInfo has one: `info.mask`"):
+    with pytest.raises(TypeError, match=r"must be a Mask, got MaskInfo. For a MaskInfo, pass `info.mask`"):
         ls.cache.plan(ls.MaskInfo.from_random(1, 4, 4), 4)  # type: ignore[arg-type]
     for length in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="`length` must be a Python int >= 1"):
@@ -301,11 +307,11 @@ def test_arrays_of_another_length_are_refused():
         ls.cache.plan(WINDOW & ls.Blocks(np.zeros((1, 6, 1), int), 4), 99)
 
 
-# What it costs
+# Work
 
 
 def counting(mask, monkeypatch):
-    """Total keys that `nearest_query` of any rule is asked about while planning."""
+    """The sizes of all calls of `nearest_query`, of any rule, while planning."""
     asked = []
     for kind in {type(part) for part in mask.walk()}:
         plain = kind.nearest_query
