@@ -323,7 +323,7 @@ def test_errors_of_cache_pictures():
     stacked = jax.tree.map(lambda x: jnp.stack([x, x, x]), cache)
     with pytest.raises(ValueError, match=re.escape("stacks 3 layers. Draw one of them")):
         stacked.show()
-    with pytest.raises(TypeError, match="Draw outside jit"):
+    with pytest.raises(TypeError, match="Call `show` outside jit"):
         jax.jit(lambda cache: cache.show())(cache)
 
 
