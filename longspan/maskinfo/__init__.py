@@ -1,8 +1,7 @@
 """`MaskInfo`: a mask bound to a batch, convertible between masks, ids, positions, lengths and offsets.
 
-`bound` holds the fields; `build`, `rules`, `views`, `sharding` and `picture` the methods by subject, which `info`
-brings together; `ids` names tokens and works out positions, lengths and offsets, `convert` has the functions of plain
-arrays.
+`bound` has the fields. `build`, `rules`, `views`, `sharding` and `picture` have the methods by subject; `info` combines
+them in one class. `ids` computes ids, positions, lengths and offsets. `convert` has the functions of plain arrays.
 
 Every public name here can also be imported from `longspan`.
 

@@ -1,4 +1,4 @@
-"""What a `MaskInfo` holds: a rule, and the arrays of the batch that it is bound to. Everything else is derived."""
+"""The fields of a `MaskInfo`: a rule, and the arrays of a batch. Everything else is derived from them."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -20,14 +20,14 @@ STATIC = dict(static=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bound:
-    """A rule and a batch. All arrays have a leading axis of the batch; every field is documented in `MaskInfo`."""
+class BoundMask:
+    """A rule and the arrays of a batch, all with a leading batch axis. `MaskInfo` documents the public fields."""
 
-    _rule: Mask  # all but documents and padding
+    _rule: Mask  # the mask without documents and padding
     _q_documents: Any  # int32 [B, T]; negative is padding
     _kv_documents: Any  # int32 [B, S]
-    _q_names: Any = None  # int32 [B, T]: ids where they name more than the documents (chunks, types)
-    _kv_names: Any = None
+    _q_ids: Any = None  # int32 [B, T]: segment ids, if they differ from the documents (chunks, types)
+    _kv_ids: Any = None
     q_positions: Any = None  # int32 [B, T], if given
     kv_positions: Any = None
     _has_documents: bool = field(default=True, metadata=STATIC)  # whether the documents restrict anything
@@ -41,7 +41,7 @@ class Bound:
     @classmethod
     @no_type_check
     def _bind(cls, rule: Mask, q_documents, kv_documents, q_positions=None, kv_positions=None, **static: Any) -> Self:
-        """A new object from arrays that were checked, and positions and names that were not."""
+        """A new object. The ids are already checked; positions and axis names are checked here."""
         check_axis_names(**{name: value for name, value in static.items() if name.endswith("_axis_name")})
         batch = q_documents.shape[0]
         return cls(
@@ -55,7 +55,7 @@ class Bound:
 
     @property
     def mask(self) -> Mask:
-        """The rule as a `Mask`: documents, padding and everything applied.
+        """The rule as a `Mask`: documents, padding and all applied rules.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1]])).apply_causal().mask
@@ -64,7 +64,9 @@ class Bound:
         if not self._has_documents:
             return self._rule
         documents = Segments(self._q_documents, self._kv_documents)
-        return documents if isinstance(self._rule, Full) else documents & self._rule
+        if isinstance(self._rule, Full):
+            return documents
+        return documents & self._rule
 
     @property
     def batch_size(self) -> int:
@@ -108,23 +110,23 @@ class Bound:
 
     @property
     def q_segment_ids(self) -> Any:
-        """int32 [B, T]: which document, chunk or type each query belongs to; -1 is padding.
+        """int32 [B, T]: the document, chunk or type of each query; -1 is padding.
 
         Example:
             >>> ls.MaskInfo.from_attention_mask(np.array([[1, 1, 0]])).q_segment_ids.tolist()
             [[0, 0, -1]]
         """
-        return self._q_documents if self._q_names is None else self._q_names
+        return self._q_documents if self._q_ids is None else self._q_ids
 
     @property
     def kv_segment_ids(self) -> Any:
-        """int32 [B, S]: which document, chunk or type each key belongs to; -1 is padding.
+        """int32 [B, S]: the document, chunk or type of each key; -1 is padding.
 
         Example:
             >>> ls.MaskInfo.from_attention_mask(np.array([[1, 1, 0]])).kv_segment_ids.tolist()
             [[0, 0, -1]]
         """
-        return self._kv_documents if self._kv_names is None else self._kv_names
+        return self._kv_documents if self._kv_ids is None else self._kv_ids
 
     @no_type_check
     def _with(self, **fields: Any) -> Self:
@@ -132,53 +134,64 @@ class Bound:
 
     @no_type_check
     def _add(self, rule: Mask, applied: str, **fields: Any) -> Self:
-        """One more rule that must hold."""
-        both = rule if isinstance(self._rule, Full) else self._rule & rule
-        return self._with(_rule=both, _applied=self._marked(applied), **fields)
+        """The intersection with one more rule."""
+        if not isinstance(self._rule, Full):
+            rule = self._rule & rule
+        return self._with(_rule=rule, _applied=self._marked(applied), **fields)
 
     def _marked(self, applied: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self._applied, applied)))
 
     @no_type_check
     def _cut(self, q: Kept, kv: Kept) -> Self:
-        """The same for some slots of each side, [B, kept] or None for all. Tokens keep their positions."""
-        q_positions, kv_positions = (
-            given if slots is None else slots if given is None else gather(given, slots)
-            for given, slots in ((self.q_positions, q), (self.kv_positions, kv))
-        )
+        """The same mask for some slots of each side, [B, kept] or None for all. Tokens keep their positions."""
         return self._with(
             _rule=self._rule.cut(q, kv, q_len=self.q_len, kv_len=self.kv_len),
             _q_documents=gather(self._q_documents, q),
             _kv_documents=gather(self._kv_documents, kv),
-            _q_names=gather(self._q_names, q),
-            _kv_names=gather(self._kv_names, kv),
-            q_positions=q_positions,
-            kv_positions=kv_positions,
+            _q_ids=gather(self._q_ids, q),
+            _kv_ids=gather(self._kv_ids, kv),
+            q_positions=_kept_positions(self.q_positions, q),
+            kv_positions=_kept_positions(self.kv_positions, kv),
         )
 
     def _rule_positions(self) -> tuple[Any, Any]:
-        """[B, T] and [B, S]: what the rules compare, the given positions or else the slots."""
-        q, kv = (
-            jnp.broadcast_to(jnp.arange(length, dtype=np.int32).reshape(1, -1), (self.batch_size, length))
-            if given is None
-            else given
-            for given, length in ((self.q_positions, self.q_len), (self.kv_positions, self.kv_len))
-        )
+        """The positions [B, T] and [B, S] that rules compare: the given ones, by default the slots."""
+        q = _positions_or_slots(self.q_positions, self.batch_size, self.q_len)
+        kv = _positions_or_slots(self.kv_positions, self.batch_size, self.kv_len)
         return q, kv
 
 
 def as_positions(name: str, positions: Any, length: int, batch: int) -> jax.Array | None:
-    """Given positions, checked, as int32 [B, L]."""
+    """Checked positions as int32 [B, L]; None stays None."""
     if positions is None:
         return None
-    positions = positions if hasattr(positions, "dtype") else np.asarray(positions)
+    if not hasattr(positions, "dtype"):
+        positions = np.asarray(positions)
     check_positions(name, positions, length, batch)
     positions = to_int32(positions, jnp)
-    return jnp.broadcast_to(positions[None] if positions.ndim == 1 else positions, (batch, length))
+    if positions.ndim == 1:
+        positions = positions[None]
+    return jnp.broadcast_to(positions, (batch, length))
+
+
+def _kept_positions(positions: Any, slots: Any) -> Any:
+    """The positions of kept slots; without given positions, the numbers that the slots had."""
+    if slots is None:
+        return positions
+    if positions is None:
+        return slots
+    return gather(positions, slots)
+
+
+def _positions_or_slots(positions: Any, batch: int, length: int) -> Any:
+    if positions is not None:
+        return positions
+    return jnp.broadcast_to(jnp.arange(length, dtype=np.int32).reshape(1, -1), (batch, length))
 
 
 def check_axis_names(**names: Any) -> None:
-    """Names of mesh axes: a name, a tuple of names, or None."""
+    """Raises a TypeError unless each value is the name of a mesh axis, a tuple of names, or None."""
     for name, value in names.items():
         axes = value if isinstance(value, tuple) else (value,)
         if not all(a is None or isinstance(a, str) for a in axes):

@@ -1,4 +1,4 @@
-"""Checks that several files of `MaskInfo` share; all others stand beside what they check."""
+"""Checks that several files of `MaskInfo` share. Checks with one user are in its file."""
 
 import operator
 from typing import Any
@@ -13,12 +13,12 @@ from longspan.constants import unfolded
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is only known when the program runs."""
+    """Whether a value is a tracer."""
     return isinstance(value, Tracer)
 
 
 def check_rank(name: str, array: Any, ranks: tuple[int, ...], axes: str) -> None:
-    """An array with one of these ranks."""
+    """Raises a ValueError unless an array has one of these ranks."""
     if np.ndim(array) not in ranks:
         raise ValueError(
             f"{name} must have shape {axes}, got rank {np.ndim(array)} (shape {tuple(np.shape(array))}). "
@@ -27,13 +27,14 @@ def check_rank(name: str, array: Any, ranks: tuple[int, ...], axes: str) -> None
 
 
 def check_ints(name: str, array: Any, rank: int, axes: str) -> jax.Array:
-    """An int array of a rank, as int32."""
+    """An int array of a rank, as int32; larger values saturate."""
     array = _ints(name, array, rank, axes)
-    return unfolded(jnp.asarray(to_int32(array, jnp if isinstance(array, jax.Array) else np)))
+    xp = jnp if isinstance(array, jax.Array) else np
+    return unfolded(jnp.asarray(to_int32(array, xp)))
 
 
-def check_names(name: str, array: Any) -> jax.Array:
-    """Ids or types [B, L], as int32 that tells them apart as they were."""
+def check_id_array(name: str, array: Any) -> jax.Array:
+    """Ids or types [B, L] as int32; an error if two different ids would become equal."""
     return unfolded(jnp.asarray(ids_as_int32(name, _ints(name, array, 2, "(B, L)"))))
 
 
@@ -41,7 +42,9 @@ def _ints(name: str, array: Any, rank: int, axes: str) -> Any:
     if isinstance(array, list | tuple):
         array = np.asarray(array)
     if not hasattr(array, "dtype") or not np.issubdtype(array.dtype, np.integer):
-        got = f"dtype {array.dtype}" if hasattr(array, "dtype") else type(array).__name__
+        got = type(array).__name__
+        if hasattr(array, "dtype"):
+            got = f"dtype {array.dtype}"
         raise TypeError(f"{name} must be an int array {axes}, got {got}. Cast it with `.astype('int32')`.")
     check_rank(name, array, (rank,), axes)
     return array
@@ -50,20 +53,19 @@ def _ints(name: str, array: Any, rank: int, axes: str) -> Any:
 def check_ids(
     q_ids: Any, kv_ids: Any, *, names: tuple[str, str] = ("q_segment_ids", "kv_segment_ids")
 ) -> tuple[jax.Array, jax.Array]:
-    """Ids [B, T] and [B, S]; one row serves all rows of the other side."""
-    q_ids, kv_ids = (check_names(n, a) for n, a in zip(names, (q_ids, kv_ids), strict=True))
+    """Ids [B, T] and [B, S]; a side with one row is broadcast to the rows of the other."""
+    q_ids, kv_ids = check_id_array(names[0], q_ids), check_id_array(names[1], kv_ids)
     rows = {q_ids.shape[0], kv_ids.shape[0]}
     if len(rows - {1}) > 1:
         raise ValueError(
             f"{names[0]} has {q_ids.shape[0]} batch rows, but {names[1]} has {kv_ids.shape[0]}. They must agree."
         )
     batch = (rows - {1} or {1}).pop()
-    q_ids, kv_ids = (jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in (q_ids, kv_ids))
-    return q_ids, kv_ids
+    return jnp.broadcast_to(q_ids, (batch, q_ids.shape[1])), jnp.broadcast_to(kv_ids, (batch, kv_ids.shape[1]))
 
 
 def check_size(name: str, value: Any, least: int = 0) -> int:
-    """A static size."""
+    """A static size as a Python int of at least `least`."""
     if is_traced(value):
         raise ValueError(f"{name} fixes shapes, so it must be a Python int, got a traced value. Make it static.")
     try:

@@ -1,4 +1,4 @@
-"""Conversions between masks, segment ids and pairs of offsets; plain functions of arrays.
+"""Conversions between masks, segment ids and pairs of offsets: plain functions of arrays.
 
 A padding mask is [B, L]; an attention mask is [B, 1 or N, T, S]; ids are [B, L], negative for padding; pairs are
 [2B]: the span [start, end) of valid tokens of each row, interleaved.
@@ -29,12 +29,12 @@ def mask_to_segment_ids(
 ) -> tuple[Int[Array, "*B T"], Int[Array, "*B S"]]:
     """Segment ids recovered from a dense mask: equal rows share a query id, equal columns a key id.
 
-    Ids count from 0 in order of first appearance; a row or column that is all false gets -1. The ids say the whole
-    mask only if it is made of blocks (documents, padding): those of a causal mask name every token.
+    Ids count from 0 in order of first appearance; a row or column that is all false gets -1. The ids determine the
+    mask only if it consists of blocks (documents, padding). In a causal mask every token has an id of its own.
 
     Args:
         mask: [T, S], [B, T, S] or [B, N, T, S]; nonzero = may attend.
-        per_head: for four axes, whether to give ids [B, N, L], per head, instead of those of head 0.
+        per_head: for a mask [B, N, T, S], whether to return ids [B, N, L] per head, instead of those of head 0.
 
     Example:
         >>> q_ids, kv_ids = mask_to_segment_ids(np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]))
@@ -45,10 +45,10 @@ def mask_to_segment_ids(
     check_rank("mask", mask, (2, 3, 4), "(Q, K), (B, Q, K) or (B, H, Q, K)")
     if mask.ndim == 4 and not per_head:
         mask = mask[:, 0]
-    both = _ids_of_rows, lambda m: _ids_of_rows(m.T)
+    ids_of_rows = _ids_of_rows
     for _ in range(mask.ndim - 2):
-        both = tuple(jax.vmap(f) for f in both)
-    return both[0](mask), both[1](mask)
+        ids_of_rows = jax.vmap(ids_of_rows)
+    return ids_of_rows(mask), ids_of_rows(mask.swapaxes(-1, -2))
 
 
 Separate: TypeAlias = tuple[Shaped[Array, "B T"], Shaped[Array, "B S"], Shaped[Array, "B 1 T S"]]
@@ -81,8 +81,8 @@ def segment_ids_to_mask(
     """The dense mask [B, 1, T, S] of equal ids, both >= 0.
 
     Args:
-        segment_ids: ids of queries and keys alike, or a pair of both.
-        dtype: of the result; 1 = may attend.
+        segment_ids: one array for queries and keys, or (q_ids, kv_ids).
+        dtype: dtype of the result; 1 = may attend.
         return_separate_masks: whether to return (q_mask, kv_mask, attention_mask).
 
     Example:
@@ -91,7 +91,7 @@ def segment_ids_to_mask(
     """
     pair = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
     if len(pair) != 2:
-        raise ValueError(f"segment_ids must be one array or (q_ids, kv_ids), got {len(pair)} of them.")
+        raise ValueError(f"segment_ids must be one array or (q_ids, kv_ids), got {len(pair)} arrays.")
     q_ids, kv_ids = check_ids(*pair)
     attention_mask = (q_ids[:, None, :, None] == kv_ids[:, None, None, :]) & (q_ids >= 0)[:, None, :, None]
     if not return_separate_masks:
@@ -111,7 +111,8 @@ def segment_ids_to_qkv_masks(
         >>> q_mask.tolist(), kv_mask.tolist(), mask[0, 0].tolist()
         ([[1, 0]], [[1, 1, 1]], [[1, 1, 0], [0, 0, 0]])
     """
-    kv_segment_ids = q_segment_ids if kv_segment_ids is None else kv_segment_ids
+    if kv_segment_ids is None:
+        kv_segment_ids = q_segment_ids
     return segment_ids_to_mask((q_segment_ids, kv_segment_ids), dtype, return_separate_masks=True)
 
 
@@ -127,11 +128,11 @@ def qkv_masks_to_cu_seqlens(
         >>> pairs.tolist()
         [1, 3, 0, 0]
     """
-    masks = (q_mask, q_mask if kv_mask is None else kv_mask)
-    for name, mask in zip(("q_mask", "kv_mask"), masks, strict=True):
-        check_rank(name, mask, (2,), "(B, L)")
-    q_pairs, kv_pairs = (_spans(as_bool(m)).astype(out_dtype) for m in masks)
-    return q_pairs, kv_pairs
+    if kv_mask is None:
+        kv_mask = q_mask
+    check_rank("q_mask", q_mask, (2,), "(B, L)")
+    check_rank("kv_mask", kv_mask, (2,), "(B, L)")
+    return _spans(as_bool(q_mask)).astype(out_dtype), _spans(as_bool(kv_mask)).astype(out_dtype)
 
 
 @traced
@@ -159,16 +160,18 @@ def qkv_cu_seqlens_to_qkv_masks(
     max_kv_len: int | None = None,
     dtype: Any = jnp.bool_,
 ) -> tuple[Shaped[Array, "B T"], Shaped[Array, "B S"]]:
-    """The padding masks of both sides; keys have the queries' pairs and length unless given.
+    """The padding masks of both sides. The pairs and the length of keys are by default those of queries.
 
     Example:
         >>> q_mask, kv_mask = qkv_cu_seqlens_to_qkv_masks(np.array([0, 2]), max_q_len=3, max_kv_len=4, dtype=int)
         >>> q_mask.tolist(), kv_mask.tolist()
         ([[1, 1, 0]], [[1, 1, 0, 0]])
     """
-    kv_pairs = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    kv_len = max_q_len if max_kv_len is None else max_kv_len
-    return cu_seqlens_to_mask(cu_seqlens_q, max_q_len, dtype), cu_seqlens_to_mask(kv_pairs, kv_len, dtype)
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+    if max_kv_len is None:
+        max_kv_len = max_q_len
+    return cu_seqlens_to_mask(cu_seqlens_q, max_q_len, dtype), cu_seqlens_to_mask(cu_seqlens_kv, max_kv_len, dtype)
 
 
 @traced
@@ -181,7 +184,7 @@ def qkv_cu_seqlens_to_attention_mask(
     max_kv_len: int | None = None,
     dtype: Any = jnp.bool_,
 ) -> Shaped[Array, "B 1 T S"]:
-    """The dense mask [B, 1, T, S] of pairs: valid queries see valid keys of their row.
+    """The dense mask [B, 1, T, S] of pairs: valid queries attend to the valid keys of their row.
 
     Example:
         >>> qkv_cu_seqlens_to_attention_mask(np.array([0, 1]), max_q_len=2, max_kv_len=3, dtype=int)[0, 0].tolist()
@@ -203,8 +206,8 @@ def attention_mask_to_qkv_cu_seqlens(
 
     Args:
         attention_mask: a padding mask [B, L], or [B, T, S] or [B, N, T, S].
-        reduce_heads: how four axes become three: a pair counts if "any" head allows it, if "all" do, or the "first".
-        out_dtype: of the pairs.
+        reduce_heads: how heads are combined: a pair is allowed if "any" head, "all" heads or the "first" head allow it.
+        out_dtype: dtype of the pairs.
 
     Example:
         >>> q_pairs, kv_pairs = attention_mask_to_qkv_cu_seqlens(np.array([[[0, 1, 1], [0, 0, 0]]]))
@@ -224,12 +227,17 @@ def attention_mask_to_qkv_cu_seqlens(
 def as_bool(mask: Any) -> Bool[Array, "..."]:
     """A mask of any dtype, as bools: nonzero = may attend."""
     mask = unfolded(jnp.asarray(mask))
-    return mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype)
+    if mask.dtype == bool:
+        return mask
+    return mask != jnp.zeros((), mask.dtype)
 
 
 @jax.jit
 def _ids_of_rows(mask: Bool[AnyArray, "rows columns"]) -> Int[Array, "rows"]:
-    """Numbers equal rows alike. 32 columns at a time, so that memory stays near an eighth of the mask."""
+    """Ids of rows: equal rows have equal ids, numbered by first appearance; -1 for rows that are all false."""
+    # Rows are packed to words of 32 columns, and compared one word at a time, so that memory stays near an eighth of
+    # the mask. After each word, first[i] is the first row that equals row i in all words so far: two rows stay equal
+    # if they had the same first row before and have the same word now.
     rows, columns = mask.shape
     words = -(-columns // 32)
     bits = jnp.pad(mask, ((0, 0), (0, words * 32 - columns))).reshape(rows, words, 32)
@@ -240,10 +248,12 @@ def _ids_of_rows(mask: Bool[AnyArray, "rows columns"]) -> Int[Array, "rows"]:
         return first_equal((word, first.astype(np.uint32))), None
 
     first, _ = jax.lax.scan(refine, jnp.zeros(rows, np.int32), packed.T)
-    seen = mask.any(axis=1)
-    leads = (first == jnp.arange(rows, dtype=np.int32)) & seen
-    number = jnp.cumsum(leads, dtype=np.int32) - 1
-    return jnp.where(seen, number[first] if rows else first, -1)
+    if not rows:
+        return first
+    has_keys = mask.any(axis=1)
+    is_first = (first == jnp.arange(rows, dtype=np.int32)) & has_keys
+    number = jnp.cumsum(is_first, dtype=np.int32) - 1
+    return jnp.where(has_keys, number[first], -1)
 
 
 def _spans(mask: Bool[AnyArray, "B L"]) -> Int[Array, "2*B"]:
@@ -255,11 +265,11 @@ def _spans(mask: Bool[AnyArray, "B L"]) -> Int[Array, "2*B"]:
 
 
 def _check_pairs(name: str, pairs: Any) -> jax.Array:
-    """Pairs [start0, end0, ...]."""
+    """Pairs [start0, end0, ...], as int32."""
     pairs = check_ints(name, pairs, 1, "(2B,)")
     if pairs.size % 2:
         raise ValueError(
             f"{name} must hold pairs [start0, end0, start1, end1, ...], got an odd length {pairs.size}. "
-            "Cumulative lengths [0, n0, n0+n1, ...] go to `MaskInfo.from_offsets`."
+            "For cumulative lengths [0, n0, n0+n1, ...] use `MaskInfo.from_offsets`."
         )
     return pairs

@@ -1,4 +1,4 @@
-"""Debug mode: every call of this package is named in the log of `longspan.maskinfo`."""
+"""Debug mode: the logger `longspan.maskinfo` records every call of `MaskInfo` and its conversions."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def set_debug_mode(enabled: bool) -> None:
-    """Switches the tracing of calls on or off. It can also be switched on with `LONGSPAN_MASK_DEBUG=1`.
+    """Switches the logging of calls on or off. The environment variable `LONGSPAN_MASK_DEBUG=1` switches it on.
 
     Calls are logged at DEBUG level by the logger `longspan.maskinfo`; `logging.basicConfig(level="DEBUG")` shows them.
 
@@ -29,7 +29,7 @@ def set_debug_mode(enabled: bool) -> None:
 
 
 def get_debug_mode() -> bool:
-    """Whether calls are traced.
+    """Whether calls are logged.
 
     Example:
         >>> get_debug_mode()
@@ -39,7 +39,7 @@ def get_debug_mode() -> bool:
 
 
 def traced(fn: F, label: str | None = None) -> F:
-    """The same function, which names itself in the log when debug mode is on."""
+    """The same function; in debug mode each call is logged."""
     name = label or fn.__name__
 
     @functools.wraps(fn)
@@ -52,7 +52,7 @@ def traced(fn: F, label: str | None = None) -> F:
 
 
 def trace_methods(cls: type) -> type:
-    """Traces the public methods of a class, inherited ones included; the label names the class."""
+    """Logs the calls of all public methods of a class, with inherited ones, labelled with the class's name."""
     for name, _ in inspect.getmembers(cls):
         if name.startswith("_"):
             continue

@@ -1,4 +1,4 @@
-"""`MaskInfo`: a rule bound to a batch."""
+"""`MaskInfo`: a mask bound to a batch."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,26 +13,26 @@ from longspan.maskinfo.checks import check_ids, is_traced
 from longspan.maskinfo.debug import trace_methods
 from longspan.maskinfo.ids import check_offsets, check_total, from_offsets
 from longspan.maskinfo.picture import Pictures
-from longspan.maskinfo.rules import Rules
+from longspan.maskinfo.rules import MaskInfoRules
 from longspan.maskinfo.sharding import Shardings
 from longspan.maskinfo.views import Views
 from longspan.masks import Full
 
-KEEP: Any = object()
+KEEP: Any = object()  # the default of `replace`: the field stays
 AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
-    """The mask of a batch: one rule, and every representation of it.
+class MaskInfo(Constructors, MaskInfoRules, Views, Shardings, Pictures):
+    """The mask of a batch, convertible between representations: dense masks, ids, positions, lengths, offsets, biases.
 
-    Inside are a symbolic `mask` and the ids and positions of the batch's tokens, so memory grows with the number of
-    tokens; a dense mask exists only while someone asks for one. Objects never change: `apply_...` and `replace` return
-    new ones. They are pytrees, and work under jit, vmap, grad, scan, cond, remat and shard_map.
+    A `MaskInfo` stores a symbolic `mask` and the ids and positions of the batch's tokens, so memory grows with the
+    number of tokens. Dense masks are computed on request and never stored. Objects are immutable: `apply_...` and
+    `replace` return new ones. They are pytrees, and work under jit, vmap, grad, scan, cond, remat and shard_map.
 
-    Documents and padding (`from_segments`) are one rule, and hold whatever is applied later. Causal, window and chunk
-    rules compare positions where `q_positions`, `kv_positions` [B, L] are given, slots elsewhere. Ids, as
-    `q_segment_ids`, name documents, chunks and padding; they do not say the whole rule.
+    Documents and padding (`from_segments`) stay in force whatever is applied later. Causal, window and chunk rules
+    compare `q_positions` and `kv_positions` [B, L] if these are given, slots otherwise. Segment ids number documents,
+    chunks and padding; they do not describe the whole mask.
 
     `==` compares values.
 
@@ -65,20 +65,21 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
         kv_positions=KEEP,
         **axis_names,
     ) -> Self:
-        """A copy with some fields changed; what is not named stays, `None` clears.
+        """A copy with some fields changed. Fields that are not given stay; `None` clears a field.
 
-        Only a new `attention_mask` takes more with it: documents, padding and all that was applied.
+        A new `attention_mask` also replaces documents, padding and all applied rules. Other fields replace only
+        themselves.
 
         Args:
-            attention_mask: the whole rule from now on, as in `from_attention_mask`; the ids are those of the new mask,
-                unless they are named too. Positions stay if the sizes do. None: only documents and padding stay.
-            q_segment_ids: new documents; all other rules stay. None: one document without padding.
-            kv_segment_ids: likewise, of the keys.
-            cu_seqlens_q: new documents as cumulative lengths, for one packed row. They are never stored: None does
-                nothing.
-            cu_seqlens_kv: likewise, of the keys.
-            q_positions: new positions; None: slots.
-            kv_positions: likewise, of the keys.
+            attention_mask: the new mask, as in `from_attention_mask`. Its ids replace the old ones unless ids are given
+                too; positions stay if the sizes stay. None: documents and padding stay, all other rules are removed.
+            q_segment_ids: new documents of the queries; all other rules stay. None: one document without padding.
+            kv_segment_ids: new documents of the keys.
+            cu_seqlens_q: new documents of the queries as cumulative lengths, for one packed row. None changes nothing,
+                because cumulative lengths are never stored.
+            cu_seqlens_kv: new documents of the keys as cumulative lengths.
+            q_positions: new positions of the queries. None: slots.
+            kv_positions: new positions of the keys.
             axis_names: `batch_axis_name`, `qheads_axis_name`, `kvheads_axis_name`, `sequence_axis_name`.
 
         Example:
@@ -94,8 +95,8 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
         """
         if unknown := sorted(set(axis_names) - set(AXES)):
             raise TypeError(
-                f"replace() got {unknown[0]!r}. Fields: attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, "
-                f"cu_seqlens_kv, q_positions, kv_positions, {', '.join(AXES)}."
+                f"replace() got an unknown field {unknown[0]!r}. The fields are attention_mask, q_segment_ids, "
+                f"kv_segment_ids, cu_seqlens_q, cu_seqlens_kv, q_positions, kv_positions, {', '.join(AXES)}."
             )
         check_axis_names(**axis_names)
         info = self._with(**axis_names)
@@ -103,14 +104,11 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
             info = info._with(_rule=Full(), _applied=(), _has_documents=True)
         elif attention_mask is not KEEP:
             info = info._with_attention_mask(attention_mask)
-        q_ids, kv_ids = (
-            _from_lengths(f"cu_seqlens_{side}", offsets, length) if _is_given(offsets) and not _is_given(ids) else ids
-            for side, ids, offsets, length in (
-                ("q", q_segment_ids, cu_seqlens_q, self.q_len),
-                ("kv", kv_segment_ids, cu_seqlens_kv, self.kv_len),
-            )
-        )
-        info = info._with_documents(q_ids, kv_ids)
+        if _is_given(cu_seqlens_q) and not _is_given(q_segment_ids):
+            q_segment_ids = _ids_of_offsets("cu_seqlens_q", cu_seqlens_q, self.q_len)
+        if _is_given(cu_seqlens_kv) and not _is_given(kv_segment_ids):
+            kv_segment_ids = _ids_of_offsets("cu_seqlens_kv", cu_seqlens_kv, self.kv_len)
+        info = info._with_documents(q_segment_ids, kv_segment_ids)
         return info._with_positions(q_positions, kv_positions)
 
     def __eq__(self, other: object) -> bool:
@@ -119,14 +117,14 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
         (mine, my_tree), (theirs, their_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
         if any(map(is_traced, (*mine, *theirs))):
             raise TypeError(
-                "== compares the values of two MaskInfos, which are not known while tracing. Compare them outside jit, "
+                "== compares the values of two MaskInfos, which are unknown while tracing. Compare them outside jit, "
                 "or compare arrays, e.g. `jnp.all(a.attention_mask == b.attention_mask)`."
             )
         return my_tree == their_tree and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def __hash__(self) -> int:
         raise TypeError(
-            "A MaskInfo holds arrays, and arrays do not hash. Pass it to jit as an ordinary argument (it is a pytree), "
+            "A MaskInfo holds arrays, so it has no hash. Pass it to jit as an ordinary argument (it is a pytree), "
             "not as a static one."
         )
 
@@ -139,45 +137,48 @@ class MaskInfo(Constructors, Rules, Views, Shardings, Pictures):
     def _with_attention_mask(self, attention_mask) -> Self:
         new = type(self).from_attention_mask(attention_mask)
         axes = {name: getattr(self, name) for name in AXES}
-        same = new.shape == self.shape
-        positions = dict(q_positions=self.q_positions, kv_positions=self.kv_positions) if same else {}
-        return new._with(**axes, **positions, _dtype=self._dtype)
+        if new.shape == self.shape:
+            new = new._with(q_positions=self.q_positions, kv_positions=self.kv_positions)
+        return new._with(**axes, _dtype=self._dtype)
 
     @no_type_check
     def _with_documents(self, q_ids, kv_ids) -> Self:
         if q_ids is KEEP and kv_ids is KEEP:
             return self
         batch, q_len, kv_len = self.shape
-        q_ids, kv_ids = (
-            old if new is KEEP else np.zeros((batch, length), np.int32) if new is None else new
-            for new, old, length in ((q_ids, self._q_documents, q_len), (kv_ids, self._kv_documents, kv_len))
-        )
-        q_ids, kv_ids = check_ids(q_ids, kv_ids)
+        q_ids, kv_ids = check_ids(_new_ids(q_ids, self._q_documents), _new_ids(kv_ids, self._kv_documents))
         if (q_ids.shape[0], q_ids.shape[1], kv_ids.shape[1]) != self.shape:
             got = f"{tuple(q_ids.shape)} and {tuple(kv_ids.shape)}"
             raise ValueError(
-                f"replace() keeps the sizes: ids must have shapes ({batch}, {q_len}) and ({batch}, {kv_len}), got "
+                f"replace() cannot change sizes: ids must have shapes ({batch}, {q_len}) and ({batch}, {kv_len}), got "
                 f"{got}. For other sizes make a new MaskInfo with `from_segments`."
             )
-        return self._with(_q_documents=q_ids, _kv_documents=kv_ids, _q_names=None, _kv_names=None, _has_documents=True)
+        return self._with(_q_documents=q_ids, _kv_documents=kv_ids, _q_ids=None, _kv_ids=None, _has_documents=True)
 
     @no_type_check
     def _with_positions(self, q_positions, kv_positions) -> Self:
-        given = (("q_positions", q_positions, self.q_len), ("kv_positions", kv_positions, self.kv_len))
-        return self._with(
-            **{
-                name: as_positions(name, positions, length, self.batch_size)
-                for name, positions, length in given
-                if positions is not KEEP
-            }
-        )
+        fields = {}
+        if q_positions is not KEEP:
+            fields["q_positions"] = as_positions("q_positions", q_positions, self.q_len, self.batch_size)
+        if kv_positions is not KEEP:
+            fields["kv_positions"] = as_positions("kv_positions", kv_positions, self.kv_len, self.batch_size)
+        return self._with(**fields)
 
 
 def _is_given(value: Any) -> bool:
     return value is not KEEP and value is not None
 
 
-def _from_lengths(name: str, offsets: Any, length: int):
+def _new_ids(new: Any, old: Any) -> Any:
+    """The ids after `replace`: the old ones, one document without padding (None), or the new ones."""
+    if new is KEEP:
+        return old
+    if new is None:
+        return np.zeros(old.shape, np.int32)
+    return new
+
+
+def _ids_of_offsets(name: str, offsets: Any, length: int):
     offsets = check_offsets(name, offsets)
     return from_offsets(offsets, check_total(name, length, offsets))
 

@@ -1,4 +1,4 @@
-"""How a `MaskInfo` is narrowed: each method returns a new one with one more rule, or with fewer slots."""
+"""The `apply_...` methods of `MaskInfo`: each returns a new object with one more rule, or with fewer slots."""
 
 from typing import Any, Self
 
@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Int
 from longspan.array_types import Array as AnyArray
 from longspan.array_types import no_type_check
 from longspan.checks import check_choice, check_lengths
-from longspan.maskinfo.bound import Bound
-from longspan.maskinfo.checks import check_names, check_size, is_traced
-from longspan.maskinfo.ids import PADDING, name_chunks, name_types
+from longspan.maskinfo.bound import BoundMask
+from longspan.maskinfo.checks import check_id_array, check_size, is_traced
+from longspan.maskinfo.ids import PADDING, chunk_ids, type_ids
 from longspan.masks import Band, Causal, Chunk, Full, Mask, TokenTypes, Window
 from longspan.masks.checks import clipped_to_int32
 
@@ -23,7 +23,7 @@ ZERO_POLICIES = ("q", "kv", "both", "none")
 Number = int | Int[Array, ""] | Int[Array, "B"]
 
 
-class Rules(Bound):
+class MaskInfoRules(BoundMask):
     """The `apply_...` methods."""
 
     @no_type_check
@@ -31,7 +31,8 @@ class Rules(Bound):
         """Allows only k <= q + offset, by position.
 
         Args:
-            offset: how far ahead a query may look; an int, or an int array of shape () or (B,), which may be traced.
+            offset: number of later positions a query may attend to; an int, or an int array of shape () or (B,), which
+                may be traced.
 
         Example:
             >>> print(ls.MaskInfo.from_segments(np.zeros((1, 3), int)).apply_causal().mask.show(3, 3))
@@ -56,8 +57,8 @@ class Rules(Bound):
             sliding_window: (left, right), or one size for both sides. Sizes count keys besides the query's own.
             offset: added to the query's position.
             mode: None or "default" keeps all slots. "decode" keeps the query in slot `index` and the left + right + 1
-                keys that it can see. "prefill" keeps all queries, and the last `sliding_window` (or left + right + 1)
-                keys. Ids and positions are cut alike. Modes that cut need static sizes.
+                keys of its window. "prefill" keeps all queries and the last `sliding_window` keys, or left + right + 1
+                for a pair. Ids and positions are sliced too. Both modes need static sizes.
             index: for "decode", the slot of the query: an int, or an int array of shape () or (B,).
 
         Example:
@@ -69,27 +70,30 @@ class Rules(Bound):
         _check_mode(mode, index)
         left, right = _check_window(sliding_window, self.batch_size)
         offset = _check_number("offset", offset, self.batch_size)
-        window = Window(left, right) if _is_zero(offset) else Band(offset - left, offset + right)
+        if isinstance(offset, int) and offset == 0:
+            window: Mask = Window(left, right)
+        else:
+            window = Band(offset - left, offset + right)
         if mode in ("decode", "prefill"):
             left, right = _check_static_window(mode, left, right)
-        both = self._add(window, "sliding_window")
+        info = self._add(window, "sliding_window")
         if mode == "decode":
-            return both._cut(*self._decode_slots(window, left, right, offset, index))
+            return info._cut(*self._decode_slots(window, left, right, offset, index))
         if mode == "prefill":
-            pair = isinstance(sliding_window, tuple | list)
-            return both._cut(None, self._last_keys(left + right + 1 if pair else left))
-        return both
+            is_pair = isinstance(sliding_window, tuple | list)
+            return info._cut(None, self._last_keys(left + right + 1 if is_pair else left))
+        return info
 
     @no_type_check
     def apply_chunked(self, chunk_size: Number, offset: int = 0) -> Self:
         """Allows only keys of the query's own chunk, and k <= q + offset, by position.
 
-        Ids become those of the chunks: chunk + 1 in a row of one document, else one per (document, chunk), counted from
-        1 in order of appearance. Documents still separate.
+        Segment ids become those of the chunks: chunk + 1 in a row of one document, else one per (document, chunk),
+        counted from 1 in order of appearance. Queries still attend only to their own document.
 
         Args:
-            chunk_size: positions in a chunk, > 0; an int, or an int array of shape () or (B,), which may be traced.
-            offset: how far ahead a query may look.
+            chunk_size: positions per chunk, > 0; an int, or an int array of shape () or (B,), which may be traced.
+            offset: number of later positions a query may attend to.
 
         Example:
             >>> info = ls.MaskInfo.from_segments(np.array([[0, 0, 0, 1, 1, -1]])).apply_chunked(2)
@@ -106,8 +110,9 @@ class Rules(Bound):
         size = _check_number("chunk_size", chunk_size, self.batch_size, least=1)
         offset = _check_number("offset", offset, self.batch_size)
         step = jnp.asarray(size, np.int32).reshape(-1, 1)
-        names = name_chunks(self.q_segment_ids, self.kv_segment_ids, *(p // step for p in self._rule_positions()))
-        return self._add(Chunk(size) & Causal(offset), "chunked", _q_names=names[0], _kv_names=names[1])
+        q_positions, kv_positions = self._rule_positions()
+        q_ids, kv_ids = chunk_ids(self.q_segment_ids, self.kv_segment_ids, q_positions // step, kv_positions // step)
+        return self._add(Chunk(size) & Causal(offset), "chunked", _q_ids=q_ids, _kv_ids=kv_ids)
 
     @no_type_check
     def apply_token_type_ids(
@@ -122,12 +127,12 @@ class Rules(Bound):
 
         Args:
             token_type_ids: the types of all tokens, or (q_types, kv_types).
-            combine: "union" also allows pairs of one type (images in a causal text), "intersect" allows only those,
-                "replace" allows them instead of all other rules, documents included.
-            zero_policy: on which side type 0 is disabled: "q", "kv", "both", or "none".
-            update_segment_ids: whether ids become the types; by default, unless "union".
+            combine: "union" also allows pairs of equal type (images in a causal text), "intersect" allows only those,
+                "replace" allows exactly those and removes all other rules and documents.
+            zero_policy: the side on which type 0 never matches: "q", "kv", "both", or "none".
+            update_segment_ids: whether segment ids become the types; by default only for "intersect" and "replace".
 
-        Padding stays padding under all three, and a union does not cross documents (in ejkernel both happen).
+        Differs from ejkernel: padding always stays padding, and a union does not cross documents.
 
         Example:
             >>> info = ls.MaskInfo.from_segments(np.zeros((1, 4), int)).apply_causal()
@@ -141,17 +146,22 @@ class Rules(Bound):
         check_choice("zero_policy", zero_policy, ZERO_POLICIES)
         q_types, kv_types = _check_types(token_type_ids, *self.shape)
         types = TokenTypes(q_types, kv_types, zero=zero_policy)
-        applied = ("token_type_ids",) if combine == "replace" else self._marked("token_type_ids")
-        fields: dict[str, Any] = dict(_applied=applied)
         q_ids, kv_ids = self.q_segment_ids, self.kv_segment_ids
+        fields: dict[str, Any] = dict(_applied=self._marked("token_type_ids"))
         if combine == "replace":
-            documents = [jnp.minimum(ids, 0) for ids in (self._q_documents, self._kv_documents)]
-            fields.update(_q_documents=documents[0], _kv_documents=documents[1], _q_names=q_ids, _kv_names=kv_ids)
-            q_ids, kv_ids = documents
-        if combine != "union" if update_segment_ids is None else update_segment_ids:
-            shown = [t if zero_policy == "none" else jnp.where(t == 0, PADDING, t) for t in (q_types, kv_types)]
-            names = name_types(q_ids, kv_ids, *shown)
-            fields.update(_q_names=names[0], _kv_names=names[1])
+            fields = dict(_applied=("token_type_ids",), _q_ids=q_ids, _kv_ids=kv_ids)
+            q_ids, kv_ids = jnp.minimum(self._q_documents, 0), jnp.minimum(self._kv_documents, 0)
+            fields.update(_q_documents=q_ids, _kv_documents=kv_ids)
+        if update_segment_ids is None:
+            update_segment_ids = combine != "union"
+        if update_segment_ids:
+            if zero_policy != "none":
+                q_types, kv_types = (
+                    jnp.where(q_types == 0, PADDING, q_types),
+                    jnp.where(kv_types == 0, PADDING, kv_types),
+                )
+            q_ids, kv_ids = type_ids(q_ids, kv_ids, q_types, kv_types)
+            fields.update(_q_ids=q_ids, _kv_ids=kv_ids)
         return self._with(_rule=_combined(combine, self._rule, types), **fields)
 
     @no_type_check
@@ -163,13 +173,13 @@ class Rules(Bound):
         end_index: Number | None = None,
         sliding_window: int | None = None,
     ) -> Self:
-        """Masks the keys past each row's length, and keeps the last queries and keys before it: a step on a cache.
+        """Masks keys past each row's length and keeps the last queries and keys before it: a decode step on a cache.
 
         Args:
-            kv_lengths: int (B,), or one for all rows: how many slots hold keys. The others get id -1.
-            q_len: how many queries to keep, from slot clip(length - q_len, 0, Q - q_len) on.
-            end_index: where the queries end, if not at the length.
-            sliding_window: how many keys to keep, the last ones before the length; all by default.
+            kv_lengths: number of slots that hold keys, an int or an int array (B,). Keys past it get the id -1.
+            q_len: number of queries to keep, starting at slot clip(length - q_len, 0, Q - q_len).
+            end_index: the slot at which the queries end; by default the length.
+            sliding_window: number of keys to keep, the last ones before the length; by default all keys.
 
         Example:
             >>> info = ls.MaskInfo.from_segments(np.zeros((1, 6), int)).apply_causal()
@@ -182,20 +192,20 @@ class Rules(Bound):
         kept = check_size("q_len", q_len)
         if kept > all_queries:
             raise ValueError(f"q_len must be at most {all_queries}, the number of queries, got {kept}.")
-        end = lengths if end_index is None else jnp.asarray(_check_number("end_index", end_index, batch), np.int32)
-        window = all_keys if sliding_window is None else check_size("sliding_window", sliding_window)
-        inside = jnp.arange(all_keys, dtype=np.int32).reshape(1, -1) < lengths[:, None]
-        masked = self._with(
-            _kv_documents=jnp.where(inside, self._kv_documents, PADDING),
-            _kv_names=None if self._kv_names is None else jnp.where(inside, self._kv_names, PADDING),
-            _has_documents=True,
-        )
-        end = jnp.broadcast_to(end, (batch,))
-        q = None if kept == all_queries else _consecutive_slots(jnp.clip(end - kept, 0, all_queries - kept), kept)
-        kv = (
-            None if window >= all_keys else _consecutive_slots(jnp.clip(lengths - window, 0, all_keys - window), window)
-        )
-        return masked if q is None and kv is None else masked._cut(q, kv)
+        end, window = lengths, all_keys
+        if end_index is not None:
+            end = jnp.broadcast_to(jnp.asarray(_check_number("end_index", end_index, batch), np.int32), (batch,))
+        if sliding_window is not None:
+            window = check_size("sliding_window", sliding_window)
+        masked = self._with_keys_before(lengths)
+        q, kv = None, None
+        if kept < all_queries:
+            q = _consecutive_slots(jnp.clip(end - kept, 0, all_queries - kept), kept)
+        if window < all_keys:
+            kv = _consecutive_slots(jnp.clip(lengths - window, 0, all_keys - window), window)
+        if q is None and kv is None:
+            return masked
+        return masked._cut(q, kv)
 
     @staticmethod
     @no_type_check
@@ -205,53 +215,65 @@ class Rules(Bound):
         """The dense mask [T, S] of `apply_chunked`.
 
         Example:
-            >>> Rules.create_chunked_attention_mask(2, 3, dtype=int).tolist()
+            >>> ls.MaskInfo.create_chunked_attention_mask(2, 3, dtype=int).tolist()
             [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
-        kv_len = q_len if kv_len is None else kv_len
+        if kv_len is None:
+            kv_len = q_len
         check_lengths(q_len, kv_len)
         rule = Chunk(_check_number("chunk_size", chunk_size, 1, least=1)) & Causal(_check_number("offset", offset, 1))
         return rule.dense(q_len, kv_len)[0, 0].astype(dtype)
 
+    @no_type_check
+    def _with_keys_before(self, lengths: Any) -> Self:
+        """The same mask, in which keys past each row's length [B] are padding."""
+        inside = jnp.arange(self.kv_len, dtype=np.int32).reshape(1, -1) < lengths[:, None]
+        fields = dict(_kv_documents=jnp.where(inside, self._kv_documents, PADDING), _has_documents=True)
+        if self._kv_ids is not None:
+            fields.update(_kv_ids=jnp.where(inside, self._kv_ids, PADDING))
+        return self._with(**fields)
+
     def _decode_slots(self, window: Mask, left: int, right: int, offset: Any, index: Any):
-        """The slot of the query and those of the keys that its window reaches."""
+        """The slot of the query [B, 1], and the slots of the keys of its window [B, width]."""
         batch, q_len, kv_len = self.shape
         query, width = _check_index(index, q_len, batch)[:, None], min(left + right + 1, kv_len)
         if self.q_positions is None and self.kv_positions is None:
             offset = jnp.broadcast_to(jnp.asarray(offset, np.int32), (batch,))
             return query, _consecutive_slots(jnp.clip(query[:, 0] + offset - left, 0, kv_len - width), width)
-        # Given positions may lie anywhere (a rolling cache): the slots that the query sees come first, then others.
+        # Given positions may be in any order (a rolling cache). A stable sort puts the slots that the query may attend
+        # to first; the first `width` slots are kept, in ascending order.
         one = self._with(_rule=window, _has_documents=True)._cut(query, None)
-        seen = one.mask.dense(1, kv_len, q_positions=one.q_positions, kv_positions=one.kv_positions)
-        seen = jnp.broadcast_to(seen[:, 0, 0], (batch, kv_len))
-        return query, jnp.sort(jnp.argsort(~seen, axis=1, stable=True)[:, :width], axis=1).astype(np.int32)
+        allowed = one.mask.dense(1, kv_len, q_positions=one.q_positions, kv_positions=one.kv_positions)
+        allowed = jnp.broadcast_to(allowed[:, 0, 0], (batch, kv_len))
+        kept = jnp.argsort(~allowed, axis=1, stable=True)[:, :width]
+        return query, jnp.sort(kept, axis=1).astype(np.int32)
 
     def _last_keys(self, count: int):
-        batch, _, kv_len = self.shape
-        return None if count >= kv_len else _consecutive_slots(jnp.full((batch,), kv_len - count, np.int32), count)
+        """The last `count` slots of keys; None if these are all."""
+        if count >= self.kv_len:
+            return None
+        return _consecutive_slots(jnp.full((self.batch_size,), self.kv_len - count, np.int32), count)
 
 
 def _combined(combine: str, rule: Mask, types: Mask) -> Mask:
     if combine == "replace":
         return types
-    if combine == "union":
-        return Full() if isinstance(rule, Full) else rule | types
-    return types if isinstance(rule, Full) else rule & types
+    if isinstance(rule, Full):
+        return rule if combine == "union" else types
+    return rule | types if combine == "union" else rule & types
 
 
 def _consecutive_slots(starts, size: int):
-    """Slots [B, size] from each row's start on."""
+    """Slots [B, size], beginning at each row's start [B]."""
     return starts[:, None] + jnp.arange(size, dtype=np.int32).reshape(1, -1)
 
 
-def _is_zero(number: Any) -> bool:
-    return isinstance(number, int) and number == 0
-
-
 def _check_number(name: str, value: Any, batch: int, least: int | None = None) -> Any:
-    """An int, or an int array of shape () or (B,), which may be traced: a Python int, or int32."""
+    """A Python int, or an int32 array of shape () or (B,), which may be traced."""
     if not hasattr(value, "dtype"):
-        return check_size(name, value, -(2**31) if least is None else least)
+        if least is None:
+            least = -(2**31)
+        return check_size(name, value, least)
     if not np.issubdtype(value.dtype, np.integer):
         raise TypeError(f"{name} must hold integers, got dtype {value.dtype}. Cast it with `.astype('int32')`.")
     if value.shape not in ((), (1,), (batch,)):
@@ -266,25 +288,28 @@ def _check_number(name: str, value: Any, batch: int, least: int | None = None) -
 
 def _check_window(window: Any, batch: int) -> tuple[Any, Any]:
     """A window as (left, right); a single size is symmetric."""
-    pair = window if isinstance(window, tuple | list) else (window, window)
-    if len(pair) != 2:
-        raise ValueError(f"sliding_window must be a size or (left, right), got {len(pair)} sizes.")
-    left, right = (_check_number("sliding_window", side, batch, least=0) for side in pair)
+    if not isinstance(window, tuple | list):
+        window = window, window
+    if len(window) != 2:
+        raise ValueError(f"sliding_window must be a size or (left, right), got {len(window)} sizes.")
+    left, right = window
+    left = _check_number("sliding_window", left, batch, least=0)
+    right = _check_number("sliding_window", right, batch, least=0)
     return left, right
 
 
 def _check_static_window(mode: str, left: Any, right: Any) -> tuple[int, int]:
-    """The sizes of a mode that slices."""
+    """The static sizes of a window, for a mode that slices."""
     if any(is_traced(n) or np.ndim(n) for n in (left, right)):
         raise ValueError(
-            f"mode={mode!r} slices, so sliding_window must be static, got a traced size or one per batch row. "
+            f"mode={mode!r} slices, so sliding_window must be static, got a traced size or one size per batch row. "
             "Pass Python ints, or leave `mode` out."
         )
     return int(left), int(right)
 
 
 def _check_mode(mode: Any, index: Any) -> None:
-    """A mode of a sliding window, with what it needs."""
+    """Raises a ValueError for an unknown mode, or for a mode without the index it needs."""
     if mode not in MODES:
         check_choice("mode", mode, [m for m in MODES if m])
     if mode == "decode" and index is None:
@@ -292,7 +317,7 @@ def _check_mode(mode: Any, index: Any) -> None:
 
 
 def _check_index(index: Any, q_len: int, batch: int) -> jax.Array:
-    """The slot of one query per row, [B]; a traced one is clipped."""
+    """The slot of one query per row, [B]. A traced slot out of range is clipped."""
     index = _check_number("index", index, batch)
     if not is_traced(index) and np.any((np.asarray(index) < 0) | (np.asarray(index) >= q_len)):
         raise ValueError(f"index must lie in [0, {q_len}), the slots of the queries, got {np.asarray(index).tolist()}.")
@@ -303,10 +328,10 @@ def _check_types(token_type_ids: Any, batch: int, q_len: int, kv_len: int) -> tu
     """Token types [B, T] and [B, S]."""
     pair = token_type_ids if isinstance(token_type_ids, tuple) else (token_type_ids, token_type_ids)
     if len(pair) != 2:
-        raise ValueError(f"token_type_ids must be one array or (q_types, kv_types), got {len(pair)} of them.")
+        raise ValueError(f"token_type_ids must be one array or (q_types, kv_types), got {len(pair)} arrays.")
     types = []
     for name, array, length in zip(("q_types", "kv_types"), pair, (q_len, kv_len), strict=True):
-        array = check_names(name, array)
+        array = check_id_array(name, array)
         if array.shape[0] not in (1, batch) or array.shape[1] != length:
             raise ValueError(
                 f"{name} must have shape ({batch}, {length}), got {tuple(array.shape)}. If queries and keys differ in "

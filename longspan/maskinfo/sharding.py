@@ -1,4 +1,4 @@
-"""Where the arrays of a mask go on a mesh of devices."""
+"""How the arrays of a mask are sharded over a mesh."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from longspan.array_types import no_type_check
 from longspan.axes import BATCH_AXES
-from longspan.maskinfo.bound import KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, Bound
+from longspan.maskinfo.bound import KVHEADS_AXIS, QHEADS_AXIS, SEQUENCE_AXIS, BoundMask
 
 DEFAULTS = {
     "batch_axis_name": BATCH_AXES,
@@ -18,7 +18,7 @@ DEFAULTS = {
 
 
 class MaskSharding(NamedTuple):
-    """One `PartitionSpec` for each array that a `MaskInfo` gives.
+    """One `PartitionSpec` for each array of a `MaskInfo`.
 
     Example:
         >>> MaskSharding(*[jax.P()] * 7).q_segment_ids
@@ -34,23 +34,23 @@ class MaskSharding(NamedTuple):
     kv_positions: P | None
 
 
-class Shardings(Bound):
-    """The methods that name mesh axes."""
+class Shardings(BoundMask):
+    """The methods that return partition specs."""
 
     @no_type_check
     def get_shardings(self, sequence_parallel: bool = False, *, mesh: Mesh | AbstractMesh) -> MaskSharding:
-        """How to lay the arrays of this mask on a mesh; `cu_seqlens_q` and `cu_seqlens_kv` are replicated.
+        """The partition specs of this mask's arrays on a mesh; `cu_seqlens_q` and `cu_seqlens_kv` are replicated.
 
-        Of the axis names, a default that the mesh lacks is left out (that dimension is replicated); a name that was
-        given and that the mesh lacks is an error. An axis that does not divide its dimension is left out.
+        A default axis name that the mesh lacks is dropped: the dimension is replicated. A given name that the mesh
+        lacks is an error. An axis that does not divide its dimension is dropped.
 
-        The specs are for `jit`, which sees whole arrays wherever they lie. With those of `sequence_parallel=True` as
-        `in_specs` of a `shard_map` around `attention`, each device would see its own keys only, and no check can
-        notice: gather keys, values and their ids first, and give the queries their positions. Without it, a `MaskInfo`
-        goes through `shard_map` row by row, with `in_specs=P("dp")`.
+        The specs are for `jit`, where arrays are global. Do not use those of `sequence_parallel=True` as `in_specs` of
+        a `shard_map` around `attention`: each device would attend only to its own keys, and no check can detect it.
+        First gather keys, values and their ids, and give the queries their positions. Without `sequence_parallel`, a
+        `MaskInfo` can be split by batch rows in `shard_map`, with `in_specs=P("dp")`.
 
         Args:
-            sequence_parallel: whether to split queries, ids and positions along the sequence axis.
+            sequence_parallel: whether to shard queries, ids and positions along the sequence axis.
             mesh: a `jax.sharding.Mesh`, with axes of any type.
 
         Example:
@@ -73,18 +73,19 @@ class Shardings(Bound):
 
     @staticmethod
     def get_empty_sharding() -> MaskSharding:
-        """A `MaskSharding` that says nothing.
+        """A `MaskSharding` in which every field is None.
 
         Example:
-            >>> Shardings.get_empty_sharding().q_segment_ids is None
+            >>> ls.MaskInfo.get_empty_sharding().q_segment_ids is None
             True
         """
         return MaskSharding(*[None] * len(MaskSharding._fields))
 
 
 def _axes_in(field: str, name: Any, mesh: Any) -> tuple[str, ...]:
-    """The axes of a field that the mesh has."""
-    axes = tuple(a for a in (name if isinstance(name, tuple) else (name,)) if a is not None)
+    """The mesh axes of a field, without default names that the mesh lacks."""
+    names = name if isinstance(name, tuple) else (name,)
+    axes = tuple(a for a in names if a is not None)
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing and name != DEFAULTS[field]:
         listed = ", ".join(repr(a) for a in mesh.axis_names)
@@ -96,11 +97,15 @@ def _axes_in(field: str, name: Any, mesh: Any) -> tuple[str, ...]:
 
 
 def _dividing(size: int, axes: tuple[str, ...], mesh: Any) -> Any:
-    """The axes that divide a dimension together, as an entry of a `PartitionSpec`."""
+    """The axes whose product divides a dimension, as an entry of a `PartitionSpec`."""
     kept: list[str] = []
-    pieces = 1
+    shards = 1
     for axis in axes:
-        if size % (pieces * mesh.shape[axis]) == 0:
+        if size % (shards * mesh.shape[axis]) == 0:
             kept.append(axis)
-            pieces *= mesh.shape[axis]
-    return None if not kept else kept[0] if len(kept) == 1 else tuple(kept)
+            shards *= mesh.shape[axis]
+    if not kept:
+        return None
+    if len(kept) == 1:
+        return kept[0]
+    return tuple(kept)

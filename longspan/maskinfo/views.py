@@ -1,4 +1,4 @@
-"""What a `MaskInfo` gives: dense masks, biases, ids, positions, lengths, offsets; computed when asked, never kept."""
+"""The representations of a `MaskInfo`: dense masks, biases, ids, positions, lengths, offsets. None is stored."""
 
 from typing import TYPE_CHECKING, Any, Self
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from longspan.array_types import EngineName, no_type_check
 from longspan.layout import BlockLayout
-from longspan.maskinfo.bound import Bound
+from longspan.maskinfo.bound import BoundMask
 from longspan.maskinfo.checks import check_size, is_traced
 from longspan.maskinfo.ids import LAST_POSITION, PADDING, has_several, lengths_of, positions_of, sequences
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from longspan.engines import Engine
     from longspan.explanation import Explanation
 
-MOST_SEGMENTS = 128
+MAX_SEGMENTS = 128
 KINDS = ("causal", "sliding_window", "chunked", "token_type_ids")
 
 
-class Views(Bound):
+class Views(BoundMask):
     """The properties and conversions."""
 
     @property
     def attention_mask(self) -> Shaped[Array, "B N_or_1 T S"]:
-        """The dense mask [B, 1 or N, T, S]; bool, unless `to_dtype` asked for another.
+        """The dense mask [B, 1 or N, T, S]; bool, or the dtype of `to_dtype`.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, -1]])).attention_mask[0, 0].astype(int).tolist()
@@ -36,7 +36,7 @@ class Views(Bound):
 
     @property
     def bias(self) -> Float[Array, "B N_or_1 T S"]:
-        """`create_bias()`: 0 where attention is allowed, the least float32 elsewhere.
+        """The bias of `create_bias()`: 0 where attention is allowed, the least finite float32 elsewhere.
 
         Example:
             >>> bool(ls.MaskInfo.from_segments(np.array([[0, -1]])).bias[0, 0, 0, 1] < -1e38)
@@ -46,7 +46,7 @@ class Views(Bound):
 
     @property
     def cu_seqlens_q(self) -> Int[Array, "129"]:
-        """Cumulative lengths of the queries' sequences, row after row without padding; the tail repeats the total.
+        """Cumulative lengths of the queries' sequences, row by row without padding; the tail repeats the total.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, 0, 0, -1]])).cu_seqlens_q[:5].tolist()
@@ -56,7 +56,7 @@ class Views(Bound):
 
     @property
     def cu_seqlens_kv(self) -> Int[Array, "129"]:
-        """Cumulative lengths of the keys' sequences, numbered as those of the queries.
+        """Cumulative lengths of the keys' sequences, in the same order as those of the queries.
 
         Example:
             >>> info = ls.MaskInfo.from_segments(np.array([[0, 1]]), np.array([[0, 0, 1, 1, 1]]))
@@ -67,7 +67,7 @@ class Views(Bound):
 
     @property
     def num_segments(self) -> Int[Array, ""]:
-        """How many sequences there are: more than `max_segments` means that offsets made under jit are cut off.
+        """The number of sequences. If it exceeds `max_segments`, cumulative lengths computed under jit are cut off.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, 0, 0, -1]])).num_segments.item()
@@ -77,7 +77,7 @@ class Views(Bound):
 
     @property
     def q_lens(self) -> Int[Array, "B"]:
-        """How many queries of each row are not padding. For the lengths of packed sequences: `diff(cu_seqlens_q)`.
+        """The number of queries per row that are not padding. Lengths of packed sequences are `diff(cu_seqlens_q)`.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, -1, -1, -1]])).q_lens.tolist()
@@ -87,7 +87,7 @@ class Views(Bound):
 
     @property
     def kv_lens(self) -> Int[Array, "B"]:
-        """How many keys of each row are not padding.
+        """The number of keys per row that are not padding.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, -1, -1, -1]])).kv_lens.tolist()
@@ -137,7 +137,7 @@ class Views(Bound):
 
     @no_type_check
     def get_or_compute_attention_mask(self, dtype: Any = jnp.bool_) -> Shaped[Array, "B N_or_1 T S"]:
-        """The dense mask in the dtype asked for, whatever was asked before.
+        """The dense mask in the given dtype.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, -1]])).get_or_compute_attention_mask("float16").dtype.name
@@ -150,7 +150,7 @@ class Views(Bound):
 
     @no_type_check
     def materialize_attention_mask(self, dtype: Any = jnp.bool_) -> Self:
-        """The same mask, whose `attention_mask` has this dtype. Nothing is stored.
+        """The same mask with this dtype of `attention_mask`, as `to_dtype`. The dense mask is not stored.
 
         Example:
             >>> info = ls.MaskInfo.from_segments(np.array([[0, -1]])).materialize_attention_mask("int8")
@@ -161,7 +161,7 @@ class Views(Bound):
 
     @no_type_check
     def to_dtype(self, dtype: Any) -> Self:
-        """The same mask, whose `attention_mask` has this dtype.
+        """The same mask with this dtype of `attention_mask`.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, -1]])).to_dtype(jnp.float32).attention_mask.dtype.name
@@ -171,7 +171,7 @@ class Views(Bound):
 
     @no_type_check
     def create_bias(self, dtype: Any = jnp.float32) -> Float[Array, "B N_or_1 T S"]:
-        """0 where attention is allowed, the dtype's least finite number elsewhere.
+        """A bias: 0 where attention is allowed, the dtype's least finite number elsewhere.
 
         Example:
             >>> ls.MaskInfo.from_segments(np.array([[0, -1]])).create_bias("float16")[0, 0, 0].tolist()
@@ -185,32 +185,34 @@ class Views(Bound):
     def get_qkv_masks(
         self, dtype: Any = jnp.bool_
     ) -> tuple[Shaped[Array, "B T"], Shaped[Array, "B S"], Shaped[Array, "B N_or_1 T S"]]:
-        """The padding masks of both sides, and the dense mask with every rule in it.
+        """The padding masks of both sides, and the dense mask of all rules.
 
         Example:
             >>> masks = ls.MaskInfo.from_segments(np.array([[0, 0, -1]])).apply_causal().get_qkv_masks(int)
             >>> masks[0].tolist(), masks[2][0, 0].tolist()
             ([[1, 1, 0]], [[1, 0, 0], [1, 1, 0], [0, 0, 0]])
         """
-        sides = [(ids >= 0).astype(dtype) for ids in (self.q_segment_ids, self.kv_segment_ids)]
-        return sides[0], sides[1], self.get_or_compute_attention_mask(dtype)
+        q_mask, kv_mask = (self.q_segment_ids >= 0).astype(dtype), (self.kv_segment_ids >= 0).astype(dtype)
+        return q_mask, kv_mask, self.get_or_compute_attention_mask(dtype)
 
     @no_type_check
     def get_or_compute_segment_ids(self, per_head: bool = False) -> tuple[Int[Array, "B *N T"], Int[Array, "B *N S"]]:
-        """The ids of both sides; with `per_head` [B, N, L] for the N heads that the mask tells apart.
+        """The ids of both sides, [B, L], or [B, N, L] with `per_head`.
 
-        If it tells heads apart, a token that takes part in no pair of a head is padding there.
+        N is the number of heads of the mask, 1 if all heads are alike. If heads differ, a token without an allowed pair
+        in a head is padding in that head.
 
         Example:
             >>> ids = ls.MaskInfo.from_segments(np.array([[0, 1, -1]])).get_or_compute_segment_ids()
             >>> ids[0].tolist()
             [[0, 1, -1]]
         """
-        ids = self.q_segment_ids, self.kv_segment_ids
-        heads = self.mask.heads
         if not per_head:
-            return ids
-        q_ids, kv_ids = (jnp.broadcast_to(a[:, None], (a.shape[0], heads, a.shape[1])) for a in ids)
+            return self.q_segment_ids, self.kv_segment_ids
+        batch, q_len, kv_len = self.shape
+        heads = self.mask.heads
+        q_ids = jnp.broadcast_to(self.q_segment_ids[:, None], (batch, heads, q_len))
+        kv_ids = jnp.broadcast_to(self.kv_segment_ids[:, None], (batch, heads, kv_len))
         if heads == 1:
             return q_ids, kv_ids
         mask = self.get_or_compute_attention_mask(jnp.bool_)
@@ -218,7 +220,7 @@ class Views(Bound):
 
     @no_type_check
     def materialize_segment_ids(self, per_head: bool = False) -> Self:
-        """The same mask: its ids are always there.
+        """The same mask, because ids are always available.
 
         Example:
             >>> info = ls.MaskInfo.from_attention_mask(np.ones((1, 2, 3)))
@@ -228,42 +230,41 @@ class Views(Bound):
         return self
 
     def get_or_compute_positions(self) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-        """The given positions, or those that restart in each segment (padding: -1 for queries, int32's max for keys).
+        """The given positions, or positions that restart in each segment.
 
-        Rules compare given positions, or else slots; never the ones derived here.
+        The latter have -1 for padded queries and int32's maximum for padded keys. They are never used by rules, which
+        compare given positions, or slots if none are given.
 
         Example:
             >>> q, kv = ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1]])).get_or_compute_positions()
             >>> q.tolist(), kv.tolist()
             ([[0, 1, 0, -1]], [[0, 1, 0, 2147483647]])
         """
-        q, kv = (
-            positions_of(ids, padding) if given is None else given
-            for given, ids, padding in (
-                (self.q_positions, self.q_segment_ids, PADDING),
-                (self.kv_positions, self.kv_segment_ids, LAST_POSITION),
-            )
-        )
-        return q, kv
+        q_positions, kv_positions = self.q_positions, self.kv_positions
+        if q_positions is None:
+            q_positions = positions_of(self.q_segment_ids, PADDING)
+        if kv_positions is None:
+            kv_positions = positions_of(self.kv_segment_ids, LAST_POSITION)
+        return q_positions, kv_positions
 
     @no_type_check
     def get_or_compute_qkv_cu_seqlens(
-        self, *, out_dtype: Any = jnp.int32, max_segments: int = MOST_SEGMENTS
+        self, *, out_dtype: Any = jnp.int32, max_segments: int = MAX_SEGMENTS
     ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
         """Cumulative lengths (max_segments + 1,) of both sides, FlashAttention-style: [0, n0, n0+n1, ...].
 
-        The sequences of the rows follow each other, without padding; the tail repeats the total. A sequence that one
-        side lacks is empty there. More sequences than `max_segments`, or ids that come back after another one, raise
-        outside jit; under jit compare `num_segments` with `max_segments`.
+        The sequences of all rows are concatenated without padding; the tail repeats the total. A sequence that one side
+        lacks has length 0 there. Outside jit, more than `max_segments` sequences raise a ValueError, and so does an id
+        that reappears after another id. Under jit, compare `num_segments` with `max_segments`.
 
         Example:
             >>> info = ls.MaskInfo.from_segments(np.array([[0, 0, 1, -1], [0, 0, 0, -1]]))
             >>> info.get_or_compute_qkv_cu_seqlens(max_segments=4)[0].tolist()
             [0, 2, 3, 6, 6]
         """
-        most = check_size("max_segments", max_segments, least=1)
-        found = sequences(self.q_segment_ids, self.kv_segment_ids, most)
-        _check_segments(found.count, found.in_order, most)
+        max_segments = check_size("max_segments", max_segments, least=1)
+        found = sequences(self.q_segment_ids, self.kv_segment_ids, max_segments)
+        _check_segments(found.count, found.in_order, max_segments)
         return found.q_offsets.astype(out_dtype), found.kv_offsets.astype(out_dtype)
 
     def is_self_attention(self) -> Bool[Array, ""]:
@@ -280,7 +281,7 @@ class Views(Bound):
 
     @no_type_check
     def layout(self, q_tile: int = 128, kv_tile: int = 128) -> BlockLayout:
-        """Which key tiles each query tile visits, planned once for every layer.
+        """The key tiles that each query tile visits. One layout serves all layers.
 
         Example:
             >>> ls.MaskInfo.from_mask(ls.Window(1, 1), batch=1, q_len=512).layout().visits()
@@ -314,32 +315,30 @@ class Views(Bound):
         from longspan.explanation import explain
 
         heads = self.mask.heads if heads is None else check_size("heads", heads, least=1)
-        q, kv = (
-            jax.ShapeDtypeStruct((self.batch_size, length, heads, head_dim), dtype)
-            for length in (self.q_len, self.kv_len)
-        )
+        q = jax.ShapeDtypeStruct((self.batch_size, self.q_len, heads, head_dim), dtype)
+        kv = jax.ShapeDtypeStruct((self.batch_size, self.kv_len, heads, head_dim), dtype)
         info: Any = self
         return explain(q, kv, kv, mask=info, engine=engine)
 
 
-def _check_segments(count: Any, in_order: Any, most: int) -> None:
-    """That offsets can hold and tell the sequences, wherever that is known."""
+def _check_segments(count: Any, in_order: Any, max_segments: int) -> None:
+    """Raises a ValueError if offsets are too few or cannot represent the ids. Traced values are not checked."""
     if is_traced(count) or is_traced(in_order):
         return
-    if int(count) > most:
+    if int(count) > max_segments:
         raise ValueError(
-            f"There are {int(count)} sequences, but max_segments={most}. Call "
+            f"There are {int(count)} sequences, but max_segments={max_segments}. Call "
             f"`get_or_compute_qkv_cu_seqlens(max_segments={int(count)})` (or more)."
         )
     if not bool(in_order):
         raise ValueError(
-            "Cumulative lengths cannot tell these segment ids: an id comes back after another one, or queries and "
-            "keys have them in a different order. Sort the tokens by id, or use the ids."
+            "Cumulative lengths cannot represent these segment ids: an id reappears after another id, or queries and "
+            "keys have the ids in a different order. Sort the tokens by id, or use the ids."
         )
 
 
 def _check_float(dtype: Any) -> Any:
-    """A dtype that a bias can have."""
+    """The dtype of a bias; a TypeError if it is not a float dtype."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"A bias needs a float dtype, got {dtype.name}. For 0 and 1 use `attention_mask`.")

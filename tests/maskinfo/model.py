@@ -1,4 +1,4 @@
-"""A dense model of `MaskInfo` in NumPy and plain loops: the same rules, none of the cleverness."""
+"""A dense model of `MaskInfo` in NumPy and plain loops, for tests."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ LAST = np.iinfo(np.int32).max
 
 
 class Rule(NamedTuple):
-    """An expression: a table [B, 1, T, S], a condition on k - q and the two chunks, or two rules with & or |."""
+    """An expression: a table [B, 1, T, S], a condition on positions, or two rules joined with & or |."""
 
     kind: str
     left: Any
@@ -33,12 +33,12 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """Documents, ids, positions (None: slots), and all rules but the documents as a function of the positions."""
+    """Documents, segment ids, positions (None: slots), and all other rules as a function of the positions."""
 
     q_docs: np.ndarray
     kv_docs: np.ndarray
-    q_names: np.ndarray
-    kv_names: np.ndarray
+    q_ids: np.ndarray
+    kv_ids: np.ndarray
     q_pos: np.ndarray | None
     kv_pos: np.ndarray | None
     rule: Rule
@@ -80,16 +80,16 @@ class Model:
 
     def chunked(self, size, offset):
         q, kv = (p // np.reshape(np.asarray(size), (-1, 1)) for p in self.positions())
-        names = [name_pairs(*row, shift=1) for row in zip(self.q_names, self.kv_names, q, kv, strict=True)]
-        q_names, kv_names = (np.array(side) for side in zip(*names, strict=True))
-        named = replace(self, q_names=q_names, kv_names=kv_names)
+        names = [name_pairs(*row, shift=1) for row in zip(self.q_ids, self.kv_ids, q, kv, strict=True)]
+        q_ids, kv_ids = (np.array(side) for side in zip(*names, strict=True))
+        named = replace(self, q_ids=q_ids, kv_ids=kv_ids)
         size, offset = rank4(size), rank4(offset)
         return named.add(lambda q, k: (q // size == k // size) & (k <= q + offset))
 
     def types(self, q_types, kv_types, combine, zero, update):
         q, kv = q_types[:, None, :, None], kv_types[:, None, None, :]
         equal = Rule("table", (q == kv) & ((q != 0) | (zero == "none")))
-        model, ids = self, (self.q_names, self.kv_names)
+        model, ids = self, (self.q_ids, self.kv_ids)
         if combine == "union":
             model = replace(self, rule=Rule("or", self.rule, equal))
         elif combine == "intersect":
@@ -100,8 +100,8 @@ class Model:
         if combine != "union" if update is None else update:
             shown = [t if zero == "none" else np.where(t == 0, -1, t) for t in (q_types, kv_types)]
             names = [name_pairs(*row, shift=0) for row in zip(*ids, *shown, strict=True)]
-            q_names, kv_names = (np.array(side) for side in zip(*names, strict=True))
-            model = replace(model, q_names=q_names, kv_names=kv_names)
+            q_ids, kv_ids = (np.array(side) for side in zip(*names, strict=True))
+            model = replace(model, q_ids=q_ids, kv_ids=kv_ids)
         return model
 
     def cut(self, q_slots, kv_slots):
@@ -113,8 +113,8 @@ class Model:
         return Model(
             self.q_docs[rows, q],
             self.kv_docs[rows, kv],
-            self.q_names[rows, q],
-            self.kv_names[rows, kv],
+            self.q_ids[rows, q],
+            self.kv_ids[rows, kv],
             self.q_pos if q_slots is None else q_pos[rows, q],
             self.kv_pos if kv_slots is None else kv_pos[rows, kv],
             self.rule.cut(q, kv),
@@ -147,8 +147,8 @@ class Model:
         B, T, S = self.shape
         lengths = np.broadcast_to(lengths, B)
         inside = np.arange(S) < lengths[:, None]
-        kv_docs, kv_names = (np.where(inside, ids, -1) for ids in (self.kv_docs, self.kv_names))
-        model = replace(self, kv_docs=kv_docs, kv_names=kv_names)
+        kv_docs, kv_ids = (np.where(inside, ids, -1) for ids in (self.kv_docs, self.kv_ids))
+        model = replace(self, kv_docs=kv_docs, kv_ids=kv_ids)
         q = None if q_len == T else np.clip(lengths - q_len, 0, T - q_len)[:, None] + np.arange(q_len)
         kv = None
         if window is not None and window < S:
@@ -156,17 +156,17 @@ class Model:
         return model if q is None and kv is None else model.cut(q, kv)
 
     def with_ids(self, q_ids, kv_ids):
-        return replace(self, q_docs=q_ids, kv_docs=kv_ids, q_names=q_ids, kv_names=kv_ids)
+        return replace(self, q_docs=q_ids, kv_docs=kv_ids, q_ids=q_ids, kv_ids=kv_ids)
 
     def derived_positions(self):
-        q = restart(self.q_names, -1) if self.q_pos is None else self.q_pos
-        kv = restart(self.kv_names, LAST) if self.kv_pos is None else self.kv_pos
+        q = restart(self.q_ids, -1) if self.q_pos is None else self.q_pos
+        kv = restart(self.kv_ids, LAST) if self.kv_pos is None else self.kv_pos
         return q, kv
 
     def offsets(self):
-        """([0, n0, ...], [0, m0, ...]), or None where no order of sequences fits both sides."""
+        """([0, n0, ...], [0, m0, ...]), or None if no order of sequences fits both sides."""
         q_lengths, kv_lengths = [], []
-        for q, kv in zip(self.q_names, self.kv_names, strict=True):
+        for q, kv in zip(self.q_ids, self.kv_ids, strict=True):
             order = merged(in_order(q), in_order(kv))
             if order is None:
                 return None
@@ -189,7 +189,7 @@ def restart(ids, padding):
 
 
 def name_pairs(q_ids, kv_ids, q_parts, kv_parts, shift):
-    """The part itself (plus a shift) in a row of one document, else each (document, part) counted from 1."""
+    """Ids of parts: part + shift in a row of one document, else one per (document, part), counted from 1."""
     documents = {i for i in (*q_ids, *kv_ids) if i >= 0}
     numbers = {}
 
@@ -203,7 +203,7 @@ def name_pairs(q_ids, kv_ids, q_parts, kv_parts, shift):
 
 
 def in_order(row):
-    """The ids of a row in order, or None if one comes back after another."""
+    """The ids of a row in order, or None if an id reappears after another id."""
     seen = []
     for name in row:
         if name >= 0 and (not seen or seen[-1] != name):
@@ -214,7 +214,7 @@ def in_order(row):
 
 
 def merged(q, kv):
-    """One order of the ids of both sides: ascending, or that of the queries with what only the keys have in between."""
+    """One order of the ids of both sides: ascending, or the order of queries with ids that only keys have inserted."""
     if q is None or kv is None:
         return None
     if q == sorted(q) and kv == sorted(kv):

@@ -1,4 +1,4 @@
-"""Where we do better than the container that we are compatible with: one test for each row of that table, or more."""
+"""The differences from ejkernel's MaskInfo that MASKINFO.md lists: at least one test per row of its table."""
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def test_ids_of_a_causal_mask_name_documents_not_tokens():
 # `replace(ids)` leaves the old mask; `None` cannot clear; positions go stale
 
 
-def test_replaced_ids_change_the_mask_and_what_follows():
+def test_replaced_ids_change_the_mask_and_all_derived_values():
     info = MaskInfo.from_segments(IDS).apply_causal()
     info.attention_mask, info.get_or_compute_positions()
     new = np.array([[0, 1, 1, 1, 1, 1]] * 2)
@@ -112,7 +112,7 @@ def test_replaced_ids_change_the_mask_and_what_follows():
     assert other.cu_seqlens_q[:5].tolist() == [0, 1, 6, 7, 12]
 
 
-def test_none_clears_and_what_is_not_named_stays():
+def test_none_clears_and_other_fields_stay():
     info = MaskInfo.from_segments(IDS, q_positions=np.arange(6)).apply_causal()
     assert info.replace(batch_axis_name="x").replace() == info.replace(batch_axis_name="x")
     assert info.replace(q_positions=None).q_positions is None
@@ -200,7 +200,7 @@ def test_positions_drive_decode_prefill_and_rolling_caches():
     assert step.kv_positions.tolist() == [[8, 6, 7]]
 
 
-def test_a_decode_step_sees_what_the_same_row_of_training_sees():
+def test_a_decode_step_equals_the_same_row_of_the_whole_mask():
     whole = MaskInfo.from_segments(IDS).apply_causal().apply_sliding_window((2, 0))
     for index in range(6):
         step = MaskInfo.from_segments(IDS).apply_causal().apply_sliding_window((2, 0), mode="decode", index=index)
@@ -212,7 +212,7 @@ def test_a_decode_step_sees_what_the_same_row_of_training_sees():
     np.testing.assert_array_equal(dense(prefill), dense(whole)[:, :, 3:])
 
 
-def test_rules_after_a_cut_still_know_where_the_tokens_were():
+def test_rules_after_slicing_use_the_original_positions():
     step = full(1, 8).apply_kv_lengths(np.array([6]), q_len=2, sliding_window=4)
     assert (step.q_positions.tolist(), step.kv_positions.tolist()) == ([[4, 5]], [[2, 3, 4, 5]])
     assert dense(step.apply_causal()).tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
@@ -276,7 +276,7 @@ def test_masked_rows_are_zero_with_zero_gradient():
         assert (np.asarray(grad)[IDS < 0] == 0).all()
 
 
-# the mask is dropped by some ops without a word
+# some ops silently drop the mask
 
 
 @pytest.mark.parametrize(

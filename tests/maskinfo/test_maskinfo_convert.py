@@ -62,17 +62,17 @@ def test_heads_of_a_dense_mask():
 def test_ids_of_a_mask_need_little_memory():
     T = 4096
     compiled = jax.jit(mask_to_segment_ids).lower(jax.ShapeDtypeStruct((T, T), bool)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * T * T, "a few bits a pair, where T**3 bits are the trap"
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * T * T, "a few bits per pair, not T**3 bits"
 
 
 @pytest.mark.parametrize("ids", ROWS.values(), ids=ROWS)
-def test_ids_survive_the_way_through_a_mask(ids):
+def test_ids_survive_a_round_trip_through_a_mask(ids):
     q_ids, kv_ids = mask_to_segment_ids(segment_ids_to_mask(ids))
     np.testing.assert_array_equal(q_ids, ids)
     np.testing.assert_array_equal(kv_ids, ids)
 
 
-def test_ids_of_cross_attention_survive_the_way_through_a_mask():
+def test_ids_of_cross_attention_survive_a_round_trip_through_a_mask():
     q_ids, kv_ids = np.array([[0, 1, 1], [0, 0, -1]]), np.array([[0, 0, 1, 1], [0, -1, -1, -1]])
     again = mask_to_segment_ids(segment_ids_to_mask((q_ids, kv_ids)))
     np.testing.assert_array_equal(again[0], q_ids)
@@ -89,7 +89,7 @@ def test_separate_masks_come_with_the_dense_one():
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=2))
-def test_padding_masks_survive_the_way_through_pairs(ends):
+def test_padding_masks_survive_a_round_trip_through_pairs(ends):
     mask = np.array([[min(pair) <= i < max(pair) for i in range(6)] for pair in ends])
     pairs, same = qkv_masks_to_cu_seqlens(mask)
     np.testing.assert_array_equal(pairs, same)
@@ -106,18 +106,18 @@ def test_pairs_of_both_sides():
     dense = qkv_cu_seqlens_to_attention_mask(q_pairs, **sizes)
     np.testing.assert_array_equal(dense[:, 0], (q_mask[:, :, None] * kv_mask[:, None, :]) > 0)
     back = attention_mask_to_qkv_cu_seqlens(dense)
-    assert back[0].tolist() == [0, 2, 0, 0], "no query of row 1 sees a key"
+    assert back[0].tolist() == [0, 2, 0, 0], "no query of row 1 attends to a key"
     assert back[1].tolist() == [0, 4, 0, 0]
 
 
 @pytest.mark.parametrize(("how", "wanted"), [("any", [0, 3]), ("all", [1, 2]), ("first", [0, 2])])
-def test_heads_are_reduced_as_asked(how, wanted):
+def test_heads_are_combined_by_any_all_or_first(how, wanted):
     mask = np.array([[[[1, 1, 0]], [[0, 1, 1]]]])
     assert attention_mask_to_qkv_cu_seqlens(mask, reduce_heads=how, out_dtype=jnp.int16)[1].tolist() == wanted
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3)], ids=str)
-def test_nothing_converts_to_nothing(shape):
+def test_empty_inputs_convert_to_empty_outputs(shape):
     ids = np.zeros(shape, np.int32)
     assert segment_ids_to_mask(ids).shape == (shape[0], 1, shape[1], shape[1])
     assert qkv_masks_to_cu_seqlens(ids)[0].tolist() == [0] * (2 * shape[0])
@@ -140,7 +140,7 @@ def test_conversions_work_under_jit_and_vmap(ids):
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-def test_offsets_survive_the_way_through_ids(lengths):
+def test_offsets_survive_a_round_trip_through_ids(lengths):
     offsets = np.cumsum([0, *lengths, *[0] * (5 - len(lengths))])
     info = MaskInfo.from_offsets(offsets, max_q_len=20)  # one size, because every new one compiles
     assert info.q_lens.tolist() == [sum(lengths)]
@@ -170,7 +170,7 @@ ERRORS = [
     ),
     (lambda: mask_to_segment_ids(np.ones((1, 1, 1, 1, 1))), ValueError, "got rank 5"),
     (lambda: segment_ids_to_mask(np.array([0, 1])), ValueError, "q_segment_ids must have shape (B, L), got rank 1"),
-    (lambda: segment_ids_to_mask((PACKED,) * 3), ValueError, "one array or (q_ids, kv_ids), got 3"),
+    (lambda: segment_ids_to_mask((PACKED,) * 3), ValueError, "one array or (q_ids, kv_ids), got 3 arrays"),
     (lambda: segment_ids_to_mask(np.ones((1, 2))), TypeError, "must be an int array (B, L), got dtype float64"),
     (
         lambda: segment_ids_to_mask((PACKED, np.zeros((3, 5), int))),
@@ -198,6 +198,6 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), ERRORS, ids=[text for _, _, text in ERRORS])
-def test_bad_input_says_what_is_wrong(call, kind, text):
+def test_errors_of_bad_input(call, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
         call()

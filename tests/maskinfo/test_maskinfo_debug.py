@@ -1,4 +1,4 @@
-"""Debug mode names the calls, through `logging`."""
+"""Debug mode logs the calls through `logging`."""
 
 import logging
 import subprocess
@@ -19,7 +19,7 @@ def debugging():
     set_debug_mode(False)
 
 
-def test_calls_are_named_by_class_and_method(debugging, caplog):
+def test_calls_are_logged_with_class_and_method(debugging, caplog):
     assert get_debug_mode()
     info = MaskInfo.from_segments(np.array([[0, 0, 1]])).apply_causal(offset=1)
     mask_to_segment_ids(np.ones((2, 2)))
@@ -40,7 +40,7 @@ def test_nothing_is_logged_by_default(caplog):
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", "True"), ("0", "False"), ("", "False")])
-def test_the_environment_switches_it_on(value, wanted, monkeypatch):
+def test_the_environment_variable_switches_it_on(value, wanted, monkeypatch):
     monkeypatch.setenv("LONGSPAN_MASK_DEBUG", value)
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == wanted

@@ -49,9 +49,9 @@ ERRORS = [
         ValueError,
         "attention_mask must have shape (B, L), (B, Q, K) or (B, H, Q, K), got rank 1",
     ),
-    (lambda: MaskInfo.from_cu_seqlens(np.array([0, 1, 2]), max_q_len=4), ValueError, "go to `MaskInfo.from_offsets`"),
+    (lambda: MaskInfo.from_cu_seqlens(np.array([0, 1, 2]), max_q_len=4), ValueError, "use `MaskInfo.from_offsets`"),
     (lambda: MaskInfo.from_cu_seqlens(np.array([0, 1]), max_q_len=-4), ValueError, "max_len must be >= 0, got -4"),
-    (lambda: MaskInfo.from_offsets(np.array([1, 3])), ValueError, "offsets must start at 0 and never fall"),
+    (lambda: MaskInfo.from_offsets(np.array([1, 3])), ValueError, "offsets must start at 0 and never decrease"),
     (lambda: MaskInfo.from_offsets(np.array([0, 3, 2])), ValueError, "got [0, 3, 2]"),
     (lambda: MaskInfo.from_offsets(np.array([], int)), ValueError, "got an array without entries"),
     (
@@ -124,7 +124,7 @@ ERRORS = [
         "q_types must have shape (2, 5), got (3, 5)",
     ),
     (lambda: CROSS.apply_token_type_ids(np.zeros((B, T), int)), ValueError, "pass (q_types, kv_types)"),
-    (lambda: SELF.apply_token_type_ids((np.zeros((B, T), int),) * 3), ValueError, "got 3 of them"),
+    (lambda: SELF.apply_token_type_ids((np.zeros((B, T), int),) * 3), ValueError, "got 3 arrays"),
     (
         lambda: SELF.apply_token_type_ids(np.zeros((B, T), int), combine="or"),
         ValueError,
@@ -152,23 +152,23 @@ ERRORS = [
     (
         lambda: MaskInfo.from_segments(np.array([[0, 1, 0]])).cu_seqlens_q,
         ValueError,
-        "an id comes back after another one",
+        "an id reappears after another id",
     ),
     (lambda: SELF.get_or_compute_qkv_cu_seqlens(max_segments=0), ValueError, "max_segments must be >= 1, got 0"),
     (lambda: SELF.create_bias(jnp.int32), TypeError, "A bias needs a float dtype, got int32"),
     (
         lambda: SELF.replace(segment_ids=1),
         TypeError,
-        "replace() got 'segment_ids'. Fields: attention_mask, q_segment_ids",
+        "replace() got an unknown field 'segment_ids'. The fields are attention_mask, q_segment_ids",
     ),
-    (lambda: SELF.replace(q_segment_ids=np.zeros((B, 4), int)), ValueError, "replace() keeps the sizes"),
+    (lambda: SELF.replace(q_segment_ids=np.zeros((B, 4), int)), ValueError, "replace() cannot change sizes"),
     (lambda: SELF.replace(q_positions=np.zeros((B, 4), int)), ValueError, "q_positions must have shape [5] or [B, 5]"),
     (lambda: SELF.replace(batch_axis_name=("dp", 1)), TypeError, "batch_axis_name must be the name of a mesh axis"),
-    (lambda: hash(SELF), TypeError, "A MaskInfo holds arrays, and arrays do not hash"),
+    (lambda: hash(SELF), TypeError, "A MaskInfo holds arrays, so it has no hash"),
     (lambda: jax.jit(lambda info: info == SELF)(SELF), TypeError, "== compares the values of two MaskInfos"),
     # pictures
-    (lambda: SELF.visualize(batch=2), IndexError, "batch=2 is out of range: the mask has 2"),
-    (lambda: SELF.visualize(head=-1), IndexError, "head=-1 is out of range: the mask has 1"),
+    (lambda: SELF.visualize(batch=2), IndexError, "batch=2 is out of range: the batch size is 2"),
+    (lambda: SELF.visualize(head=-1), IndexError, "head=-1 is out of range: the mask's number of heads is 1"),
     (lambda: SELF.visualize(charset="utf-8"), ValueError, "charset='utf-8' is not one of 'unicode', 'ascii'"),
     (lambda: SELF.visualize(block_size=0), ValueError, "block_size must be >= 1, got 0"),
     (lambda: jax.jit(lambda info: info.visualize())(SELF), TypeError, "Draw outside jit"),
@@ -178,7 +178,7 @@ ERRORS = [
 @pytest.mark.parametrize(
     ("call", "kind", "text"), ERRORS, ids=[f"{i}: {text}" for i, (_, _, text) in enumerate(ERRORS)]
 )
-def test_bad_input_says_what_is_wrong(call, kind, text):
+def test_errors_of_bad_input(call, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
         call()
 

@@ -1,4 +1,4 @@
-"""A million tokens within tens of MB: built, cut for decoding, named, planned and sharded."""
+"""Masks of a million tokens within tens of MB: built, sliced for decoding, planned and sharded."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def build(mask):
 
 
 def megabytes(f, *args):
-    """What a compiled program holds besides its arguments: results and scratch memory."""
+    """The memory of a compiled program besides its arguments: results and temporaries, in MB."""
     memory = jax.jit(f).lower(*args).compile().memory_analysis()
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / MB
 

@@ -12,15 +12,15 @@ from tests import oracle
 from tests.maskinfo.model import Model, Rule, rank4
 
 B = 2
-SHAPES = ((5, 7), (6, 6))  # few, and slices are all alike, because every new shape compiles
-MOST = 24
+SHAPES = ((5, 7), (6, 6))  # few shapes, because every new shape compiles
+MAX_SEGMENTS = 24
 
 small = st.integers(-2, 3)
 
 
 @st.composite
 def ids_of(draw, length, packed=None):
-    """Ids of each row: mostly packed documents with padding behind, sometimes anything."""
+    """Ids of each row: packed documents followed by padding, or arbitrary ids."""
     if draw(st.booleans()) if packed is None else packed:
         rows = [
             sorted(draw(st.lists(st.integers(0, 2), min_size=length, max_size=length)), key=lambda i: (i < 0, i))
@@ -41,8 +41,8 @@ def positions_of(length):
     return st.none() | rows.map(lambda p: np.array(p, np.int32).reshape(B, length))
 
 
-def numbers(least, most):
-    one = st.integers(least, most)
+def numbers(lowest, highest):
+    one = st.integers(lowest, highest)
     return st.one_of(
         one, one.map(jnp.int32), st.lists(one, min_size=B, max_size=B).map(lambda n: np.array(n, np.int32))
     )
@@ -50,7 +50,7 @@ def numbers(least, most):
 
 @st.composite
 def step(draw, info, model):
-    """One operation, on both."""
+    """One operation on both objects."""
     _, T, S = model.shape
     name = draw(st.sampled_from(["causal", "window", "decode", "prefill", "chunked", "types", "lengths", "replace"]))
     offset = draw(numbers(-1, 2))
@@ -113,7 +113,7 @@ def replacement(draw, info, model):
         new = Model(q_ids, kv_ids, q_ids, kv_ids, model.q_pos, model.kv_pos, Rule("table", mask))
         return info.replace(attention_mask=mask), new
     whole = Model.of(model.q_docs, model.kv_docs, model.q_pos, model.kv_pos)
-    named = Model(**{**vars(whole), "q_names": model.q_names, "kv_names": model.kv_names})
+    named = Model(**{**vars(whole), "q_ids": model.q_ids, "kv_ids": model.kv_ids})
     return info.replace(attention_mask=None), named
 
 
@@ -132,7 +132,7 @@ def test_every_step_agrees_with_a_dense_model(data):
 
 @st.composite
 def leaf(draw, T, S):
-    """A rule that no method of a `MaskInfo` makes, and the same for the model: (mask, rule, q ids)."""
+    """A mask that no method of `MaskInfo` creates, and the same for the model: (mask, rule, q ids)."""
     rng, ids = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), np.zeros((B, T), np.int32)
     kind = draw(st.sampled_from(["between", "dense", "blocks", "lengths"]))
     if kind == "lengths":
@@ -167,21 +167,21 @@ def test_every_step_from_a_mask_agrees_with_a_dense_model(data):
 def assert_agrees(info, model):
     truth = model.truth
     assert info.shape == model.shape
-    np.testing.assert_array_equal(info.q_segment_ids, model.q_names)
-    np.testing.assert_array_equal(info.kv_segment_ids, model.kv_names)
-    for got, wanted in zip(info.get_qkv_masks(), (model.q_names >= 0, model.kv_names >= 0, truth), strict=True):
+    np.testing.assert_array_equal(info.q_segment_ids, model.q_ids)
+    np.testing.assert_array_equal(info.kv_segment_ids, model.kv_ids)
+    for got, wanted in zip(info.get_qkv_masks(), (model.q_ids >= 0, model.kv_ids >= 0, truth), strict=True):
         np.testing.assert_array_equal(got, wanted)
     for got, wanted in zip(info.get_or_compute_positions(), model.derived_positions(), strict=True):
         np.testing.assert_array_equal(got, wanted)
-    np.testing.assert_array_equal(info.q_lens, (model.q_names >= 0).sum(1))
-    np.testing.assert_array_equal(info.kv_lens, (model.kv_names >= 0).sum(1))
-    several = [len({i for i in row if i >= 0}) > 1 for row in (*model.q_names, *model.kv_names)]
+    np.testing.assert_array_equal(info.q_lens, (model.q_ids >= 0).sum(1))
+    np.testing.assert_array_equal(info.kv_lens, (model.kv_ids >= 0).sum(1))
+    several = [len({i for i in row if i >= 0}) > 1 for row in (*model.q_ids, *model.kv_ids)]
     assert bool(info.is_multi_sequence) == any(several)
     offsets = model.offsets()
     if offsets is None:
-        with pytest.raises(ValueError, match="an id comes back after another one"):
-            info.get_or_compute_qkv_cu_seqlens(max_segments=MOST)
+        with pytest.raises(ValueError, match="an id reappears after another id"):
+            info.get_or_compute_qkv_cu_seqlens(max_segments=MAX_SEGMENTS)
         return
     assert int(info.num_segments) == len(offsets[0]) - 1
-    for got, wanted in zip(info.get_or_compute_qkv_cu_seqlens(max_segments=MOST), offsets, strict=True):
-        np.testing.assert_array_equal(got, np.pad(wanted, (0, MOST + 1 - len(wanted)), mode="edge"))
+    for got, wanted in zip(info.get_or_compute_qkv_cu_seqlens(max_segments=MAX_SEGMENTS), offsets, strict=True):
+        np.testing.assert_array_equal(got, np.pad(wanted, (0, MAX_SEGMENTS + 1 - len(wanted)), mode="edge"))

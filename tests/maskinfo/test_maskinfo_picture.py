@@ -1,4 +1,4 @@
-"""Golden pictures."""
+"""Pictures of `MaskInfo`, character by character."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_blocks_grow_until_the_picture_fits_the_screen():
     assert len(whole.splitlines()) == 38 + 5
 
 
-def test_heads_and_positions_are_drawn_as_they_are():
+def test_heads_and_positions_are_drawn():
     dense = np.zeros((1, 2, 2, 3), bool)
     dense[0, 1, 1] = True
     picture = MaskInfo.from_attention_mask(dense).visualize(1, head=1, charset="ascii", return_str=True)
@@ -94,7 +94,7 @@ def test_it_prints_unless_asked_for_a_string(capsys):
     assert capsys.readouterr().out == info.visualize(2, return_str=True) + "\n"
 
 
-def test_a_million_tokens_are_drawn_without_looking_at_every_pair():
+def test_a_million_tokens_are_drawn_without_evaluating_every_pair():
     info = MaskInfo.from_mask(ls.Causal() & ls.Window(4095, 0), batch=1, q_len=1_000_000)
     picture = info.visualize(128, max_rows=8, max_cols=8, charset="ascii", show_segments=False, return_str=True)
     assert picture.splitlines()[2:5] == ["|..              |", "|....            |", "|  ....          |"]

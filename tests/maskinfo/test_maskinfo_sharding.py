@@ -75,11 +75,11 @@ def test_axis_names_travel_with_the_mask():
     assert again.get_shardings(True, mesh=mesh).q_positions == P("data", ("a", "b"))
 
 
-def test_the_empty_sharding_says_nothing():
+def test_the_empty_sharding_has_no_specs():
     assert MaskInfo.get_empty_sharding() == MaskSharding(*[None] * 7)
 
 
-def test_an_abstract_mesh_will_do():
+def test_an_abstract_mesh_is_accepted():
     specs = MaskInfo.from_segments(ids(4, 4)).get_shardings(mesh=mesh_of((4, 2), ("dp", "sp")).abstract_mesh)
     assert specs.q_segment_ids == P("dp", None)
     assert isinstance(mesh_of((8,), ("dp",)), Mesh)
@@ -124,7 +124,7 @@ def test_placed_arrays_give_the_same_attention_and_gradients(along, kind):
 
 
 def whole_and_bound():
-    """What knows the length that it was made for, as arguments of `attention`."""
+    """Arguments of `attention` that are bound to a length, with the error for another length."""
     info = MaskInfo.from_segments(ids(1, 8)).apply_causal()
     return {
         "MaskInfo": (dict(mask=info), "This MaskInfo is for 8 queries and 8 keys, but the call has 4 and 4"),
@@ -140,7 +140,7 @@ def whole_and_bound():
 
 
 @pytest.mark.parametrize("what", whole_and_bound())
-def test_what_is_bound_to_the_whole_length_refuses_a_shard(what):
+def test_arguments_bound_to_the_whole_length_raise_on_a_shard(what):
     arguments, words = whole_and_bound()[what]
     q, k, v = ls.testing.make_qkv(ls.testing.Shape(B=1, T=8, S=8, N=2, K=2, H=4), jnp.float32)
     along = dict(mesh=mesh_of((2,), ("sp",)), in_specs=P(None, "sp"), out_specs=P(None, "sp"))
@@ -149,7 +149,7 @@ def test_what_is_bound_to_the_whole_length_refuses_a_shard(what):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
-def test_it_is_placed_and_goes_through_shard_map_row_by_row(kind):
+def test_a_mask_is_placed_and_split_by_batch_rows_in_shard_map(kind):
     rows = NamedSharding(mesh_of((8,), ("dp",), kind), P("dp"))
     info = MaskInfo.from_segments(ids(8, 6)).apply_causal()
     qkv = ls.testing.make_qkv(ls.testing.Shape(B=8, T=6, S=6, N=2, K=2, H=4), jnp.float32)

@@ -22,7 +22,7 @@ def start():
 
 
 def everything(info):
-    """All that can be read, as a flat list of arrays."""
+    """All arrays that a MaskInfo can return, as a flat list."""
     read = [
         info.attention_mask,
         info.q_segment_ids,
@@ -43,7 +43,7 @@ def everything(info):
     return jax.tree.leaves(read)
 
 
-# One number each, which may be traced.
+# Operations on one number, which may be traced.
 NUMBERED = {
     "causal": lambda i, n: i.apply_causal(n),
     "causal by row": lambda i, n: i.apply_causal(
@@ -191,7 +191,7 @@ def test_layout_and_explain_follow_the_positions():
     assert any("positions" in note for note in report.notes)
 
 
-def test_explain_says_what_a_traced_size_costs():
+def test_explain_reports_a_traced_size():
     notes = []
 
     @jax.jit
