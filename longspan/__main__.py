@@ -1,4 +1,4 @@
-"""`python -m longspan` is the command `longspan`."""
+"""`python -m longspan` runs the command `longspan`."""
 
 from longspan.cli import leave, main
 

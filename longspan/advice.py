@@ -1,7 +1,7 @@
-"""What `explain` notes of a call: facts, and advice.
+"""The notes of `explain`: facts about a call, and advice that lowers its executed FLOPs.
 
-Advice is tried before it is given: the layout that it leads to is planned, and its tiles are counted. Bounds are
-advised if they skip any tile, another order of tokens or other tiles if they at least halve the executed FLOPs.
+Every advice is tested before it is given: `explain` plans the layout that follows from it and counts the tiles. It
+advises bounds if they skip any tile, and another order of tokens or other tiles if they at least halve the FLOPs.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,138 +22,151 @@ from longspan.masks.terms import VALID
 from longspan.tile_kinds import classify_tiles, read_tiles, sample_partial
 from longspan.work import short, work
 
-WASTEFUL = 4  # executed over useful FLOPs from which on tokens or tiles are advised about
-TILE = 32  # the smaller tile that is tried
-MOST_TRIED = 1 << 20  # visits: a layout with more is not tried, as counting its tiles would take seconds
-SAMPLE = 1 << 8  # tiles whose pairs are read to see what bounds would skip
+WASTEFUL = 4  # the ratio of executed to useful FLOPs above which `explain` looks for another order or other tiles
+TILE = 32  # the smaller tile that is tested
+MAX_TESTED_VISITS = 1 << 20  # a layout with more visits is not tested, because counting its tiles takes seconds
+SAMPLED_TILES = 1 << 8  # tiles whose pairs are evaluated to find out what bounds would skip
 
 
-class Planned(NamedTuple):
-    """A call whose layout is known, with NumPy's arrays in it, and what it executes."""
+class PlannedCall(NamedTuple):
+    """A call with NumPy arrays and a known layout, and its FLOPs."""
 
     request: Request
     engine: Engine
-    given: Any  # the mask as the caller gave it
+    given: Any  # the mask argument of the caller
     layout: BlockLayout
     useful: int
     executed: int
-    shared: bool  # by devices of a mesh
+    shared: bool  # whether the devices of a mesh share the sequence
 
     @property
     def ratio(self) -> str:
-        return f"{self.executed / self.useful:.0f} times as many FLOPs are executed as are useful"
+        return f"the executed FLOPs are {self.executed / self.useful:.0f} times the useful FLOPs"
 
     def executed_with(self, layout: BlockLayout) -> int | None:
-        """The FLOPs that another layout would execute; None if too many tiles would have to be looked at."""
-        counts = count_tiles(layout, MOST_TRIED)
-        return None if counts is None else work(self.request.dims, layout, counts)["executed_flops"]
+        """The FLOPs that another layout would execute; None if it has too many tiles to count."""
+        counts = count_tiles(layout, MAX_TESTED_VISITS)
+        if counts is None:
+            return None
+        return work(self.request.dims, layout, counts)["executed_flops"]
 
     def lowered_to(self, layout: BlockLayout) -> str | None:
-        """What another layout executes, in words, if that is at most half."""
+        """The FLOPs that another layout would execute, as text; None if these are more than half."""
         flops = self.executed_with(layout)
-        return None if flops is None or 2 * flops > self.executed else short(flops, "FLOP", 1000)
+        if flops is None or 2 * flops > self.executed:
+            return None
+        return short(flops, "FLOP", 1000)
 
 
 def in_numpy(request: Request) -> Request:
-    """A request whose mask, positions and layout are NumPy's, so that planning it compiles nothing."""
+    """The request with NumPy arrays in its mask, positions and layout, so that planning compiles nothing."""
     names = ("mask", "q_positions", "kv_positions", "layout")
     known = {name: jax.tree.map(np.asarray, getattr(request, name)) for name in names}
     return replace(request, **known, rows=None, heads=None)
 
 
 def facts(request: Request, is_known: bool, shared: bool) -> tuple[str, ...]:
-    """What there is to know of a call besides its numbers."""
+    """Notes that do not depend on the counts of tiles."""
     notes = [_cost(request.mask, part) for part in request.mask.unbounded()]
     if not is_known:
-        notes.append("the mask's arrays are not known here: what is skipped depends on them")
+        notes.append("the values of the mask's arrays are not known here, and the skipped tiles depend on them")
     if request.has_positions:
-        notes.append("with given positions, tiles are found by bisection only where positions grow with the slots")
-    return (*notes, *([] if shared else _inside_shard_map(request)))
+        notes.append("where the given positions do not increase with the slots, tiles are not found by bisection")
+    if not shared:
+        notes += _inside_shard_map(request)
+    return tuple(notes)
 
 
 def _inside_shard_map(request: Request) -> list[str]:
-    """That a call sees one shard, inside of `shard_map`: sharded keys and sharded rows look alike there."""
+    """A note for calls inside `shard_map`, which see one shard: a sharded sequence looks like sharded rows there."""
     mesh = jax.sharding.get_abstract_mesh()
     of_keys, of_all = varying_axes(request.k), varying_axes((request.q, request.k, request.v))
-    # Without `check_vma`, or of shapes alone, it is not known along which axes the keys vary.
+    # Without `check_vma`, and for shapes without arrays, the axes along which keys vary are unknown: all axes count.
     axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1 and (axis in of_keys or not of_all)]
     if not axes:
         return []
     names = " and ".join(f"{axis!r} ({mesh.shape[axis]} devices)" for axis in axes)
     return [
-        f"inside `shard_map` over {names}, queries attend to the {request.dims['S']:,} keys of their own shard alone. "
-        "That is right for sharded batch rows and heads. For a sharded sequence call `ls.parallel.attention`, outside "
-        "of `shard_map`"
+        f"inside `shard_map` over {names}, queries attend only to the {request.dims['S']:,} keys of their own shard. "
+        "That is correct for sharded batch rows and heads. For a sharded sequence, call `ls.parallel.attention` "
+        "outside `shard_map`"
     ]
 
 
 def estimate(counts: Counts | None) -> tuple[str, ...]:
-    """That a number is an estimate, if it is one."""
+    """A note if the useful FLOPs are an estimate."""
     if counts is None or counts.read is None:
         return ()
     return (
-        f"useful FLOPs are an estimate: pairs were read in {counts.read:,} of {counts.partial:,} partial tiles. They "
-        "are counted where rules are intervals of keys, ids or flags, and where fewer tiles are partial",
+        f"useful FLOPs are an estimate from the pairs of {counts.read:,} of {counts.partial:,} partial tiles. The "
+        "count is exact if every rule is an interval of keys, ids or flags, or if fewer tiles are partial",
     )
 
 
-def advice(call: Planned) -> tuple[str, ...]:
-    """What lowers the executed FLOPs of a call; that they are many, where nothing is known to."""
+def advice(call: PlannedCall) -> tuple[str, ...]:
+    """Advice that lowers the executed FLOPs of a call; if there is none and they are many, a note about that."""
     if call.engine.dense:
         return ()
-    found = [said for said in (bounds(call),) if said]
+    notes = []
+    if (note := bounds(call)) is not None:
+        notes.append(note)
     if not call.useful or call.executed <= WASTEFUL * call.useful or call.layout.q_tiles * call.layout.kv_tiles == 1:
-        return tuple(found)
-    waste = next((said for adviser in WASTE if (said := adviser(call))), None)
-    if waste is None and not found:
-        waste = f"{call.ratio}: most pairs of the visited tiles are not allowed"
-    return (*found, *([] if waste is None else [waste]))
+        return tuple(notes)
+    for adviser in WASTE:
+        if (note := adviser(call)) is not None:
+            return (*notes, note)
+    if not notes:
+        notes.append(f"{call.ratio}: the mask forbids most pairs of the visited tiles")
+    return tuple(notes)
 
 
-def bounds(call: Planned) -> str | None:
-    """Bounds for rules that have none, if those would skip tiles."""
+def bounds(call: PlannedCall) -> str | None:
+    """Advises bounds for rules that have none, if they would skip tiles."""
     rules = call.request.mask.unbounded()
     if not rules:
         return None
     skipped, read = _skipped_by_bounds(call.layout)
     if not skipped:
         return None
-    how = [
-        f"give {part!r} `bounds=`" if isinstance(part, Custom) else f"define `classify` in {type(part).__name__}"
-        for part in dict.fromkeys(rules)
-    ]
+    how = []
+    for part in dict.fromkeys(rules):
+        if isinstance(part, Custom):
+            how.append(f"pass `bounds=` to {part!r}")
+        else:
+            how.append(f"define `classify` in {type(part).__name__}")
     return (
-        f"bounds would skip {skipped:,} of {read:,} tiles that were read: {', '.join(how)}; or add `& Band(lo, hi)` to "
-        "the mask, if it allows no distance k - q outside of lo and hi"
+        f"bounds would skip {skipped:,} of {read:,} sampled tiles: {', '.join(how)}; or add `& Band(lo, hi)` to the "
+        "mask, if it only allows distances k - q from lo to hi"
     )
 
 
-def sorted_by_id(call: Planned) -> str | None:
-    """Tokens in the order of their ids, if ids come back after others."""
+def sorted_by_id(call: PlannedCall) -> str | None:
+    """Advises to sort the tokens by id, if ids recur after others."""
     request, mask = call.request, call.request.mask
-    comes_back = [r for r in mask.walk() if isinstance(r, EqualIds) and any(_come_back(r, ids) for ids in r._ids())]
-    if call.shared or call.layout.repeats or not comes_back:
+    recurring = [r for r in mask.walk() if isinstance(r, EqualIds) and any(_recur(r, ids) for ids in r._ids())]
+    if call.shared or call.layout.repeats or not recurring:
         return None
     T, S = request.dims["T"], request.dims["S"]
-    q_ids, kv_ids = comes_back[0]._ids()
-    q, kv = (np.argsort(ids, axis=1, kind="stable") for ids in (q_ids, q_ids if T == S else kv_ids))
+    q_ids, kv_ids = recurring[0]._ids()
+    q_order = np.argsort(q_ids, axis=1, kind="stable")
+    kv_order = q_order if T == S else np.argsort(kv_ids, axis=1, kind="stable")
     positions: dict[str, Any] = {}
     if POSITION in mask.reads:
-        places = (("q_positions", request.q_positions, q), ("kv_positions", request.kv_positions, kv))
-        positions = {name: _taken(given, order) for name, given, order in places}
-    layout = plan_layout(mask.cut(q, kv), T, S, call.layout.q_tile, call.layout.kv_tile, **positions, xp=np)
-    flops = call.lowered_to(layout)
+        positions["q_positions"] = _reordered(request.q_positions, q_order)
+        positions["kv_positions"] = _reordered(request.kv_positions, kv_order)
+    mask = mask.cut(q_order, kv_order)
+    flops = call.lowered_to(plan_layout(mask, T, S, call.layout.q_tile, call.layout.kv_tile, **positions, xp=np))
     if flops is None:
         return None
+    with_positions = ", and pass their positions" if positions else ""
     return (
-        f"{call.ratio}: ids come back after others, so tiles hold tokens of many documents. Sort the tokens by id, "
-        f"`order = np.argsort(ids, kind='stable')` and `mask.cut(order, order)`"
-        f"{', and pass their positions' if positions else ''}: that executes {flops}"
+        f"{call.ratio}: ids recur after others, so tiles hold tokens of many documents. Sort the tokens by id, "
+        f"`order = np.argsort(ids, kind='stable')` and `mask.cut(order, order)`{with_positions}: that executes {flops}"
     )
 
 
-def smaller_tiles(call: Planned) -> str | None:
-    """Tiles of 32 x 32, if they hold less that is not allowed."""
+def smaller_tiles(call: PlannedCall) -> str | None:
+    """Advises tiles of 32 x 32, if they hold far fewer forbidden pairs."""
     request, layout = call.request, call.layout
     if call.shared or layout.repeats or max(layout.q_tile, layout.kv_tile) <= TILE:
         return None
@@ -163,38 +176,44 @@ def smaller_tiles(call: Planned) -> str | None:
     flops = call.lowered_to(plan_layout(request.mask, T, S, q_tile, kv_tile, **positions, xp=np))
     if flops is None:
         return None
-    tiles = f"q_tile={q_tile}, kv_tile={kv_tile}"
-    if isinstance(call.given, MaskInfo):
-        how = f"mask.layout({tiles})"
-    else:
-        names = {Mask: "mask", BlockLayout: "mask.mask"}
-        name = next((name for kind, name in names.items() if isinstance(call.given, kind)), "ls.Dense(mask)")
-        named = ", ".join(f"{name}={name}" for name, p in positions.items() if p is not None)
-        how = f"{name}.layout({', '.join([str(T), str(S), tiles, *([named] if named else [])])})"
+    arguments = [f"q_tile={q_tile}", f"kv_tile={kv_tile}"]
+    if not isinstance(call.given, MaskInfo):
+        given = [f"{name}={name}" for name, p in positions.items() if p is not None]
+        arguments = [str(T), str(S), *arguments, *given]
+    code = f"{_mask_code(call.given)}.layout({', '.join(arguments)})"
     return (
-        f"{call.ratio}: most pairs of the visited tiles are not allowed, as where documents or windows are shorter "
-        f"than a tile. Smaller tiles, `mask={how}`, execute {flops}; compare times"
+        f"{call.ratio}: the mask forbids most pairs of the visited tiles, as it does if documents or windows are "
+        f"shorter than a tile. Smaller tiles, `mask={code}`, execute {flops}; compare times"
     )
 
 
-WASTE: tuple[Callable[[Planned], str | None], ...] = (sorted_by_id, smaller_tiles)  # the first that helps is said
+def _mask_code(given: Any) -> str:
+    """The expression of the mask whose `layout` takes other tiles, for the mask argument of a call."""
+    if isinstance(given, Mask | MaskInfo):
+        return "mask"
+    if isinstance(given, BlockLayout):
+        return "mask.mask"
+    return "ls.Dense(mask)"
+
+
+WASTE: tuple[Callable[[PlannedCall], str | None], ...] = (sorted_by_id, smaller_tiles)  # the first advice is given
 
 
 def _cost(mask: Mask, part: Mask) -> str:
-    """What a part that bounds nothing costs the mask it is in."""
+    """A note on the effect of a rule without bounds on the whole mask."""
     empty, full = mask.provable_kinds()
-    effect = (
-        "no tile can be skipped" if not empty
-        else "no tile is known to be full, so every visited one is masked pair by pair" if not full
-        else "tiles that it decides are masked pair by pair"
-    )  # fmt: skip
-    name = type(part).__name__
-    return f"{name} without bounds ({part!r} has no `classify` of its own): {effect}"
+    if not empty:
+        effect = "no tile can be skipped"
+    elif not full:
+        effect = "no tile is known to be full, so every visited tile is masked pair by pair"
+    else:
+        effect = "tiles that depend on it are masked pair by pair"
+    return f"{type(part).__name__} without bounds ({part!r} does not define `classify`): {effect}"
 
 
 @rule
-class _Read(Mask):
-    """A rule of which it is known what it allows in some tiles."""
+class _Sampled(Mask):
+    """A rule whose pairs were evaluated in some tiles: `classify` returns the results."""
 
     some: np.ndarray
     every: np.ndarray
@@ -204,44 +223,49 @@ class _Read(Mask):
 
 
 def _skipped_by_bounds(layout: BlockLayout) -> tuple[int, int]:
-    """(skipped, read): how many of some visited tiles are EMPTY once rules without bounds are read in them."""
+    """(skipped, read): a sample of visited tiles, and how many are EMPTY when rules without bounds are evaluated."""
     skipped = read = 0
     for plane in planes_of(layout):
-        most = max(1, SAMPLE // plane.planes)
+        most = max(1, SAMPLED_TILES // plane.planes)
         looks = layout.looks(plane.batch, plane.head)
         tiles = sample_partial(layout.mask, plane.q, plane.kv, looks, visits=plane.visits, most=most)
         if tiles.shape[1]:
-            known = _with_bounds(layout.mask, lambda part, at=plane, tiles=tiles: read_tiles(part, at.q, at.kv, tiles))
-            some, _ = classify_tiles(known, plane.q, plane.kv, tiles)
-            skipped, read = skipped + int(np.count_nonzero(~some)), read + len(some)
+            mask = _with_bounds(layout.mask, lambda part, at=plane, tiles=tiles: read_tiles(part, at.q, at.kv, tiles))
+            some, _ = classify_tiles(mask, plane.q, plane.kv, tiles)
+            skipped += int(np.count_nonzero(~some))
+            read += len(some)
     return skipped, read
 
 
-def _with_bounds(mask: Mask, known: Callable[[Mask], tuple[np.ndarray, np.ndarray]]) -> Mask:
-    """The mask with what is known in the place of each rule that has no bounds."""
+def _with_bounds(mask: Mask, classify: Callable[[Mask], tuple[np.ndarray, np.ndarray]]) -> Mask:
+    """The mask with each rule that has no bounds replaced by one that returns the results of `classify`."""
     parts = mask.parts()
     if parts:
-        return mask.with_parts([_with_bounds(part, known) for part in parts])
-    return _Read(*known(mask)) if mask.unbounded() == (mask,) else mask
+        return mask.with_parts([_with_bounds(part, classify) for part in parts])
+    if mask.unbounded() == (mask,):
+        return _Sampled(*classify(mask))
+    return mask
 
 
-def _come_back(rule: EqualIds, ids: np.ndarray) -> bool:
-    """Whether some valid id of a row [B or 1, L] occurs again after another one."""
+def _recur(rule: EqualIds, ids: np.ndarray) -> bool:
+    """Whether a valid id of some row of ids [B or 1, L] occurs again after another id."""
     return any(len(runs) > len(np.unique(runs)) for runs in _runs(rule, ids))
 
 
 def _runs(rule: EqualIds, ids: np.ndarray) -> Iterator[np.ndarray]:
-    """The valid ids of each row, neighbours that are equal as one."""
-    counts = VALID[rule._valid]
+    """The valid ids of each row, each run of equal ids as one entry."""
+    is_valid = VALID[rule._valid]
     for row in np.asarray(ids):
-        valid = row if counts is None else row[counts(row)]
+        valid = row if is_valid is None else row[is_valid(row)]
         yield valid[np.diff(valid, prepend=valid[:1] - 1) != 0]
 
 
-def _taken(positions: np.ndarray | None, order: np.ndarray) -> np.ndarray:
+def _reordered(positions: np.ndarray | None, order: np.ndarray) -> np.ndarray:
     """The positions of tokens in another order."""
     if positions is None:
         return order
-    rows = max(len(order), 1 if positions.ndim == 1 else len(positions))
+    rows = len(order)
+    if positions.ndim == 2:
+        rows = max(rows, len(positions))
     full = (rows, order.shape[1])
     return np.take_along_axis(np.broadcast_to(positions, full), np.broadcast_to(order, full), axis=1)

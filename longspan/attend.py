@@ -1,4 +1,4 @@
-"""`attention`: check, bind the mask to the batch, plan the tiles, run an engine."""
+"""`attention`: checks the arguments, plans the tiles that the mask allows, and runs an engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -112,41 +112,44 @@ def attention(
 ) -> Output | tuple[Output, LogSumExp]:
     """Attention over the pairs that a mask allows: softmax(soft_cap(q·k·scale) + bias) · v.
 
-    A query that sees no key gives zeros and zero gradient. Keys that no query may see are never read.
+    A query that sees no key gives zeros and zero gradient. Keys that no query may attend to are never read.
 
-    `engine="reference"` has all derivatives. The others have gradients (`grad`, `vjp`, `jacrev`), once: second
-    derivatives are a NotImplementedError, forward mode (`jvp`, `jacfwd`, `linearize`) is a TypeError, which inside
-    `jit` is JAX's own and speaks of `custom_vjp`.
+    `engine="reference"` has all derivatives. The other engines have first derivatives in reverse mode (`grad`, `vjp`,
+    `jacrev`). With them, a second derivative raises a NotImplementedError, and forward mode (`jvp`, `jacfwd`,
+    `linearize`) raises a TypeError; inside `jit` that is JAX's own error about `custom_vjp`.
 
     Args:
-        q: queries [B, T, N, H]; or [T, N, H] with keys and values likewise, which is B = 1 for all other arguments.
-        k: keys [B, S, K, H], where N is a multiple of K (grouped queries share a key/value head).
+        q: queries [B, T, N, H]. Queries, keys and values may all lack the batch axis; then B = 1.
+        k: keys [B, S, K, H], where N is a multiple of K (groups of query heads share a key/value head).
         v: values [B, S, K, Hv]; Hv may differ from H.
         mask: a `Mask`, a `MaskInfo`, a `BlockLayout` planned earlier, or bools [T, S] or broadcastable to
-            [B, N, T, S]; `True` = may attend. By default everything.
+            [B, N, T, S]; `True` allows a pair. By default every pair is allowed.
         bias: floats [T, S] or broadcastable to [B, N, T, S], a `Bias` that is computed from positions (`alibi`,
-            `relative_bias`, `ScoreBias`), or a tuple of them, summed; added after the soft cap; -inf is a masked key.
-        scale: what scores are multiplied by; 1/sqrt(H) by default. A number of Python or NumPy is part of the compiled
-            program; a JAX array of shape () is data, which may be traced and has a gradient.
-        soft_cap: if given, scores become soft_cap·tanh(scores / soft_cap). Any number that is known when the call is
-            traced: of Python, of NumPy, or an array of shape ().
-        sinks: one logit per head, [N], that takes part in the softmax and has no value.
-        dropout_rate: the share of weights to drop; the rest is scaled by 1 / (1 - rate). A number like `soft_cap`.
-        dropout_key: a JAX random key. The weight of a pair is dropped by its batch row, head and positions alone, so
-            the result does not depend on the engine.
+            `relative_bias`, `ScoreBias`), or a tuple of these, which are summed. It is added after the soft cap; -inf
+            masks a key.
+        scale: the factor of the scores, by default 1/sqrt(H). A Python or NumPy number is static; a JAX array of shape
+            () is data, which may be traced and has a gradient.
+        soft_cap: if given, scores become soft_cap·tanh(scores / soft_cap). A static number: of Python, of NumPy, or a
+            concrete array of shape ().
+        sinks: one logit per query head, [N], that takes part in the softmax without a value.
+        dropout_rate: the share of weights to drop; the others are scaled by 1 / (1 - rate). A static number.
+        dropout_key: a JAX random key. Whether a weight is dropped depends only on the key, the batch row, the head and
+            the positions, so every engine drops the same weights.
         q_positions: int [T] or [B, T]; by default each slot's index.
         kv_positions: int [S] or [B, S]; by default each slot's index.
-        batch_axes: inside of `shard_map`, the mesh axes that split batch rows. Dropout and rules by row (`Custom`,
-            `ScoreBias`) are told the rows' numbers in the whole. Other axes, and axes along which `q` is the same
-            everywhere, change nothing.
-        head_axis: the one that splits heads, likewise; `PerHead` may hold the masks of these heads, or of all.
-        engine: "auto" (the first that can run), or the name of one, which raises if it cannot; or a
-            `longspan.engines.Engine` of your own.
-        return_lse: also return the log-sum-exp of the scores.
+        batch_axes: inside `shard_map`, the mesh axes that split batch rows. Dropout, `Custom` and `ScoreBias` then use
+            the numbers of the rows in the whole batch. Other mesh axes, and axes along which `q` does not vary, have no
+            effect.
+        head_axis: inside `shard_map`, the mesh axis that splits heads. `PerHead` may hold the masks of these heads, or
+            of all heads.
+        engine: "auto" for the first engine that can run the call; the name of an engine, which raises if it cannot; or
+            an instance of `longspan.engines.Engine`.
+        return_lse: whether to return the log-sum-exp of the scores too.
 
     Returns:
-        The output [B, T, N, Hv]; with `return_lse` also lse [B, T, N], float32 (float64 for float64), natural log, the
-        sink included. Without B if `q` has none.
+        The output [B, T, N, Hv], or (output, lse) with `return_lse`. lse [B, T, N] is the natural logarithm of the sum
+        of exponentiated scores, with the sinks, in float32 (float64 for float64 inputs). Neither has a batch axis if
+        `q` has none.
 
     Example:
         >>> q = k = v = jnp.ones((1, 8, 2, 4))
@@ -161,39 +164,43 @@ def attention(
     out, lse = answer(request, engine)
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
-    return (out, lse) if return_lse else out
+    if return_lse:
+        return out, lse
+    return out
 
 
 def answer(request: Request, engine: Any) -> tuple[Any, Any]:
-    """(out, lse) of a request by an engine."""
+    """(out, lse) of a request, computed by an engine or its name."""
     chosen, _ = choose(engine, request)
     with forward_mode_refused(chosen), untested_jax_noted():
         return on_auto_axes(_run_engine, _like_queries, (chosen,), (request,))
 
 
 def attention_of_layer(q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None) -> jax.Array:
-    """`attention` with one layer of stacks [layers, B, S, K, H] of keys and values, read where it lies if possible.
+    """`attention` with one layer of stacked keys and values [layers, B, S, K, H], read in place if the engine can.
 
-    Without gradients, and on one device.
+    For one device. A result that was read in place has no derivative of its own: `models/decoders/cache.py` wraps this
+    function in a `custom_vjp`, whose backward pass differentiates `attention` of the layer.
     """
-    one_k, one_v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (k, v))
-    request = Request.of(q=q, k=one_k, v=one_v, mask=mask, scale=scale, soft_cap=soft_cap).with_scale()
-    found = None
+    layer_k = jax.ShapeDtypeStruct(k.shape[1:], k.dtype)
+    layer_v = jax.ShapeDtypeStruct(v.shape[1:], v.dtype)
+    request = Request.of(q=q, k=layer_k, v=layer_v, mask=mask, scale=scale, soft_cap=soft_cap).with_scale()
+    result = None
     if request.layout is not None and 0 not in request.dims.values():
-        found = choose("auto", request)[0].run_layer(request, request.layout, k, v, layer)
-    if found is None:
+        result = choose("auto", request)[0].run_layer(request, request.layout, k, v, layer)
+    if result is None:
         return attention(q, k[layer], v[layer], mask=mask, scale=scale, soft_cap=soft_cap)
-    return found[0]
+    return result[0]
 
 
 def plan_attention_layout(q, k, v, **call) -> BlockLayout:
-    """The layout that `attention` plans for such a call, for many calls alike; q, k and v may be shapes alone."""
+    """The layout that `attention` plans for a call, for use in several calls; q, k and v may be `ShapeDtypeStruct`s."""
     request = Request.of(q=q, k=k, v=v, **call)
     return request.plan_layout(*choose("auto", request)[0].tiles(request))
 
 
 def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
-    """How (out, lse) lie."""
+    """The partition specs of (out, lse), from the sharding of the queries."""
     of_q = entries(operands[0].q)
     return P(*of_q), P(*of_q[:3])
 
@@ -207,4 +214,6 @@ def _run_engine(engine: Engine, request: Request):
     features = request.dims["Hv"]
     request = request.with_scale(dense=engine.differentiable).with_features()
     out, lse = attend(engine, request.with_layout(*engine.tiles(request)))
-    return out if features else out[..., :0], lse
+    if not features:  # `with_features` added one
+        out = out[..., :0]
+    return out, lse

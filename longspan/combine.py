@@ -1,4 +1,4 @@
-"""`merge`: attention over disjoint sets of keys, joined to attention over all of them."""
+"""`merge`: combines attention over disjoint sets of keys into attention over their union."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -12,7 +12,7 @@ from longspan.array_types import Array, LogSumExp, Output, no_type_check, statis
 
 
 class Result(NamedTuple):
-    """Attention over some keys: what a forward pass gives, and what its backward pass gets.
+    """The result of an engine's forward pass. Its backward pass receives it.
 
     Example:
         >>> from longspan.engines import Result
@@ -22,8 +22,8 @@ class Result(NamedTuple):
 
     out: Any  # [B, T, N, Hv], in the dtype of q or wider
     lse: Any  # [B, T, N], float32 or 64
-    lse_residual: Any = None  # [B, T, N]: what lse lost by rounding; None: not known, taken for 0
-    residuals: Any = None  # arrays that an engine's own backward pass reads besides
+    lse_residual: Any = None  # [B, T, N]: the rounding error of lse, exact lse minus `lse`; None counts as 0
+    residuals: Any = None  # further arrays for the backward pass of the same engine
 
 
 @no_type_check
@@ -33,22 +33,23 @@ def merge(
     *,
     sinks: Float[Array, "N"] | None = None,
 ) -> tuple[Output, LogSumExp]:
-    """Attention over the union of disjoint sets of keys, from the results over each: Σ exp(lseᵢ) outᵢ / Σ exp(lseᵢ).
+    """Combines attention over disjoint sets of keys into attention over their union: Σ exp(lseᵢ) outᵢ / Σ exp(lseᵢ).
 
-    What `attention(..., return_lse=True)` gives for parts of the keys becomes what it gives for all of them, in any
-    split and any order; a part may be empty, for some queries or for all (lse = -inf there). It is differentiable.
+    Call `attention(..., return_lse=True)` for each set of keys. The split and the order of the sets do not matter. A
+    set may have no allowed key for some queries, or for all (lse = -inf there). `merge` is differentiable.
 
     Args:
         outs: outputs [B, T, N, H], one for each set of keys, computed *without* sinks.
         lses: their log-sum-exps [B, T, N], in the same order.
-        sinks: one logit per head, [N], that takes part in the softmax of the whole: given here once instead of in every
-            part.
+        sinks: one logit per head, [N], that takes part in the softmax over the union. Pass sinks only here, not in the
+            calls of `attention`.
 
     Returns:
-        (out, lse) as of one call: out in the dtype of `outs`, lse in float32 (float64 for float64), the sink included.
+        (out, lse) as one call of `attention` would return them: out in the dtype of `outs`, lse in float32 (float64 for
+        float64), with the sinks.
 
-    A float32 lse near -1e9, as people mask with, holds nothing of the logarithm of the sum: rows whose every score is
-    that low do not merge exactly.
+    Rows whose scores are all near -1e9, a common mask value, do not merge exactly: a float32 lse of that size has lost
+    the logarithm of the sum.
 
     Example:
         >>> q, k, v = ls.testing.make_qkv(ls.testing.Shape(B=1, T=3, S=8, N=2, K=1, H=4), jnp.float32)
@@ -70,58 +71,61 @@ def merge(
 
 
 def combine(parts: Sequence[Result], *, across: str | None = None) -> Result:
-    """Attention over the union of disjoint sets of keys: of some parts, or of those of all devices of a mesh axis.
+    """Attention over the union of disjoint sets of keys; with `across`, also over the devices of a mesh axis.
 
-    A part may be empty, for some queries or for all: then its lse is -inf, and its out may hold anything. A part
-    without `out` is a logit that has no value, such as a sink. It is differentiable, if it is not `across` devices.
+    Where a part has no allowed key, its lse is -inf and its out is ignored. A part without `out` is a logit without a
+    value, such as a sink. Differentiable, unless it is `across` devices.
     """
-    most = jax.lax.stop_gradient(reduce(jnp.maximum, [part.lse for part in parts]))
-    most = most if across is None else jax.lax.pmax(most, across)
-    most = jnp.where(jnp.isfinite(most), most, 0)
-    seen = [part.lse != -jnp.inf for part in parts]  # NaN is seen: it must show
-    weights = [_weight(part, some, most) for part, some in zip(parts, seen, strict=True)]
-    valued = [each for each in zip(parts, seen, weights, strict=True) if each[0].out is not None]
+    max_lse = jax.lax.stop_gradient(reduce(jnp.maximum, [part.lse for part in parts]))
+    if across is not None:
+        max_lse = jax.lax.pmax(max_lse, across)
+    max_lse = jnp.where(jnp.isfinite(max_lse), max_lse, 0)
+    has_keys = [part.lse != -jnp.inf for part in parts]  # True for NaN, which must reach the result
+    weights = [_weight(part, has, max_lse) for part, has in zip(parts, has_keys, strict=True)]
+    valued = [each for each in zip(parts, has_keys, weights, strict=True) if each[0].out is not None]
     total = reduce(jnp.add, weights)
-    out = reduce(jnp.add, [_weighted(*each) for each in valued])
+    out = reduce(jnp.add, [_weighted_values(*each) for each in valued])
     if across is not None:
         total, out = jax.lax.psum((total, out), across)
-    result = normalised(most, total, out)
+    result = normalised(max_lse, total, out)
     if len(valued) == len(parts):
         return result
-    # Queries that see no key have no value either, be a sink's logit what it may: infinite, or NaN.
-    some = reduce(jnp.logical_or, [some for _, some, _ in valued])
-    out, residual = jnp.where(some[..., None], result.out, 0), jnp.where(some, result.lse_residual, 0)
-    return result._replace(out=out, lse_residual=residual)
+    # Queries that see no key give zeros, also where the logit of a sink is infinite or NaN.
+    has_value = reduce(jnp.logical_or, [has for _, has, _ in valued])
+    out = jnp.where(has_value[..., None], result.out, 0)
+    return result._replace(out=out, lse_residual=jnp.where(has_value, result.lse_residual, 0))
 
 
-def normalised(most, total, out) -> Result:
-    """The result of sums over keys: `total` [...] of exp(score - most), `out` [..., H] of that times the values."""
+def normalised(max_score, total, out) -> Result:
+    """The result from sums over keys: `total` [...] of exp(score - max_score), `out` [..., H] of these times values."""
     empty = total == 0
     total = jnp.where(empty, 1, total)
     log_total = jnp.log(total)
-    lse = most + log_total
-    # Where scores are -1e9, as people mask with, rounding takes the whole logarithm.
-    residual = jnp.where(empty, 0, log_total - (lse - most))
+    lse = max_score + log_total
+    # Where scores are near -1e9, a common mask value, the sum rounds the whole logarithm away.
+    residual = jnp.where(empty, 0, log_total - (lse - max_score))
     return Result(out / total[..., None], jnp.where(empty, -jnp.inf, lse), residual)
 
 
-def _weight(part: Result, some, most):
-    """exp(lse - most) of a part, 0 where it is empty."""
-    # Not just exp(-inf - most) = 0: its derivative must be 0 too, where a query sees nothing at all.
-    level = jnp.where(some, part.lse, 0) - most
-    return jnp.where(some, jnp.exp(level if part.lse_residual is None else level + part.lse_residual), 0)
+def _weight(part: Result, has_keys, max_lse):
+    """exp(lse - max_lse) of a part, 0 where it has no keys."""
+    # Two `where`s, although exp(-inf - max_lse) is 0: its derivative must be 0 too where a query sees no key at all.
+    exponent = jnp.where(has_keys, part.lse, 0) - max_lse
+    if part.lse_residual is not None:
+        exponent = exponent + part.lse_residual
+    return jnp.where(has_keys, jnp.exp(exponent), 0)
 
 
-def _weighted(part: Result, some, weight):
-    """A part's values times its weight; where it is empty, there is nothing to add, whatever it holds."""
-    return jnp.where(some[..., None], part.out, 0).astype(weight.dtype) * weight[..., None]
+def _weighted_values(part: Result, has_keys, weight):
+    """The values of a part times its weight, 0 where it has no keys."""
+    return jnp.where(has_keys[..., None], part.out, 0).astype(weight.dtype) * weight[..., None]
 
 
 def _check_parts(outs: Sequence, lses: Sequence, sinks) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"`merge` needs as many `outs` as `lses`, at least one, got {len(outs)} and {len(lses)}. Pass what "
-            "`attention(..., return_lse=True)` gave for each set of keys."
+            f"`merge` needs as many `outs` as `lses`, at least one, got {len(outs)} and {len(lses)}. Pass the results "
+            "of `attention(..., return_lse=True)` for each set of keys."
         )
     for name, arrays, rank in (("outs", outs, 4), ("lses", lses, 3)):
         shapes = [tuple(getattr(a, "shape", ())) for a in arrays]

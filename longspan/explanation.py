@@ -1,4 +1,4 @@
-"""`explain`: what `attention` would do with the same arguments, as a report that prints itself."""
+"""`explain`: a report on a call of `attention`: its engine, tiles, FLOPs and memory, without running it."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Bool, Float
 
 from longspan import cache
-from longspan.advice import Planned, advice, estimate, facts, in_numpy
+from longspan.advice import PlannedCall, advice, estimate, facts, in_numpy
 from longspan.array_types import Array, EngineName, Key, Positions, Query, Real, Value, no_type_check
 from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.biases import AnyBias
@@ -50,9 +50,10 @@ def explain(
     order: Order = "contiguous",
     global_capacity: int | None = None,
 ) -> "Explanation":
-    """What `attention` would do with the same arguments, which may be `jax.ShapeDtypeStruct`s: engine, tiles, FLOPs.
+    """Reports the engine, tiles, FLOPs and memory of a call of `attention` with the same arguments, without running it.
 
-    With a `mesh`, what `ls.parallel.attention` would do: also what devices send each other, step by step.
+    Arrays may be `jax.ShapeDtypeStruct`s. With a `mesh`, it reports on `ls.parallel.attention` instead, with the bytes
+    that devices send in each step; `axis`, `order` and `global_capacity` are arguments of that function.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
@@ -71,17 +72,23 @@ def explain(
     check_mesh(order, mesh)
     chosen, refused = choose(engine, request)
     layout, dims = request.layout, request.dims
-    q_tile, kv_tile = chosen.tiles(request) if layout is None else (layout.q_tile, layout.kv_tile)
+    if layout is None:
+        q_tile, kv_tile = chosen.tiles(request)
+    else:
+        q_tile, kv_tile = layout.q_tile, layout.kv_tile
     counts, advised = None, ()
     is_known = _is_known(request)
     if is_known and 0 not in dims.values():
-        with jax.ensure_compile_time_eval():  # also inside `jit`, where what is known stays known
+        with jax.ensure_compile_time_eval():  # so that arrays with known values are not traced inside `jit`
             known = in_numpy(request)
             layout = known.plan_layout(q_tile, kv_tile, xp=np)
             counts = count(layout)
             done = work(dims, layout, counts)
             flops = done["useful_flops"], done["executed_flops"]
-            advised = advice(Planned(known, chosen, mask, layout, *flops, mesh is not None))
+            advised = advice(PlannedCall(known, chosen, mask, layout, *flops, mesh is not None))
+    sent = {}
+    if mesh is not None:
+        sent = sending(request, Axes.of(mesh, axis, batch_axes, head_axis), order, global_capacity)
     return Explanation(
         engine=chosen.name,
         reason=_reason(engine),
@@ -91,33 +98,32 @@ def explain(
         kv_tile=kv_tile,
         notes=(*facts(request, is_known, mesh is not None), *chosen.notes(request), *estimate(counts), *advised),
         temporary_bytes=chosen.temporary_bytes(request),
-        **_cache(request),
-        **(
-            {} if mesh is None else sending(request, Axes.of(mesh, axis, batch_axes, head_axis), order, global_capacity)
-        ),
-        **_sizes(request),
+        **_cache_sizes(request),
+        **sent,
+        **_array_sizes(request),
         **work(dims, layout, counts),
     )
 
 
 def _reason(asked: str | Engine) -> str:
     if asked != "auto":
-        return "as asked"
-    return f"the first of {', '.join(ENGINES)} that can run this, usually the fastest"
+        return "as requested"
+    return f"the first of {', '.join(ENGINES)} that can run this call, usually the fastest"
 
 
 def _is_known(request: Request) -> bool:
-    """Whether what decides which tiles are visited has values here: arrays, and numbers if the mask tells by them."""
-    deciding = (request.mask, request.layout, request.q_positions, request.kv_positions)
-    by_number = request.mask.batch > request.dims["B"] or request.mask.heads > request.dims["N"]
-    return not by_number and not any(is_abstract(leaf) for leaf in jax.tree.leaves(deciding))
+    """Whether the visited tiles can be computed here: all arrays have values, and the mask is not of all shards."""
+    arrays = jax.tree.leaves((request.mask, request.layout, request.q_positions, request.kv_positions))
+    of_all_shards = request.mask.batch > request.dims["B"] or request.mask.heads > request.dims["N"]
+    return not of_all_shards and not any(is_abstract(array) for array in arrays)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of `attention` does; it prints itself as a table. Counts are None where they depend on data.
+    """The report of `explain`; `print` shows it as a table. Counts are None where they depend on data.
 
-    Tiles are those of the batch rows and heads that the mask tells apart; FLOPs and bytes are those of the whole call.
+    Tiles are counted once for all batch rows and heads that have the same mask. FLOPs and bytes are those of the whole
+    call.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
@@ -126,8 +132,8 @@ class Explanation:
     """
 
     engine: str
-    reason: str  # why this engine
-    refused: dict[str, str]  # engine -> why it was not taken
+    reason: str  # for the choice of the engine
+    refused: dict[str, str]  # engine -> the reason why it cannot run this call
     mask: str
     q_tile: int
     kv_tile: int
@@ -138,17 +144,17 @@ class Explanation:
     useful_flops: int | None  # 2·(H + Hv) for each allowed pair and head, forward
     executed_flops: int | None  # 2·(H + Hv) for each pair in a tile that is computed, forward
     array_bytes: int  # q, k, v, out, lse, bias and sinks
-    temporary_bytes: int | None  # what the engine takes for itself, at least; None: little, or not known beforehand
-    dense_mask_bytes: int  # what bools [B, N, T, S] would have taken, over the rows and heads told apart
+    temporary_bytes: int | None  # a lower bound of the engine's temporary memory; None: small, or not known in advance
+    dense_mask_bytes: int  # the size of a dense mask of bools, which is not allocated
     notes: tuple[str, ...]
-    cache_bytes: int | None = None  # keys and values that decoding would keep; None: no such mask, or no self-attention
-    full_cache_bytes: int | None = None  # what keeping all of them would take
-    useful_is_estimate: bool = False  # too many pairs would have to be read; tiles are counted all the same
-    # With a mesh, of one device; the most that may come where it depends on data:
-    sent_bytes: int | None = None  # what it receives of others, forward
+    cache_bytes: int | None = None  # of a KV cache for decoding; None: the mask is not causal, or no self-attention
+    full_cache_bytes: int | None = None  # of a cache of all keys
+    useful_is_estimate: bool = False  # whether `useful_flops` is estimated from a sample of the partial tiles
+    # With a mesh, of one device; the worst case where it depends on data:
+    sent_bytes: int | None = None  # received from other devices, forward
     sent_bytes_backward: int | None = None
-    bound_bytes: int | None = None  # what the device that needs most cannot do without, forward
-    gather_bytes: int | None = None  # what gathering all keys and values would send
+    bound_bytes: int | None = None  # a lower bound: the bytes that the busiest device must receive, forward
+    gather_bytes: int | None = None  # received if all keys and values were gathered
     sending: tuple[str, ...] = ()  # order and load, then one line per step
 
     def __str__(self) -> str:
@@ -174,40 +180,40 @@ class Explanation:
             ("  full", _share(self.tiles_full, self.tiles_total)),
             ("useful FLOPs", "about " * self.useful_is_estimate + short(self.useful_flops, "FLOP", 1000)),
             ("executed FLOPs", short(self.executed_flops, "FLOP", 1000)),
-            ("reads and writes", short(self.array_bytes, "B", 1024)),
+            ("inputs and outputs", short(self.array_bytes, "B", 1024)),
             *self._temporary(),
             *self._kept(),
             *self._sent(),
-            ("a dense mask would take", short(self.dense_mask_bytes, "B", 1024)),
+            ("dense mask (not allocated)", short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
 
     def _temporary(self) -> list[tuple[str, str]]:
-        known = self.temporary_bytes is not None
-        return [("temporary memory", f"at least {short(self.temporary_bytes, 'B', 1024)}")] if known else []
+        if self.temporary_bytes is None:
+            return []
+        return [("temporary memory", f"at least {short(self.temporary_bytes, 'B', 1024)}")]
 
     def _kept(self) -> list[tuple[str, str]]:
         if self.cache_bytes is None:
             return []
-        kept, full = (short(n, "B", 1024) for n in (self.cache_bytes, self.full_cache_bytes))
-        return [("a cache would take", f"{kept}; one of all keys {full}")]
+        kept, full = short(self.cache_bytes, "B", 1024), short(self.full_cache_bytes, "B", 1024)
+        return [("KV cache for decoding", f"{kept}; {full} if it kept all keys")]
 
     def _sent(self) -> list[tuple[str, str]]:
         if self.sent_bytes is None:
             return []
         head, *steps = self.sending
-        sent, back, bound, gather = (
-            short(n, "B", 1024)
-            for n in (self.sent_bytes, self.sent_bytes_backward, self.bound_bytes, self.gather_bytes)
-        )
+        forward, backward = short(self.sent_bytes, "B", 1024), short(self.sent_bytes_backward, "B", 1024)
+        bound, gather = short(self.bound_bytes, "B", 1024), short(self.gather_bytes, "B", 1024)
+        total = f"each device receives {forward} forward, {backward} backward"
         return [
             ("devices", head),
             *(("  sends", step) for step in steps),
-            ("  in all", f"{sent} per device forward, {back} backward; bound {bound}, a gather {gather}"),
+            ("  total", f"{total}; lower bound {bound}, a gather of all keys {gather}"),
         ]
 
 
-def _sizes(request: Request) -> dict[str, int]:
+def _array_sizes(request: Request) -> dict[str, int]:
     B, T, S, N, K, H, Hv = request.dims.values()
     item = np.dtype(request.q.dtype).itemsize
     arrays = item * B * (H + Hv) * (T * N + S * K) + max(item, 4) * B * T * N
@@ -216,14 +222,14 @@ def _sizes(request: Request) -> dict[str, int]:
     return dict(array_bytes=arrays, dense_mask_bytes=request.mask.batch * request.mask.heads * T * S)
 
 
-def _cache(request: Request) -> dict[str, int]:
-    """What a cache of this call's keys and values would take, if its mask can be decoded, position by slot."""
+def _cache_sizes(request: Request) -> dict[str, int]:
+    """The bytes of a KV cache for this mask, if it allows decoding and positions are slot indices."""
     B, T, S, _, K, H, Hv = request.dims.values()
     if T != S or not S or request.has_positions:
         return {}
     try:
         plan = cache.plan(request.mask, S)
-    except ValueError:  # queries see what comes after them
+    except ValueError:  # queries see later keys
         return {}
     call = (B, K, H, request.k.dtype)
     return dict(cache_bytes=plan.nbytes(*call, v_head_dim=Hv), full_cache_bytes=plan.full_nbytes(*call, v_head_dim=Hv))

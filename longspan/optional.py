@@ -1,17 +1,17 @@
-"""Optional dependencies: a missing one is one line that says what to install."""
+"""Optional dependencies: an error of one line names the extra to install."""
 
 from importlib.util import find_spec
 
 
-def needs(room: str, module: str, extra: str) -> None:
-    """Raises an ImportError that names the extra to install, unless the module is there.
+def needs(feature: str, module: str, extra: str) -> None:
+    """Raises an ImportError that names the extra to install, unless the module is installed.
 
-    The module itself is not imported: if it is there and broken, its own error is the one to read.
+    The module is not imported. If it is installed but broken, its own error appears at its import.
 
     Args:
-        room: who needs it, a dotted name of ours.
+        feature: the module or feature that needs it, for the message.
         module: the top-level module of the dependency.
-        extra: the extra of this package that brings it.
+        extra: the extra of this package that installs it.
 
     Example:
         >>> needs("longspan.models", "no_such_module", "flax")
@@ -19,12 +19,12 @@ def needs(room: str, module: str, extra: str) -> None:
         ImportError: longspan.models needs no_such_module: pip install 'longspan[flax]'
     """
     if not is_there(module):
-        raise ImportError(f"{room} needs {module}: pip install 'longspan[{extra}]'", name=module)
+        raise ImportError(f"{feature} needs {module}: pip install 'longspan[{extra}]'", name=module)
 
 
 def is_there(module: str) -> bool:
-    """Whether a top-level module can be found."""
+    """Whether a top-level module is installed."""
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # a finder that refuses it, or a stand-in without a spec
+    except (ImportError, ValueError):  # an import hook refuses it, or `sys.modules` holds a stub without a spec
         return False

@@ -56,13 +56,13 @@ def test_it_names_the_engine_and_why_others_were_refused():
     assert report.engine in ENGINES
     before = list(ENGINES)[: list(ENGINES).index(report.engine)]
     assert list(report.refused) == before and all(report.refused.values())
-    assert "fast" in report.reason and ls.explain(*call(), engine="xla").reason == "as asked"
+    assert "fast" in report.reason and ls.explain(*call(), engine="xla").reason == "as requested"
 
 
 def test_it_prints_as_a_table():
     text = str(ls.explain(*call(), mask=ls.Causal() & ls.Window(100, 0), engine="reference"))
     rows = dict(line.split("  ", 1) for line in (row.strip() for row in text.splitlines()))
-    assert rows["engine"].strip() == "reference, as asked"
+    assert rows["engine"].strip() == "reference, as requested"
     assert rows["mask"].strip() == "Causal() & Window(100, 0)"
     assert rows["partial"].strip() == "7 (43.8%)"
 
@@ -71,7 +71,7 @@ def test_rows_say_what_their_bytes_are():
     report = ls.explain(*call(), mask=ls.Causal(), engine="reference")
     rows = dict(line.split("  ", 1) for line in str(report).splitlines())
     rows = {name.strip(): value.strip() for name, value in rows.items()}
-    assert {"reads and writes", "temporary memory", "a dense mask would take"} <= set(rows)
+    assert {"inputs and outputs", "temporary memory", "dense mask (not allocated)"} <= set(rows)
     assert report.temporary_bytes == 3 * 2 * 389 * 389 * 4 and rows["temporary memory"] == "at least 3.463 MB"
     assert "temporary memory" not in str(ls.explain(*call(), mask=ls.Causal(), engine="xla"))
 
@@ -91,7 +91,7 @@ def bind_mask(mask, **sizes):
 
 
 WASTEFUL = {
-    "ids come back after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 1024))),
+    "ids recur after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 1024))),
     "shorter than a tile": ls.Causal() & ls.Segments(np.arange(1024)[None] // 9),
 }
 
@@ -104,7 +104,7 @@ def test_it_advises_where_far_more_is_executed_than_is_useful(why, array):
     ratio = report.executed_flops / report.useful_flops
     assert ratio > 4
     (note,) = report.notes
-    assert note.startswith(f"{ratio:.0f} times as many FLOPs are executed as are useful: ") and why in note
+    assert note.startswith(f"the executed FLOPs are {ratio:.0f} times the useful FLOPs: ") and why in note
     assert not ls.explain(*call(), mask=ls.Empty(), engine="xla").notes
 
 
@@ -139,8 +139,8 @@ UNBOUNDED = ls.Custom(lambda q, k: q % 2 == 0)
         (UNBOUNDED | ls.Window(3, 0), "Custom(<lambda>)", "no tile can be skipped"),
         (~(UNBOUNDED & ls.Window(3, 0)), "Custom(<lambda>)", "no tile can be skipped"),
         (UNBOUNDED & ls.Window(3, 0), "Custom(<lambda>)", "no tile is known to be full"),
-        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that it decides are masked"),
-        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "tiles that it decides are masked"),
+        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that depend on it are masked"),
+        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "tiles that depend on it are masked"),
         (ls.Full() & UNBOUNDED, "Custom(<lambda>)", "no tile can be skipped"),
         (ls.Causal() & Mine(), "Mine()", "no tile is known to be full"),
     ],
@@ -154,7 +154,7 @@ def test_it_says_which_part_of_a_composition_costs_what(mask, culprit, effect):
 def test_it_asks_the_native_engine_what_travels_as_bits():
     request = bind_mask(ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)), T=16)
     notes = ENGINES["cpu"].notes(request)
-    assert len(notes) == 1 and "no word for Mine()" in notes[0]
+    assert len(notes) == 1 and "the native kernel cannot evaluate Mine()" in notes[0]
     assert not ENGINES["cpu"].notes(bind_mask(ls.Causal() | ls.Global((0,)), T=16))
 
 
@@ -297,7 +297,7 @@ def test_it_shows_what_a_cache_would_take_beside_a_full_one():
     report = ls.explain(q, k, v, mask=ls.Causal() & (ls.Window(99, 0) | ls.Prefix(4)), engine="reference")
     assert report.cache_bytes == 104 * 3 * 2 * (16 + 8) * 2
     assert report.full_cache_bytes == 389 * 3 * 2 * (16 + 8) * 2
-    assert "a cache would take       29.25 kB; one of all keys 109.4 kB" in str(report)
+    assert "KV cache for decoding       29.25 kB; 109.4 kB if it kept all keys" in str(report)
     ids = jax.ShapeDtypeStruct((3, 389), jnp.int32)
     packed = ls.explain(q, k, v, mask=ls.Causal() & ls.Window(99, 0) & ls.Segments(ids), engine="reference")
     assert packed.cache_bytes == 100 * 3 * 2 * (16 + 8) * 2
