@@ -64,7 +64,7 @@ from longspan.masks import Segments as Segments
 from longspan.masks import TokenTypes as TokenTypes
 from longspan.masks import Window as Window
 from longspan.masks import positions_from_segments as positions_from_segments
-from longspan.optional import is_there as _is_there
+from longspan.optional import is_installed as _is_installed
 from longspan.patterns import bigbird as bigbird
 from longspan.patterns import bigbird_attention as bigbird_attention
 from longspan.patterns import bigbird_random_blocks as bigbird_random_blocks
@@ -141,5 +141,5 @@ if not TYPE_CHECKING:  # static checkers would accept any attribute of a module 
 
 def __dir__() -> list[str]:
     """Returns the public names, without those whose optional dependency is not installed."""
-    absent = {name for name, needed in _LAZY.items() if not _is_there(needed)}
+    absent = {name for name, needed in _LAZY.items() if not _is_installed(needed)}
     return sorted({*__all__, *_LAZY, "__version__"} - absent)

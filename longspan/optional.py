@@ -18,11 +18,11 @@ def needs(feature: str, module: str, extra: str) -> None:
         Traceback (most recent call last):
         ImportError: longspan.models needs no_such_module: pip install 'longspan[flax]'
     """
-    if not is_there(module):
+    if not is_installed(module):
         raise ImportError(f"{feature} needs {module}: pip install 'longspan[{extra}]'", name=module)
 
 
-def is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a top-level module is installed."""
     try:
         return find_spec(module) is not None

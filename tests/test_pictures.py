@@ -269,7 +269,7 @@ def test_figures_leave_no_trace_in_pyplot():
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("longspan.optional.is_there", lambda name: name != "matplotlib")
+    monkeypatch.setattr("longspan.optional.is_installed", lambda name: name != "matplotlib")
     with pytest.raises(ImportError, match=re.escape("Mask.plot needs matplotlib: pip install 'longspan[plot]'")):
         ls.Causal().plot(8)
 

@@ -10,7 +10,7 @@ import typer
 from longspan.cli.library import library
 from longspan.cli.notices import compiling
 from longspan.cli.options import PLANNED, AsJson, print_json
-from longspan.optional import is_there
+from longspan.optional import is_installed
 
 FAILED = 1
 
@@ -100,7 +100,7 @@ def _tokenizer(directory: Path) -> str | None:
     """The tokenizer in a few words, what is wrong with it, or None."""
     if not (directory / "tokenizer.json").is_file():
         return None
-    if not is_there("tokenizers"):
+    if not is_installed("tokenizers"):
         return "tokenizer.json; to read it: pip install 'longspan[hf]'"
     from longspan.cli.texts import tokenizer_of
 
@@ -112,7 +112,7 @@ def _tokenizer(directory: Path) -> str | None:
 
 def _parity(model: Any, directory: Path, quiet: bool) -> str:
     """How far PyTorch's output is from ours, on some random tokens."""
-    if not (is_there("torch") and is_there("transformers")):
+    if not (is_installed("torch") and is_installed("transformers")):
         return "not compared: torch and transformers are not installed"
     import numpy as np
 

@@ -225,9 +225,9 @@ def _decoder(stage: Stage, sizes: Sizes, seconds: float) -> None:
 
 
 def _draw_losses(stage: Stage, losses: list[float]) -> None:
-    from longspan.optional import is_there
+    from longspan.optional import is_installed
 
-    if not is_there("matplotlib"):
+    if not is_installed("matplotlib"):
         return
     from matplotlib.figure import Figure
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.files import written
-from longspan.optional import is_there
+from longspan.optional import is_installed
 
 
 class Stage:
@@ -54,7 +54,7 @@ class Stage:
 
     def draw(self, name: str, mask: Any, length: int, *, tile: int) -> None:
         """A mask's picture: a PNG where matplotlib is there, else a page."""
-        if is_there("matplotlib"):
+        if is_installed("matplotlib"):
             self.save(name, mask.plot(length, length, tile=tile))
             return
         from longspan.render.html import document

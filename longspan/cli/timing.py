@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longspan.cli.library import library
-from longspan.optional import is_there
+from longspan.optional import is_installed
 
 SETTLE = 0.05  # seconds between two contestants: thread pools spin for a while after their work is done
 MOST_DENSE = 1 << 30  # bytes of scores up to which what is dense takes part
@@ -109,7 +109,7 @@ def _compiled(problem: Problem, qkv: Any, attend: Callable[..., Any], mask: Any)
 
 def _torch_sdpa(problem: Problem, qkv: Any) -> Contestant | str:
     """PyTorch's `scaled_dot_product_attention` under the dense mask."""
-    if not is_there("torch"):
+    if not is_installed("torch"):
         return "not installed"
     if problem.dense_bytes > MOST_DENSE:
         return "dense scores would be too large"
@@ -131,7 +131,7 @@ def _tensors(torch: Any, qkv: Any) -> list[Any]:
 
 def _flex_attention(problem: Problem, qkv: Any) -> Contestant | str:
     """PyTorch's FlexAttention, compiled, under blocks that it makes of the mask."""
-    if not is_there("torch"):
+    if not is_installed("torch"):
         return "not installed"
     if problem.backward:
         return "has no backward pass on CPUs"

@@ -112,7 +112,7 @@ def test_info_says_what_runs_and_why_not(run, monkeypatch):
 
 
 def test_bench_times_saves_compares_and_plots(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("longspan.cli.timing.is_there", lambda name: False)
+    monkeypatch.setattr("longspan.cli.timing.is_installed", lambda name: False)
     small = ("bench", "Causal()", "-T", "16,32", "--heads", 1, "--head-dim", 8, "--rounds", 1, "--engine", "reference")
     code, out, err = run(*small, "--save", tmp_path, "--plot", tmp_path / "times.svg")
     assert code == 0 and "tokens" in out and "jax.nn" in out and "torch sdpa: not installed" in out
@@ -131,7 +131,7 @@ def test_bench_times_saves_compares_and_plots(run, tmp_path, monkeypatch):
 
 
 def test_check_looks_into_a_checkpoint(run, saved, monkeypatch):
-    monkeypatch.setattr("longspan.cli.check.is_there", lambda name: name not in ("torch", "transformers"))
+    monkeypatch.setattr("longspan.cli.check.is_installed", lambda name: name not in ("torch", "transformers"))
     code, out, _ = run("check", saved("mistral"), "-T", 64, "--json")
     facts = json.loads(out)
     assert code == 0 and facts["loads"] and facts["family"] == "mistral" and facts["task"] == "causal_lm"
@@ -388,7 +388,7 @@ def test_a_mistake_of_ours_is_not_hidden(run, monkeypatch):
 
 
 def test_without_the_extra_it_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr("longspan.optional.is_there", lambda name: name != "typer")
+    monkeypatch.setattr("longspan.optional.is_installed", lambda name: name != "typer")
     code, out, err = run("show", "Causal()")
     assert (code, out) == (1, "")
     assert err == "longspan: The command `longspan` needs typer: pip install 'longspan[cli]'\n"

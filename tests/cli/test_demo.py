@@ -75,7 +75,7 @@ def test_numbers_that_are_none_do_not_agree():
 
 
 def test_without_matplotlib_masks_are_pages(here, monkeypatch, capsys):
-    monkeypatch.setattr("longspan.cli.stage.is_there", lambda module: False)
+    monkeypatch.setattr("longspan.cli.stage.is_installed", lambda module: False)
     Stage(here).draw("causal", ls.Causal(), 64, tile=16)
     assert [path.name for path in here.iterdir()] == ["causal.html"]
     assert "<svg" in (here / "causal.html").read_text("utf-8")
