@@ -22,6 +22,7 @@ from longspan.checks import check_sides, check_tiles
 from longspan.constants import on_host, unfolded
 from longspan.masks import Mask
 from longspan.masks.pytree import axes_of, short
+from longspan.masks.rules import atoms_of
 from longspan.masks.sides import Side, Tiles, as_positions, two_sides
 from longspan.masks.spans import Spans, running_max
 from longspan.pairs import count_by_query
@@ -101,7 +102,7 @@ class BlockLayout:
             return replace(jax.device_put(known.transpose()), mask=self.mask, forward=self)
         here = self if xp is np else unfolded(self)
         q, kv = here.sides(xp=xp)
-        low, high, common = here.mask.atoms().q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
+        low, high, common = atoms_of(here.mask).q_spans(kv.tiles(self.kv_tile), q.tiles(self.q_tile))
         common = None if common is None else common.swapaxes(2, 3)
         spans = Spans(low.swapaxes(2, 3), high.swapaxes(2, 3), common)
         rows = _rows(xp, spans, self.kv_tiles, self.q_tile, self.q_tiles)
@@ -109,7 +110,7 @@ class BlockLayout:
 
     def lowered(self) -> "BlockLayout":
         """The same tiles, with the mask in comparisons: for those who ask it often."""
-        return replace(self, mask=self.mask.atoms())
+        return replace(self, mask=atoms_of(self.mask))
 
     def sides(self, *, batch: int | None = None, heads: int | None = None, xp: Namespace = jnp) -> tuple[Side, Side]:
         """Both sides as rules see them."""
@@ -227,7 +228,9 @@ def plan_checked_layout(
         mask, q_at, kv_at, *numbers = given if xp is np else unfolded(given)
         known = dict(q_positions=q_at, kv_positions=kv_at, numbers=None if rows is None else tuple(numbers))
         sides = sides_of(mask, q_len, kv_len, **known, xp=xp)
-        spans = mask.atoms().kv_spans(*(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True)))
+        spans = atoms_of(mask).kv_spans(
+            *(side.tiles(size) for side, size in zip(sides, (q_tile, kv_tile), strict=True))
+        )
         return _rows(xp, spans, -(-q_len // q_tile), kv_tile, -(-kv_len // kv_tile))
 
     tables = _on_auto_axes(tables_of, mask, q_positions, kv_positions, rows, heads)
@@ -286,7 +289,7 @@ def _on_auto_axes(function, mask: Mask, *arrays) -> Rows:
 
 def count(layout: BlockLayout) -> Counts:
     """Counts a concrete layout's visits by kind, and its allowed pairs, without a T×S array."""
-    total, mask = NONE, layout.mask.atoms()
+    total, mask = NONE, atoms_of(layout.mask)
     for plane in planes_of(layout):
         pairs = None if layout.repeats else count_by_query(mask, plane.q.side, plane.kv.side)
         looks = layout.looks(plane.batch, plane.head)
@@ -301,7 +304,7 @@ def count(layout: BlockLayout) -> Counts:
 
 def count_tiles(layout: BlockLayout, most: int) -> Counts | None:
     """Counts a concrete layout's visits by kind, and no pairs; None if it has more than `most` visits."""
-    planes, mask = list(planes_of(layout)), layout.mask.atoms()
+    planes, mask = list(planes_of(layout)), atoms_of(layout.mask)
     if sum(plane.visits for plane in planes) > most:
         return None
     total = NONE

@@ -11,8 +11,9 @@ import pytest
 
 import longspan as ls
 from longspan.engines.cpu.program import supports
-from longspan.layout import count
+from longspan.layout import count, plan_layout
 from longspan.masks import Compare, Rule, array, member, number, position, rule, slot
+from longspan.masks.rules import atoms_of
 from longspan.testing import Shape, assert_matches_reference, assert_obeys_laws, make_qkv
 from tests import oracle
 from tests.engines import every_engine
@@ -205,3 +206,28 @@ def test_facts_of_comparisons_are_written_once():
     assert classify["compare.py"] == 1 and sum(classify.values()) <= 13
     for dead in ("query_range", "one_interval", "_band_at", "MergedBand", "_Banded", "KvFlags"):
         assert not [path.name for path in masks.glob("*.py") if dead in path.read_text()]
+
+
+def test_lowering_is_remembered_for_small_masks_of_numbers_alone():
+    window = ls.Causal() & ls.Window(5, 0)
+    assert atoms_of(window) is atoms_of(ls.Causal() & ls.Window(5, 0))
+    assert atoms_of(window) == window.atoms()
+    assert atoms_of(ls.Causal() & ls.Window(6, 0)) == (ls.Causal() & ls.Window(6, 0)).atoms()
+    for kept_apart in (ls.Causal(jnp.int32(1)), ls.Custom(lambda q, k: q == k), ls.Dense(np.ones((3, 3), bool))):
+        mask = ls.Window(3, 0) & kept_apart
+        assert atoms_of(mask) is not atoms_of(mask)
+
+
+def test_numbers_at_the_ends_of_int32_are_planned_without_overflow():
+    far, near = 2**31 - 1, 2**28
+    for shift in (near - 1, near, near + 1, 2**30, far, -near, -near - 1, -far):
+        mask = Compare(position() + shift, ">=", position() + shift) & ls.Window(2, 1)
+        for xp in (np, jnp):
+            layout = plan_layout(mask, 7, 11, 2, 3, xp=xp)
+            assert np.array_equal(layout.starts, plan_layout(ls.Causal() & ls.Window(2, 1), 7, 11, 2, 3).starts)
+            assert np.array_equal(layout.stops, plan_layout(ls.Causal() & ls.Window(2, 1), 7, 11, 2, 3).stops)
+        one_sided = Compare(position() + shift, ">=", position())
+        seen = one_sided.dense(7, 11)
+        tiles = plan_layout(one_sided, 7, 11, 1, 1)
+        widths = np.maximum(np.asarray(tiles.stops) - np.asarray(tiles.starts), 0)[0, 0, :, 0]
+        assert np.array_equal(widths, np.asarray(seen)[0, 0].sum(1))

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from longspan.array_types import FAR
 from longspan.checks import check_choice
 from longspan.masks.base import BY_POSITION, BY_SLOT, NO_QUERY, Extent, Mask, Periodicity, Pinned, rule
 from longspan.masks.count_pieces import CountPiece
 from longspan.masks.hulls import hull_between, hull_of_equals
+from longspan.masks.sides import slots_between
 from longspan.masks.spans import Spans, everything, nothing, whole_or_nothing
 from longspan.masks.terms import (
     ARRAY,
@@ -238,7 +238,7 @@ def _spans(row: Term, relation: str, other: Term, rows, others, few: bool) -> Sp
         equal = hull_of_equals(row, other, rows)
         if equal is not None:
             return equal
-    low, high = _bounds(xp, relation, *row.range(rows)[:2])
+    low, high = _bounds(xp, relation, row, rows)
     if other.of == NUMBER:
         return whole_or_nothing(xp, _inside(other.value(others), low, high), side.length)
     if few and row.of == NUMBER:
@@ -249,22 +249,28 @@ def _spans(row: Term, relation: str, other: Term, rows, others, few: bool) -> Sp
         return hull_between(other, side, low, high)
     if not other.grows:
         return everything(xp, side.length)
-    low, high = other.source_range(side, low, high)
-    low = high * 0 - FAR if low is None else low  # one of the two is given
-    high = low * 0 + FAR if high is None else high
+    low, high = other.source_range(side, low, high, of=row)
     if other.of == SLOT:
-        return Spans(xp.clip(low, 0, side.length), xp.clip(high, -1, side.length - 1) + 1)
+        return Spans(*slots_between(xp, side.length, low, high))
     return Spans(*side.between(low, high))
 
 
-def _bounds(xp, relation: str, low: Any, high: Any) -> tuple[Any, Any]:
-    """What the other side's term lies in, of rows whose own lies in [low, high]; None is open. Rank 4."""
-    low, high = (xp.full((1, 1, 1, 1), end, np.int32) if isinstance(end, int) else end for end in (low, high))
-    if relation == "==":
-        return low, high
-    if "<" in relation:
-        return low if "=" in relation else xp.minimum(low, MOST - 1) + 1, None
-    return None, high if "=" in relation else xp.maximum(high, LEAST + 1) - 1
+def _bounds(xp, relation: str, row: Term, rows: Any) -> tuple[Any, Any]:
+    """The range of the other side's term that each tile of rows may see; None leaves an end open. Rank 4."""
+    low = high = None
+    if relation in ("==", "<=", "<"):
+        low = _rank_4(xp, row.least(rows))
+    if relation in ("==", ">=", ">"):
+        high = _rank_4(xp, row.greatest(rows))
+    if relation == "<":
+        low = xp.minimum(low, MOST - 1) + 1
+    if relation == ">":
+        high = xp.maximum(high, LEAST + 1) - 1
+    return low, high
+
+
+def _rank_4(xp, end: Any) -> Any:
+    return xp.full((1, 1, 1, 1), end, np.int32) if isinstance(end, int) else end
 
 
 def _inside(value: Any, low: Any, high: Any) -> Any:

@@ -1,8 +1,36 @@
 """`Rule`: a mask that is said by other masks, and answers what they answer."""
 
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from longspan.masks.base import NOT_INHERITED, Mask, Pinned
+
+MANY_PARTS = 16  # larger masks are lowered again: comparing them takes about as long
+
+
+def atoms_of(mask: Mask) -> Mask:
+    """`mask.atoms()`. Of small masks without arrays it is remembered: a trace asks several times."""
+    parts = list(islice(mask.walk(), MANY_PARTS))
+    if len(parts) < MANY_PARTS and all(_is_of_numbers(part) for part in parts):
+        return _remembered_atoms(mask)
+    return mask.atoms()
+
+
+@lru_cache(maxsize=256)
+def _remembered_atoms(mask: Mask) -> Mask:
+    return mask.atoms()
+
+
+def _is_of_numbers(mask: Mask) -> bool:
+    """Whether a mask holds masks, ints and strings alone: no array, and no function, which would be kept alive."""
+    if "_data" not in vars(mask):
+        return False  # not made by `rule`, so it may not compare by its contents
+    for value in vars(mask).values():
+        entries = value if isinstance(value, tuple) else (value,)
+        if not all(entry is None or isinstance(entry, int | str | Mask) for entry in entries):
+            return False
+    return True
 
 
 class Rule(Mask):

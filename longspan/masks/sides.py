@@ -142,12 +142,10 @@ class Side:
         return array.shape[0] in (1, self.places.rows) and heads in (1, self.places.heads)
 
     def between(self, low, high):
-        """The slots, as a half-open interval, that hold every position in [low, high]."""
-        xp = self.xp
+        """The slots, as a half-open interval, that hold every position in [low, high]. None leaves an end open."""
         if self.positions is None:
-            low, high = xp.asarray(low, dtype=np.int32), xp.asarray(high, dtype=np.int32)
-            return xp.clip(low, 0, self.length), xp.clip(high + 1, 0, self.length)
-        return find_between(xp, xp.asarray(self.positions), low, high)
+            return slots_between(self.xp, self.length, low, high)
+        return find_between(self.xp, self.xp.asarray(self.positions), low, high)
 
 
 @dataclass(frozen=True)
@@ -371,13 +369,27 @@ def run(xp: Namespace, array, start, size: int):
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=array.ndim - 1)
 
 
+def slots_between(xp: Namespace, length: int, low, high):
+    """The slots in [low, high] as a half-open interval within [0, length). None leaves an end open."""
+    start, stop = np.zeros((1, 1, 1, 1), np.int32), np.full((1, 1, 1, 1), length, np.int32)
+    if low is not None:
+        start = xp.clip(xp.asarray(low, dtype=np.int32), 0, length)
+    if high is not None:
+        stop = xp.clip(xp.asarray(high, dtype=np.int32), -1, length - 1) + 1
+    return start, stop
+
+
 def find_between(xp: Namespace, rows, low, high):
     """The columns, as a half-open interval, that hold all numbers of a row [B or 1, L] within [low, high]."""
-    # Numbers may come in any order (rolling caches, packed rows). Only where they grow can an interval of them be found
-    # by bisection; elsewhere every column may hold one.
+    # Numbers may come in any order (rolling caches, packed rows). Only where they grow can bisection find an interval
+    # of them; elsewhere every column may hold one.
+    start, stop = np.zeros((1, 1, 1, 1), np.int32), np.full((1, 1, 1, 1), rows.shape[1], np.int32)
     grow = grows(rows).reshape(-1, 1, 1, 1)
-    start, stop = search_rows(xp, rows, low, "left"), search_rows(xp, rows, high, "right")
-    return xp.where(grow, start, np.int32(0)), xp.where(grow, stop, np.int32(rows.shape[1]))
+    if low is not None:
+        start = xp.where(grow, search_rows(xp, rows, low, "left"), start)
+    if high is not None:
+        stop = xp.where(grow, search_rows(xp, rows, high, "right"), stop)
+    return start, stop
 
 
 def grows(rows):

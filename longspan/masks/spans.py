@@ -68,16 +68,16 @@ def _both(axis: int, a: Spans, b: Spans) -> Spans:
     if a.low.shape[axis] * b.low.shape[axis] > MAX_INTERVALS:
         few, many = sorted((a, b), key=lambda s: s.low.shape[axis])
         return Spans(*_clip(axis, few, many), common)
-    xp = _namespace(a.low, b.low)
+    later, earlier = _namespace(a.low, b.low).maximum, _namespace(a.high, b.high).minimum
     pairs = [(i, j) for i in range(a.low.shape[axis]) for j in range(b.low.shape[axis])]
-    low = _stack(axis, [xp.maximum(_nth(axis, a.low, i), _nth(axis, b.low, j)) for i, j in pairs])
-    high = _stack(axis, [xp.minimum(_nth(axis, a.high, i), _nth(axis, b.high, j)) for i, j in pairs])
+    low = _stack(axis, [later(_nth(axis, a.low, i), _nth(axis, b.low, j)) for i, j in pairs])
+    high = _stack(axis, [earlier(_nth(axis, a.high, i), _nth(axis, b.high, j)) for i, j in pairs])
     return Spans(low, high, common)
 
 
 def _clip(axis: int, few: Spans, many: Spans):
     """The intervals of `few`, cut to what lies between the first and the last of `many`."""
-    xp = _namespace(few.low, many.low)
+    xp = _namespace(*few[:2], *many[:2])
     empty = many.low >= many.high
     first = xp.min(xp.where(empty, np.int32(NO_SLOT), many.low), axis=axis, keepdims=True)
     last = xp.max(xp.where(empty, np.int32(0), many.high), axis=axis, keepdims=True)
@@ -85,10 +85,14 @@ def _clip(axis: int, few: Spans, many: Spans):
 
 
 def _nth(axis: int, array, i: int):
+    if array.shape[axis] == 1:
+        return array
     return array[:, :, :, i : i + 1] if axis == KEYS else array[:, :, i : i + 1, :]
 
 
 def _stack(axis: int, arrays):
+    if len(arrays) == 1:
+        return arrays[0]
     xp = _namespace(*arrays)
     shape = np.broadcast_shapes(*[tuple(1 if i == axis else n for i, n in enumerate(a.shape)) for a in arrays])
     full = [tuple(a.shape[i] if i == axis else n for i, n in enumerate(shape)) for a in arrays]

@@ -15,6 +15,7 @@ from longspan.masks.cut import gather
 from longspan.masks.pytree import Value, rule, short
 
 POSITION, SLOT, ARRAY, NUMBER, MEMBER = "position", "slot", "array", "number", "member"
+NEAR = 2**28  # a position and a few numbers up to this one add up to an int32
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 VALID = {"all": None, ">=0": lambda ids: ids >= 0, "!=0": lambda ids: ids != 0}
 INVALID = {">=0": lambda ids: ids < 0, "!=0": lambda ids: ids == 0}
@@ -92,6 +93,12 @@ class Term(Value):
         """Whether it never falls where positions, or slots, grow."""
         return self.of in (POSITION, SLOT) and self.modulo is None
 
+    @property
+    def _is_near(self) -> bool:
+        """Whether it is a position, or slot, plus a static number that is small beside the largest int32."""
+        plain = self.grows and is_static_number(self.divide, 1)
+        return plain and isinstance(self.plus, int) and abs(self.plus) <= NEAR
+
     def value(self, slots: Any) -> Any:
         """The term of single slots."""
         if self.of == MEMBER:
@@ -133,8 +140,28 @@ class Term(Value):
         least, most = xp.where(one_round, low % modulo, np.int32(0)), xp.where(one_round, high % modulo, last)
         return least + plus, most + plus, total
 
-    def source_range(self, side: Any, low: Any, high: Any) -> tuple[Any, Any]:
-        """What the source lies in where the term, which grows, is in [low, high]; None is open."""
+    def least(self, tiles: Any) -> Any:
+        """The least number of each tile."""
+        if self.grows:
+            return self._formed(tiles, tiles.first if self.of == POSITION else tiles.start)
+        return self.range(tiles)[0]
+
+    def greatest(self, tiles: Any) -> Any:
+        """The greatest number of each tile."""
+        if self.grows:
+            return self._formed(tiles, tiles.last if self.of == POSITION else tiles.stop - 1)
+        return self.range(tiles)[1]
+
+    def source_range(self, side: Any, low: Any, high: Any, *, of: "Term") -> tuple[Any, Any]:
+        """The range of the source where the term, which grows, is in [low, high]; None leaves an end open.
+
+        Both ends are numbers of the term `of`. Where both terms are positions plus small static numbers, nothing can
+        overflow, and a traced program needs no operations to prevent it.
+        """
+        if self._is_near and of._is_near:
+            if isinstance(self.plus, int) and self.plus == 0:
+                return low, high
+            return None if low is None else low - self.plus, None if high is None else high - self.plus
         xp, plus, unit = side.xp, side.number(self.plus), no_less(side.number(self.divide), 1)
         most = FAR // unit  # no position divided lies further: so that nothing overflows
         if low is not None:

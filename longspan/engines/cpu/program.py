@@ -18,6 +18,7 @@ from longspan.engines.varying import vary, varying_axes
 from longspan.layout import BlockLayout, plan_layout
 from longspan.masks import And, Blocks, Dense, Empty, Full, Mask, Not, Or, PerHead
 from longspan.masks.compare import Compare
+from longspan.masks.rules import atoms_of
 from longspan.masks.sides import Side, Slots
 from longspan.masks.terms import ARRAY, MEMBER, NUMBER, POSITION, SLOT, Term, is_static_number, no_less
 
@@ -77,7 +78,7 @@ class Program:
 def encode(layout: BlockLayout, batch: int, heads: int, first: int) -> Program:
     """The program of a layout's mask."""
     program = Program(layout, batch, heads, first)
-    _write(program, layout.mask.atoms())
+    _write(program, atoms_of(layout.mask))
     return program
 
 
@@ -241,10 +242,13 @@ def supports(mask: Mask) -> bool:
 
 def unsupported_rules(mask: Mask) -> tuple[Mask, ...]:
     """The rules in a mask that the kernel cannot evaluate: JAX passes one bit per pair for each of them."""
-    mask = mask.atoms()
-    if type(mask) not in _WRITERS:
-        return (mask,)
-    return tuple(rule for part in mask.parts() for rule in unsupported_rules(part))
+    return _unsupported_atoms(atoms_of(mask))
+
+
+def _unsupported_atoms(atoms: Mask) -> tuple[Mask, ...]:
+    if type(atoms) not in _WRITERS:
+        return (atoms,)
+    return tuple(rule for part in atoms.parts() for rule in _unsupported_atoms(part))
 
 
 def _bits(out: Program, mask: Mask):
@@ -332,7 +336,7 @@ def max_visits(layout: BlockLayout) -> int:
         return _max_row_width(plan_layout(layout.mask, *sizes, xp=np))
     # An intersection allows no more than any of its static parts. Only the hulls of the parts are compared, because a
     # layout replaces intervals that are too many by wider ones.
-    mask = layout.mask.atoms()
+    mask = atoms_of(layout.mask)
     parts = [part for part in mask.parts() if _is_static(part)]
     if isinstance(mask, And) and parts and layout.common is None:
         hulls = [_hulls(plan_layout(part, *sizes, xp=np)) for part in parts]
