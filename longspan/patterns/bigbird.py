@@ -99,10 +99,10 @@ def bigbird_attention(
         dropout_rate: as in `attention`; a pair that counts twice is kept or dropped as one.
         dropout_key: as in `attention`.
         engine: as in `attention`.
-        mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
-        axis: the mesh axis that shares it.
-        order: how the tokens lie on it; blocks are of neighbouring tokens, so "zigzag" is refused.
-        batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
+        mesh: a mesh of devices, one of whose axes shards the sequence, as in `ls.parallel.attention`; by default none.
+        axis: the mesh axis that shards the sequence.
+        order: the order of tokens across devices. Only "contiguous" is accepted: blocks hold neighbouring tokens.
+        batch_axes: the mesh axes that shard the batch, as in `ls.attention` and `ls.parallel.attention`.
         head_axis: the mesh axis that shards the heads, likewise.
 
     Returns:
@@ -124,8 +124,9 @@ def bigbird_attention(
             _check_token_mask(name, mask, B, length)
             _check_zero_one(name, mask)
     padding = _padding(q_mask, kv_mask, T)
-    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
-    options |= dict(batch_axes=batch_axes, head_axis=head_axis)
+    options: dict[str, Any] = dict(
+        dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine, batch_axes=batch_axes, head_axis=head_axis
+    )
     if mesh is not None:
         mask = bigbird(T, block_size=block_size, rand_attn=rand_attn) & padding
         times = _multiplicity(int(block_size), blocks, rand_attn)

@@ -112,10 +112,10 @@ def longformer_attention(
         dropout_rate: as in `attention`.
         dropout_key: as in `attention`.
         engine: as in `attention`.
-        mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
-        axis: the mesh axis that shares it.
-        order: how the tokens lie on it; `token_kinds` lie as they do.
-        batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
+        mesh: a mesh of devices, one of whose axes shards the sequence, as in `ls.parallel.attention`; by default none.
+        axis: the mesh axis that shards the sequence.
+        order: the order of tokens across devices, "contiguous" or "zigzag"; `token_kinds` has the same order.
+        batch_axes: the mesh axes that shard the batch, as in `ls.attention` and `ls.parallel.attention`.
         head_axis: the mesh axis that shards the heads, likewise.
 
     Returns:
@@ -134,9 +134,11 @@ def longformer_attention(
     _check_window(window)
     dilation = _check_dilation(dilation, N)
     near = _window_mask(window, dilation, causal)
-    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
-    options |= dict(batch_axes=batch_axes, head_axis=head_axis)
-    attend = attention if mesh is None else partial(shared_attention, mesh=mesh, axis=axis, order=order)
+    axes: dict[str, Any] = dict(batch_axes=batch_axes, head_axis=head_axis)
+    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine, **axes)
+    attend = attention
+    if mesh is not None:
+        attend = partial(shared_attention, mesh=mesh, axis=axis, order=order)
     if token_kinds is None:
         return attend(q, k, v, mask=near, **options)
     _check_token_kinds(token_kinds, B, T)
@@ -150,7 +152,7 @@ def longformer_attention(
     tokens = _sort_tokens(jnp.broadcast_to(unfolded(jnp.asarray(token_kinds)), (B, T)))
     # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
     # even dropout may use the same key, as it counts pairs.
-    request = Request.of(q=q, k=k, v=v, mask=near)
+    request = Request.of(q=q, k=k, v=v, mask=near, **axes)
     tiles = choose(engine, request)[0].tiles(request)
     layout = _local_layout(tokens, window, dilation, causal, near, tiles)
     out = attention(q, *(tokens.sorted(x) for x in (k, v)), mask=layout, **options)

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 import longspan as ls
 from longspan.testing import Shape, make_qkv
@@ -77,7 +79,14 @@ MESHES = {
     "dp2-sp4": partial(ls.parallel.mesh, dp=2, sp=4),
     "dp2-tp2-sp2": partial(ls.parallel.mesh, dp=2, tp=2, sp=2),
 }
+# Arguments that name the axes of `mesh_of_other_names`.
+NAMED = dict(axis="tokens", batch_axes="rows", head_axis="model")
 ENGINES = ("cpu", "xla")
+
+
+def mesh_of_other_names():
+    """Eight devices on axes that have none of the default names."""
+    return jax.make_mesh((2, 2, 2), ("rows", "model", "tokens"), axis_types=(AxisType.Auto,) * 3)
 
 
 def operands(length: int = T, dtype=jnp.float32):

@@ -1,14 +1,17 @@
 """Longformer's and BigBird's attention over a sequence that devices share."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.parallel.order import stored
 from longspan.testing import Shape, make_qkv
-from tests.parallel.families import MESHES
+from tests.parallel.families import MESHES, NAMED, mesh_of_other_names
 
 T = 48
 KINDS = np.where(np.random.default_rng(0).random((2, T)) < 0.1, 1, 0)
@@ -67,6 +70,53 @@ def test_longformer_on_devices_equals_one(case):
         *(x[:, at] for x in operands),
     )
     assert_equal(got, want, at)
+
+
+def called(pattern, *operands, **options):
+    """One of the two patterns on [2, T, 4, 5], with dropout: it depends on the number of every row and head."""
+    drop = dict(dropout_rate=0.3, dropout_key=jax.random.key(0))
+    if pattern == "longformer":
+        return ls.longformer_attention(*operands, window=3, token_kinds=KINDS, **drop, **options)
+    return ls.bigbird_attention(*operands[:3], block_size=6, rand_attn=np.full((4, 6, 1), 7), **drop, **options)
+
+
+def two_sets():
+    shape = Shape(2, T, T, 4, 2, 5)
+    return [*make_qkv(shape, jnp.float32), *make_qkv(shape, jnp.float32, seed=1)]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("pattern", ["longformer", "bigbird"])
+def test_patterns_take_meshes_whose_axes_have_other_names(pattern):
+    mesh = mesh_of_other_names()
+    out = jax.jit(lambda *x: called(pattern, *x, mesh=mesh, **NAMED))(*two_sets())
+    np.testing.assert_allclose(out, called(pattern, *two_sets(), engine="reference"), rtol=1e-4, atol=2e-5)
+    assert out.sharding.spec == P("rows", "tokens", "model")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("pattern", ["longformer", "bigbird"])
+def test_patterns_without_axes_of_the_meshs_names_split_the_sequence_alone(pattern):
+    out = jax.jit(lambda *x: called(pattern, *x, mesh=mesh_of_other_names(), axis="tokens"))(*two_sets())
+    assert out.sharding.spec == P(None, "tokens")
+
+
+@pytest.mark.check
+def test_bigbird_inside_a_shard_map_takes_the_names_of_its_axes():
+    # Only with the names is dropout told which rows and heads of the whole a device holds.
+    part = P("rows", None, "model")
+    options = dict(block_size=6, dropout_rate=0.3, dropout_key=jax.random.key(0), engine="xla")
+    blocks = np.full((1, 6, 1), 7)
+    q, k, v = two_sets()[:3]
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh_of_other_names(), in_specs=part, out_specs=part)
+    def split(*x):
+        return ls.bigbird_attention(*x, rand_attn=blocks, batch_axes="rows", head_axis="model", **options)
+
+    np.testing.assert_allclose(
+        split(q, k, v), ls.bigbird_attention(q, k, v, rand_attn=blocks, **options), rtol=1e-4, atol=2e-5
+    )
 
 
 SLOW = [("sp3", True, "xla"), ("dp2-tp2-sp2", False, "xla"), ("dp2-tp2-sp2", True, "reference")]

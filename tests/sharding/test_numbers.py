@@ -154,7 +154,8 @@ def test_what_fits_neither_a_part_nor_the_whole_is_refused(unchecked):
 
 
 def test_the_names_of_axes_are_the_same_everywhere():
-    for function in (ls.attention, ls.explain, ls.parallel.attention, ls.parallel.shard_batch):
+    patterns = (ls.longformer_attention, ls.bigbird_attention)
+    for function in (ls.attention, ls.explain, ls.parallel.attention, ls.parallel.shard_batch, *patterns):
         names = inspect.signature(function).parameters
         assert names["batch_axes"].default == ("dp", "fsdp")
         assert "head_axis" not in names or names["head_axis"].default == "tp"
