@@ -1,6 +1,6 @@
 """Thin Flax modules: `longspan.nn.linen` and `longspan.nn.nnx` have the same names, arguments and parameter trees.
 
-Flax is an optional dependency (`pip install longspan[flax]`); each of the two is loaded when somebody asks for it.
+Flax is an optional dependency (`pip install longspan[flax]`). Each of the two modules is imported at first use.
 
 Example:
     >>> from flax import nnx
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LAZY = ("linen", "nnx")
 
 
-if not TYPE_CHECKING:  # a checker would take any name for one of the package's
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str) -> _ModuleType:
         if name in _LAZY:

@@ -1,32 +1,35 @@
-"""Self-attention as Flax linen modules: plain (any mask), Longformer's and BigBird's.
+"""Self-attention as Flax linen modules: `SelfAttention` (any mask), Longformer's and BigBird's.
 
 Parameters: `query`, `key`, `value` with kernels [D, heads, head_dim], and `out` [num_heads, head_dim, D]; Longformer
 also has `query_global`, `key_global` and `value_global`. `SelfAttention` may have `query_norm` and `key_norm` with a
-`scale` [head_dim], and `sink` [num_heads]. `longspan.nn.nnx` has the same.
+`scale` [head_dim], and `sink` [num_heads]. `longspan.nn.nnx` has the same parameters.
 
-Arguments that all three have, by name:
-    num_heads: heads of queries.
-    num_kv_heads: heads of keys and values, a divisor of `num_heads`; by default as many.
+Arguments of all three constructors, by name:
+    num_heads: number of query heads.
+    num_kv_heads: number of key/value heads, a divisor of `num_heads`; by default `num_heads`.
     head_dim: size of a head; by default `qkv_features` / `num_heads`.
-    qkv_features: features of all query heads; by default those of the input.
+    qkv_features: features of all query heads together; by default those of the input.
     out_features: features of the output; by default those of the input.
-    dropout_rate: share of attention weights to drop, with Flax's rng stream "dropout".
-    deterministic: whether to drop nothing; here or in the call. Needed only if `dropout_rate` > 0.
+    dropout_rate: probability of dropping an attention weight, with Flax's rng stream "dropout".
+    deterministic: whether to disable dropout; given here or in the call. Required only if `dropout_rate` > 0.
     use_bias: whether projections add a bias.
-    dtype: what is computed in; by default that of inputs and parameters.
+    dtype: dtype of the computation; by default that of inputs and parameters.
     param_dtype: dtype of the parameters.
-    kernel_init: how kernels start, given their 2-D shape (features in, features out).
-    bias_init: how biases start.
-    mesh_axis: the mesh axis that heads are split over (tensor parallelism): parameters then carry partitioning
-        metadata. By default none.
-    rope: rotary positions: parameters as in `ls.rope.frequencies`, or what it returns, (inv_freq, attention_factor).
-        Queries and keys are rotated, both sets of them in Longformer. A call may bring another pair, of arrays that may
-        be traced. By default nothing is rotated.
-    rope_interleaved: whether neighbouring features are a pair, as in `ls.rope.rotate`.
+    kernel_init: initializer of kernels, called with their 2-D shape (input features, output features).
+    bias_init: initializer of biases.
+    rope: rotary positions: parameters as in `ls.rope.frequencies`, or the pair (inv_freq, attention_factor) that it
+        returns. Queries and keys are rotated (in Longformer, both sets of them). A call may give another pair, of
+        arrays that may be traced. By default nothing is rotated.
+    rope_interleaved: whether neighbouring features form a pair, as in `ls.rope.rotate`.
     engine: as in `attention`.
-    mesh: a mesh of devices that share the sequence, as in `ls.parallel.attention`; by default none.
-    axis: the mesh axis that shares it.
-    order: how tokens lie on it, as `ls.parallel.shard_batch` gives them. Without `positions`, `rope` goes by that.
+    mesh: a mesh of devices, one of whose axes splits the sequence, as in `ls.parallel.attention`; by default none.
+    axis: the mesh axis that splits the sequence.
+    order: the order of tokens across devices, as `ls.parallel.shard_batch` returns them. Without `positions`, `rope`
+        rotates each token by its index in the original order.
+    batch_axes: the mesh axes that split batch rows, as in `ls.attention` and `ls.parallel.attention`.
+    head_axis: the mesh axis that splits heads, likewise.
+    partition_params: whether parameters carry Flax's partitioning metadata, which splits their heads over `head_axis`
+        (tensor parallelism). This needs no `mesh`.
 """
 
 import math
@@ -39,14 +42,24 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int, Num
 
 from longspan.array_types import EngineName, no_type_check
+from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.cache import Cache
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.nn.attend import attend
-from longspan.nn.rope import resolved, rope_places, settled, turned
-from longspan.nn.shared import Heads, Split, attention_fn, dot_general, resolve_heads, rms_norm, split_of
+from longspan.nn.flax_attention import attention_fn
+from longspan.nn.projections import (
+    Heads,
+    Partitioning,
+    check_partitioning,
+    dot_general,
+    partitioning_of,
+    resolve_heads,
+    rms_norm,
+)
+from longspan.nn.rope import apply_rope, hashable_rope, resolve_rope, select_rope_positions
 from longspan.parallel.sequence_sharding import SequenceSharding
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
@@ -54,7 +67,7 @@ __all__ = ["BigBirdSelfAttention", "LongformerSelfAttention", "SelfAttention", "
 
 
 class _Attention(nn.Module, kw_only=True):
-    """The projections around one call of a Longspan function."""
+    """The constructor's arguments and the projections that all three modules share."""
 
     num_heads: int
     num_kv_heads: int | None = None
@@ -68,16 +81,18 @@ class _Attention(nn.Module, kw_only=True):
     param_dtype: Any = jnp.float32
     kernel_init: Any = nn.initializers.lecun_normal()
     bias_init: Any = nn.initializers.zeros_init()
-    mesh_axis: str | None = None
     rope: Any = None
     rope_interleaved: bool = False
     engine: EngineName | Engine = "auto"
     mesh: Any = None
     axis: str = "sp"
     order: str = "contiguous"
+    batch_axes: str | Sequence[str] = BATCH_AXES
+    head_axis: str | None = HEAD_AXIS
+    partition_params: bool = False
 
     def __post_init__(self):
-        self.rope = settled(self.rope)
+        self.rope = hashable_rope(self.rope)
         super().__post_init__()
 
     @nn.nowrap
@@ -87,12 +102,14 @@ class _Attention(nn.Module, kw_only=True):
 
     @nn.nowrap
     def _join(self, x, out):
-        features = x.shape[-1] if self.out_features is None else self.out_features
+        features = self.out_features
+        if features is None:
+            features = x.shape[-1]
         return self._projection("out", self._heads(x), (features,), 2)(out)
 
     @nn.nowrap
     def _rope(self, x, of_call):
-        return resolved(self.rope, of_call, self._heads(x).size)
+        return resolve_rope(self.rope, of_call, self._heads(x).size)
 
     @nn.nowrap
     def _heads(self, x) -> Heads:
@@ -100,6 +117,7 @@ class _Attention(nn.Module, kw_only=True):
 
     @nn.nowrap
     def _projection(self, name: str, heads: Heads, features: tuple[int, ...], axes: int) -> "_Projection":
+        split_axis = check_partitioning(self.partition_params, self.head_axis)
         return _Projection(
             features=features,
             axes=axes,
@@ -108,13 +126,13 @@ class _Attention(nn.Module, kw_only=True):
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
-            split=split_of(name, self.mesh_axis, heads),
+            partitioning=split_axis and partitioning_of(name, split_axis, heads),
             name=name,
         )
 
     @nn.nowrap
-    def _shared(self) -> SequenceSharding:
-        return SequenceSharding(self.mesh, self.axis, self.order)
+    def _sharding(self) -> SequenceSharding:
+        return SequenceSharding(self.mesh, self.axis, self.order, self.batch_axes, self.head_axis)
 
     @nn.nowrap
     def _options(self, deterministic: bool | None) -> dict[str, Any]:
@@ -135,9 +153,9 @@ class SelfAttention(_Attention, kw_only=True):
 
     Attributes:
         qk_norm: whether each head of queries and of keys is divided by its root mean square and scaled, before it is
-            rotated. Where a checkpoint multiplies by 1 + weight (Gemma), `scale` is that sum.
-        qk_norm_eps: what is added to the mean square.
-        sinks: whether each head has a learned logit that takes part in its softmax and has no value.
+            rotated. For checkpoints that multiply by 1 + weight (Gemma), `scale` is that sum.
+        qk_norm_eps: the number added to the mean square.
+        sinks: whether each head has a learned sink logit, which takes part in its softmax and has no value.
     """
 
     qk_norm: bool = False
@@ -186,25 +204,29 @@ class SelfAttention(_Attention, kw_only=True):
         lengths: Int[Array, "B"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"] | tuple[Float[Array, "B T D_out"], Cache]:
-        """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
+        """Self-attention of `x` [B, T, D] under `mask` (as in `attention`).
 
-        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys, for the mask and for `rope`; by
-        default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. `rope_positions`, likewise,
-        are for `rope` alone. In packed rows give `rope_positions=positions_from_segments(ids)`, which start from 0 in
-        every document: the mask still goes by slots, where it skips most. `rope` replaces the module's.
+        `positions`, int [T] or [B, T], are the tokens' positions for the mask and for `rope`, as queries and as keys.
+        They default to those of a `MaskInfo` or a `BlockLayout`, and otherwise to the slots. `rope_positions` replace
+        them for `rope` only. For packed rows give `rope_positions=positions_from_segments(ids)`, which start at 0 in
+        every document, and no `positions`: a mask that compares slots skips the most tiles. `rope` replaces the
+        module's.
 
-        With a `cache` (`ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that come
-        after those in it, `lengths` [B] of them where rows have fewer, and the result is (output, new cache). The mask
-        is by default the one that the cache was planned for. `rope_positions` are then those of the new tokens; by
-        default each row's tokens are counted.
+        With a `cache` (from `ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that
+        follow the cached ones, and the call returns (output, new cache). `lengths`, int [B], are the numbers of new
+        tokens, if some rows have fewer than T. `mask` defaults to the cache plan's mask. `rope_positions` are those of
+        the new tokens; by default each row's tokens are counted.
         """
         q, k, v = self._project(x, "query", "key", "value")
         if self.qk_norm:
             q, k = self._norm("query_norm")(q), self._norm("key_norm")(k)
-        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, shared=self._shared())
-        turn = dict(rope=self._rope(x, rope), interleaved=self.rope_interleaved, rope_positions=rope_positions)
-        out, cache = attend(q, k, v, **given, **turn, sinks=self._sink(), **self._options(deterministic))
-        return self._join(x, out) if cache is None else (self._join(x, out), cache)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, sharding=self._sharding())
+        rotation = dict(rope=self._rope(x, rope), interleaved=self.rope_interleaved, rope_positions=rope_positions)
+        out, cache = attend(q, k, v, **given, **rotation, sinks=self._sink(), **self._options(deterministic))
+        out = self._join(x, out)
+        if cache is None:
+            return out
+        return out, cache
 
     @nn.nowrap
     def _norm(self, name: str) -> "_Norm":
@@ -215,13 +237,14 @@ class SelfAttention(_Attention, kw_only=True):
         if not self.sinks:
             return None
         init = nn.initializers.zeros_init()
-        if self.mesh_axis is not None:
-            init = nn.with_partitioning(init, (self.mesh_axis,))
+        split_axis = check_partitioning(self.partition_params, self.head_axis)
+        if split_axis is not None:
+            init = nn.with_partitioning(init, (split_axis,))
         return self.param("sink", init, (self.num_heads,), self.param_dtype)
 
 
 class LongformerSelfAttention(_Attention, kw_only=True):
-    """Longformer's self-attention: windows, and global tokens with projections of their own.
+    """Longformer's self-attention: windows, and global tokens with separate projections.
 
     Example:
         >>> layer, x = LongformerSelfAttention(num_heads=2, window=3), jnp.ones((1, 8, 16))
@@ -232,7 +255,7 @@ class LongformerSelfAttention(_Attention, kw_only=True):
     Attributes:
         window: keys on each side of a query; half of Hugging Face's `attention_window`.
         dilation: distance between the keys of a window, an int or one per head.
-        causal: also ask k <= q of every pair.
+        causal: whether to also require k <= q of every pair, global or not.
     """
 
     window: int
@@ -251,36 +274,41 @@ class LongformerSelfAttention(_Attention, kw_only=True):
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local.
+        """Longformer's self-attention of `x` [B, T, D].
 
-        `positions`, int [T] or [B, T], or `rope_positions` are for `rope` alone: windows go by slots. `rope`
-        replaces the module's.
+        `token_kinds`, [B or 1, T], are -1 for padding, 0 for local and +1 for global tokens; by default all tokens are
+        local. `positions` or `rope_positions`, int [T] or [B, T], are used by `rope` only: windows compare slots.
+        `rope` replaces the module's.
         """
         chosen = self._rope(x, rope)
-        positions = rope_places(chosen, positions, rope_positions)
-        shared = self._shared()
-        positions = shared.positions(x.shape[1]) if positions is None else positions
-        # Without kinds nobody is global; the parameters exist nevertheless.
-        used = token_kinds is not None or self.is_initializing()
-        sets = [("query", "key", "value"), ("query_global", "key_global", "value_global")][: 1 + used]
-        projected = []
-        for q, k, v in (self._project(x, *names) for names in sets):
-            projected += [*turned(chosen, self.rope_interleaved, positions, q, k), v]
+        positions = select_rope_positions(chosen, positions, rope_positions)
+        sharding = self._sharding()
+        if positions is None:
+            positions = sharding.positions(x.shape[1])
+
+        def project(*names: str) -> tuple:
+            q, k, v = self._project(x, *names)
+            return *apply_rope(chosen, self.rope_interleaved, positions, q, k), v
+
+        local_qkv, global_qkv = project("query", "key", "value"), (None, None, None)
+        # Without kinds no token is global and these are not computed, but their parameters exist.
+        if token_kinds is not None or self.is_initializing():
+            global_qkv = project("query_global", "key_global", "value_global")
         out = longformer_attention(
-            *projected,
-            *[None] * (6 - len(projected)),
+            *local_qkv,
+            *global_qkv,
             window=self.window,
             token_kinds=token_kinds,
             dilation=self.dilation,
             causal=self.causal,
-            **shared.options,
+            **sharding.options,
             **self._options(deterministic),
         )
         return self._join(x, out)
 
 
 class BigBirdSelfAttention(_Attention, kw_only=True):
-    """BigBird's self-attention: window, global and random blocks, drawn as in the original implementations.
+    """BigBird's self-attention: window, global and random blocks. These are drawn as in the original implementations.
 
     Example:
         >>> layer = BigBirdSelfAttention(num_heads=2, block_size=2, num_random_blocks=1)
@@ -290,8 +318,8 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
 
     Attributes:
         block_size: tokens in a block; lengths must be multiples of it, of at least 5 blocks.
-        num_random_blocks: random blocks that each block sees.
-        seed: of the random blocks; in a model, the number of the layer.
+        num_random_blocks: random blocks that each query block attends to.
+        seed: seed of the random blocks; in a model, the layer's number.
         max_seq_len: as in `bigbird_random_blocks`.
         legacy_lengths: as in `bigbird_random_blocks`.
     """
@@ -315,17 +343,19 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
         rope: tuple[Float[Array, "*B half"], float | Float[Array, ""]] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`.
+        """BigBird's self-attention of `x` [B, T, D].
 
-        `positions`, int [T] or [B, T], or `rope_positions` are for `rope` alone: blocks go by slots. `rope`
+        `token_mask`, [B or 1, T], is 0 for padding. `rand_attn` replaces the random blocks that `seed` draws.
+        `positions` or `rope_positions`, int [T] or [B, T], are used by `rope` only: blocks compare slots. `rope`
         replaces the module's.
         """
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(x, rope)
-        positions = rope_places(chosen, positions, rope_positions)
-        shared = self._shared()
-        positions = shared.positions(x.shape[1]) if positions is None else positions
-        q, k = turned(chosen, self.rope_interleaved, positions, q, k)
+        positions = select_rope_positions(chosen, positions, rope_positions)
+        sharding = self._sharding()
+        if positions is None:
+            positions = sharding.positions(x.shape[1])
+        q, k = apply_rope(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
             blocks = bigbird_random_blocks(
@@ -337,7 +367,7 @@ class BigBirdSelfAttention(_Attention, kw_only=True):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **shared.options)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **sharding.options)
         out = bigbird_attention(
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic)
         )
@@ -359,7 +389,8 @@ class _Norm(nn.Module, kw_only=True):
 class _Projection(nn.Module, kw_only=True):
     """A linear map of the last `axes` axes to `features`.
 
-    Not `nn.DenseGeneral`: on a mesh, its partitioned kernels are constrained while they are still 2-D, which fails.
+    Not `nn.DenseGeneral`: on a mesh, it applies the sharding constraint of a partitioned kernel while the kernel is
+    still 2-D, which fails.
     """
 
     features: tuple[int, ...]
@@ -369,24 +400,27 @@ class _Projection(nn.Module, kw_only=True):
     param_dtype: Any
     kernel_init: Any
     bias_init: Any
-    split: Split | None
+    partitioning: Partitioning | None
 
     @nn.compact
     def __call__(self, x):
         shape = (*x.shape[x.ndim - self.axes :], *self.features)
         kernel_init, bias_init = self._flat_init, self.bias_init
-        if self.split is not None:
-            kernel_init = nn.with_partitioning(kernel_init, self.split.kernel)
-            bias_init = nn.with_partitioning(bias_init, self.split.bias)
-        kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
-        bias = self.param("bias", bias_init, self.features, self.param_dtype) if self.use_bias else None
+        if self.partitioning is not None:
+            kernel_init = nn.with_partitioning(kernel_init, self.partitioning.kernel)
+            bias_init = nn.with_partitioning(bias_init, self.partitioning.bias)
+        kernel, bias = self.param("kernel", kernel_init, shape, self.param_dtype), None
+        if self.use_bias:
+            bias = self.param("bias", bias_init, self.features, self.param_dtype)
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         summed = tuple(range(x.ndim - self.axes, x.ndim)), tuple(range(self.axes))
         y = dot_general(x, kernel, (summed, ((), ())))
-        return y if bias is None else y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        if bias is None:
+            return y
+        return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
     @nn.nowrap
     def _flat_init(self, key, shape, dtype):
-        # As Flax does: initialisers that look at fan-in and fan-out see a matrix.
+        # As in Flax, initializers get a matrix, whose shape gives fan-in and fan-out.
         flat = (math.prod(shape[: self.axes]), math.prod(shape[self.axes :]))
         return jnp.reshape(self.kernel_init(key, flat, dtype), shape)

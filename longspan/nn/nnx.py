@@ -1,7 +1,7 @@
-"""Self-attention as Flax NNX modules: plain (any mask), Longformer's and BigBird's.
+"""Self-attention as Flax NNX modules: `SelfAttention` (any mask), Longformer's and BigBird's.
 
-Names, arguments and parameters are those of `longspan.nn.linen`, where they are explained. As everywhere in NNX, the
-constructor also takes `in_features` and `rngs`, and a call may bring `rngs` of its own for dropout.
+Names, arguments and parameters are those of `longspan.nn.linen`, which documents them. As in all of NNX, the
+constructor also takes `in_features` and `rngs`, and a call may give other `rngs` for dropout.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,16 @@ from flax.nnx.module import first_from
 from jaxtyping import Array, Float, Int, Num
 
 from longspan.array_types import EngineName, no_type_check
+from longspan.axes import BATCH_AXES, HEAD_AXIS, axis_names
 from longspan.cache import Cache
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
 from longspan.nn.attend import attend
-from longspan.nn.rope import resolved, rope_places, settled, turned
-from longspan.nn.shared import attention_fn, dot_general, resolve_heads, rms_norm, split_of
+from longspan.nn.flax_attention import attention_fn
+from longspan.nn.projections import check_partitioning, dot_general, partitioning_of, resolve_heads, rms_norm
+from longspan.nn.rope import apply_rope, hashable_rope, resolve_rope, select_rope_positions
 from longspan.parallel.sequence_sharding import SequenceSharding
 from longspan.patterns import bigbird_attention, bigbird_random_blocks, longformer_attention
 
@@ -31,7 +33,7 @@ KERNEL_INIT, BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros
 
 
 class _Attention(nnx.Module):
-    """The projections around one call of a Longspan function."""
+    """The constructor's arguments and the projections that all three modules share."""
 
     projections: tuple[str, ...] = ("query", "key", "value")
 
@@ -52,27 +54,32 @@ class _Attention(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Any = KERNEL_INIT,
         bias_init: Any = BIAS_INIT,
-        mesh_axis: str | None = None,
         rope: Any = None,
         rope_interleaved: bool = False,
         engine: EngineName | Engine = "auto",
         mesh: Any = None,
         axis: str = "sp",
         order: str = "contiguous",
+        batch_axes: str | Sequence[str] = BATCH_AXES,
+        head_axis: str | None = HEAD_AXIS,
+        partition_params: bool = False,
         rngs: nnx.Rngs,
     ):
         self.mesh, self.axis, self.order = mesh, axis, order
+        self.batch_axes, self.head_axis = axis_names("batch_axes", batch_axes), head_axis
         heads = resolve_heads(num_heads, num_kv_heads, head_dim, qkv_features, in_features)
-        self.rope, self.rope_interleaved = settled(resolved(rope, None, heads.size)), rope_interleaved
-        self.num_heads, self.dropout_rate, self.deterministic, self.engine = (
-            num_heads,
-            dropout_rate,
-            deterministic,
-            engine,
-        )
+        self.rope, self.rope_interleaved = hashable_rope(resolve_rope(rope, None, heads.size)), rope_interleaved
+        self.num_heads, self.dropout_rate = num_heads, dropout_rate
+        self.deterministic, self.engine = deterministic, engine
+        split_axis = check_partitioning(partition_params, head_axis)
 
         def projection(name: str, inputs, features, **axis) -> nnx.LinearGeneral:
-            split = split_of(name, mesh_axis, heads)
+            metadata: dict[str, Any] = {}
+            if split_axis is not None:
+                partitioning = partitioning_of(name, split_axis, heads)
+                metadata = dict(
+                    kernel_metadata=_metadata(partitioning.kernel), bias_metadata=_metadata(partitioning.bias)
+                )
             return nnx.LinearGeneral(
                 inputs,
                 features,
@@ -83,25 +90,25 @@ class _Attention(nnx.Module):
                 kernel_init=kernel_init,
                 bias_init=bias_init,
                 dot_general=dot_general,
-                kernel_metadata={} if split is None else _metadata(split.kernel),
-                bias_metadata={} if split is None else _metadata(split.bias),
+                **metadata,
                 rngs=rngs,
             )
 
         for name in self.projections:
             setattr(self, name, projection(name, in_features, heads.of(name)))
-        features = in_features if out_features is None else out_features
-        self.out = projection("out", (heads.num, heads.size), features, axis=(-2, -1))
+        if out_features is None:
+            out_features = in_features
+        self.out = projection("out", (heads.num, heads.size), out_features, axis=(-2, -1))
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
 
     def _rope(self, of_call):
-        return resolved(self.rope, of_call, self.out.kernel.shape[1])
+        return resolve_rope(self.rope, of_call, self.out.kernel.shape[1])
 
     def _project(self, x, *names: str) -> list:
         return [getattr(self, name)(x) for name in names]
 
-    def _shared(self) -> SequenceSharding:
-        return SequenceSharding(self.mesh, self.axis, self.order)
+    def _sharding(self) -> SequenceSharding:
+        return SequenceSharding(self.mesh, self.axis, self.order, self.batch_axes, self.head_axis)
 
     def _options(self, deterministic: bool | None, rngs) -> dict[str, Any]:
         given: dict[str, Any] = dict(engine=self.engine)
@@ -113,8 +120,8 @@ class _Attention(nnx.Module):
             return given
         wanted = f"No `rngs` argument was provided to {name} as either a __call__ argument or class attribute."
         rngs = first_from(rngs, self.rngs, error_msg=wanted)
-        key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
-        return given | dict(dropout_rate=self.dropout_rate, dropout_key=key)
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        return given | dict(dropout_rate=self.dropout_rate, dropout_key=stream())
 
 
 class SelfAttention(_Attention):
@@ -133,16 +140,21 @@ class SelfAttention(_Attention):
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         sinks: bool = False,
-        mesh_axis: str | None = None,
+        head_axis: str | None = HEAD_AXIS,
+        partition_params: bool = False,
         param_dtype: Any = jnp.float32,
         **common: Any,
     ):
-        super().__init__(mesh_axis=mesh_axis, param_dtype=param_dtype, **common)
+        super().__init__(head_axis=head_axis, partition_params=partition_params, param_dtype=param_dtype, **common)
         heads, size, _ = self.out.kernel.shape
-        self.query_norm = RMSNorm(size, qk_norm_eps, param_dtype=param_dtype) if qk_norm else None
-        self.key_norm = RMSNorm(size, qk_norm_eps, param_dtype=param_dtype) if qk_norm else None
-        split = {} if mesh_axis is None else _metadata((mesh_axis,))
-        self.sink = nnx.Param(jnp.zeros(heads, param_dtype), **split) if sinks else None
+
+        def norm() -> RMSNorm | None:
+            return RMSNorm(size, qk_norm_eps, param_dtype=param_dtype) if qk_norm else None
+
+        self.query_norm, self.key_norm = norm(), norm()
+        split_axis = check_partitioning(partition_params, head_axis)
+        metadata = {} if split_axis is None else _metadata((split_axis,))
+        self.sink = nnx.Param(jnp.zeros(heads, param_dtype), **metadata) if sinks else None
 
     @overload
     def __call__(
@@ -188,30 +200,34 @@ class SelfAttention(_Attention):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T D_out"] | tuple[Float[Array, "B T D_out"], Cache]:
-        """Attends from every token of `x` to those that `mask` (as in `attention`) allows.
+        """Self-attention of `x` [B, T, D] under `mask` (as in `attention`).
 
-        `positions`, int [T] or [B, T], are those of the tokens as queries and as keys, for the mask and for `rope`; by
-        default those that a `MaskInfo` or a `BlockLayout` holds, or else each slot's index. `rope_positions`, likewise,
-        are for `rope` alone. In packed rows give `rope_positions=positions_from_segments(ids)`, which start from 0 in
-        every document: the mask still goes by slots, where it skips most. `rope` replaces the module's.
+        `positions`, int [T] or [B, T], are the tokens' positions for the mask and for `rope`, as queries and as keys.
+        They default to those of a `MaskInfo` or a `BlockLayout`, and otherwise to the slots. `rope_positions` replace
+        them for `rope` only. For packed rows give `rope_positions=positions_from_segments(ids)`, which start at 0 in
+        every document, and no `positions`: a mask that compares slots skips the most tiles. `rope` replaces the
+        module's.
 
-        With a `cache` (`ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that come
-        after those in it, `lengths` [B] of them where rows have fewer, and the result is (output, new cache). The mask
-        is by default the one that the cache was planned for. `rope_positions` are then those of the new tokens; by
-        default each row's tokens are counted.
+        With a `cache` (from `ls.cache.init`, for this layer's key/value heads and dtype), `x` holds the tokens that
+        follow the cached ones, and the call returns (output, new cache). `lengths`, int [B], are the numbers of new
+        tokens, if some rows have fewer than T. `mask` defaults to the cache plan's mask. `rope_positions` are those of
+        the new tokens; by default each row's tokens are counted.
         """
         q, k, v = self._project(x, "query", "key", "value")
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, shared=self._shared())
-        turn = dict(rope=self._rope(rope), interleaved=self.rope_interleaved, rope_positions=rope_positions)
+        given = dict(mask=mask, positions=positions, cache=cache, lengths=lengths, sharding=self._sharding())
+        rotation = dict(rope=self._rope(rope), interleaved=self.rope_interleaved, rope_positions=rope_positions)
         sinks = None if self.sink is None else self.sink[...]
-        out, cache = attend(q, k, v, **given, **turn, sinks=sinks, **self._options(deterministic, rngs))
-        return self.out(out) if cache is None else (self.out(out), cache)
+        out, cache = attend(q, k, v, **given, **rotation, sinks=sinks, **self._options(deterministic, rngs))
+        out = self.out(out)
+        if cache is None:
+            return out
+        return out, cache
 
 
 class LongformerSelfAttention(_Attention):
-    """Longformer's self-attention: windows, and global tokens with projections of their own.
+    """Longformer's self-attention: windows, and global tokens with separate projections.
 
     Example:
         >>> layer = LongformerSelfAttention(num_heads=2, window=3, in_features=16, rngs=nnx.Rngs(0))
@@ -239,35 +255,40 @@ class LongformerSelfAttention(_Attention):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_kinds`: -1 padding, 0 local, +1 global; by default all tokens are local.
+        """Longformer's self-attention of `x` [B, T, D].
 
-        `positions`, int [T] or [B, T], or `rope_positions` are for `rope` alone: windows go by slots. `rope`
-        replaces the module's.
+        `token_kinds`, [B or 1, T], are -1 for padding, 0 for local and +1 for global tokens; by default all tokens are
+        local. `positions` or `rope_positions`, int [T] or [B, T], are used by `rope` only: windows compare slots.
+        `rope` replaces the module's.
         """
         chosen = self._rope(rope)
-        positions = rope_places(chosen, positions, rope_positions)
-        shared = self._shared()
-        positions = shared.positions(x.shape[1]) if positions is None else positions
-        # Without kinds nobody is global.
-        sets = [self.projections[:3], self.projections[3:]][: 1 + (token_kinds is not None)]
-        projected = []
-        for q, k, v in (self._project(x, *names) for names in sets):
-            projected += [*turned(chosen, self.rope_interleaved, positions, q, k), v]
+        positions = select_rope_positions(chosen, positions, rope_positions)
+        sharding = self._sharding()
+        if positions is None:
+            positions = sharding.positions(x.shape[1])
+
+        def project(*names: str) -> tuple:
+            q, k, v = self._project(x, *names)
+            return *apply_rope(chosen, self.rope_interleaved, positions, q, k), v
+
+        local_qkv, global_qkv = project("query", "key", "value"), (None, None, None)
+        if token_kinds is not None:  # without kinds no token is global
+            global_qkv = project("query_global", "key_global", "value_global")
         out = longformer_attention(
-            *projected,
-            *[None] * (6 - len(projected)),
+            *local_qkv,
+            *global_qkv,
             window=self.window,
             token_kinds=token_kinds,
             dilation=self.dilation,
             causal=self.causal,
-            **shared.options,
+            **sharding.options,
             **self._options(deterministic, rngs),
         )
         return self.out(out)
 
 
 class BigBirdSelfAttention(_Attention):
-    """BigBird's self-attention: window, global and random blocks, drawn as in the original implementations.
+    """BigBird's self-attention: window, global and random blocks. These are drawn as in the original implementations.
 
     Example:
         >>> blocks = dict(block_size=2, num_random_blocks=1)
@@ -304,17 +325,19 @@ class BigBirdSelfAttention(_Attention):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Float[Array, "B T D_out"]:
-        """`token_mask`: 0 where a token is padding. `rand_attn`: random blocks, instead of those drawn by `seed`.
+        """BigBird's self-attention of `x` [B, T, D].
 
-        `positions`, int [T] or [B, T], or `rope_positions` are for `rope` alone: blocks go by slots. `rope`
+        `token_mask`, [B or 1, T], is 0 for padding. `rand_attn` replaces the random blocks that `seed` draws.
+        `positions` or `rope_positions`, int [T] or [B, T], are used by `rope` only: blocks compare slots. `rope`
         replaces the module's.
         """
         q, k, v = self._project(x, "query", "key", "value")
         chosen = self._rope(rope)
-        positions = rope_places(chosen, positions, rope_positions)
-        shared = self._shared()
-        positions = shared.positions(x.shape[1]) if positions is None else positions
-        q, k = turned(chosen, self.rope_interleaved, positions, q, k)
+        positions = select_rope_positions(chosen, positions, rope_positions)
+        sharding = self._sharding()
+        if positions is None:
+            positions = sharding.positions(x.shape[1])
+        q, k = apply_rope(chosen, self.rope_interleaved, positions, q, k)
         blocks: Any = rand_attn
         if blocks is None:
             blocks = bigbird_random_blocks(
@@ -326,7 +349,7 @@ class BigBirdSelfAttention(_Attention):
                 max_seq_len=self.max_seq_len,
                 legacy_lengths=self.legacy_lengths,
             )
-        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **shared.options)
+        masks: dict[str, Any] = dict(q_mask=token_mask, kv_mask=token_mask, **sharding.options)
         out = bigbird_attention(
             q, k, v, block_size=self.block_size, rand_attn=blocks, **masks, **self._options(deterministic, rngs)
         )
@@ -334,7 +357,7 @@ class BigBirdSelfAttention(_Attention):
 
 
 class RMSNorm(nnx.Module):
-    """The root mean square norm, of heads here and of whole tokens in `longspan.models`; see `rms_norm`."""
+    """The root mean square norm (`rms_norm`) of a head here, and of a token's features in `longspan.models`."""
 
     def __init__(
         self,
@@ -347,16 +370,20 @@ class RMSNorm(nnx.Module):
         rounds_first: bool = False,
     ):
         self.eps, self.dtype, self.adds_one, self.rounds_first = eps, dtype, adds_one, rounds_first
-        self.scale = nnx.Param((jnp.zeros if adds_one else jnp.ones)(size, param_dtype))
+        start = 0 if adds_one else 1
+        self.scale = nnx.Param(jnp.full(size, start, param_dtype))
 
     def __call__(self, x: Float[Array, "... D"], at: Any = None) -> Float[Array, "... D"]:
-        """The norm; if it is a stack of them, that of layer `at`."""
-        scale = self.scale[... if at is None else at]
+        """The norm of `x`. If the parameters of several layers are stacked, `at` is the layer."""
+        scale = self.scale[...] if at is None else self.scale[at]
         how = dict(dtype=self.dtype, adds_one=self.adds_one, rounds_first=self.rounds_first)
         return rms_norm(x, scale, self.eps, **how)
 
 
 def _metadata(axes: tuple[str | None, ...]) -> dict[str, Any]:
-    # Flax splits such a parameter at once, and refuses to make it where there is no mesh: there it is only noted.
-    no_mesh = dict(eager_sharding=False) if jax.sharding.get_abstract_mesh().empty else {}
-    return dict(out_sharding=axes, **no_mesh)
+    """Flax's metadata of a parameter that mesh axes split."""
+    metadata: dict[str, Any] = dict(out_sharding=axes)
+    if jax.sharding.get_abstract_mesh().empty:
+        # Flax would shard the parameter at once, which fails without a mesh.
+        metadata["eager_sharding"] = False
+    return metadata

@@ -19,7 +19,7 @@ from longspan.checks import FLOATS, check_qkv, check_static_size, is_array, is_i
 from longspan.engines import Engine
 from longspan.layout import BlockLayout
 from longspan.masks import Blocks, Full, Global, Mask, Segments, rule
-from longspan.parallel.call import attention as shared_attention
+from longspan.parallel.call import attention as parallel_attention
 from longspan.parallel.order import Order, check_mesh
 from longspan.patterns.padding import padding_ids
 
@@ -130,7 +130,7 @@ def bigbird_attention(
     if mesh is not None:
         mask = bigbird(T, block_size=block_size, rand_attn=rand_attn) & padding
         times = _multiplicity(int(block_size), blocks, rand_attn)
-        return shared_attention(q, k, v, mask=mask, bias=times, mesh=mesh, axis=axis, order=order, **options)
+        return parallel_attention(q, k, v, mask=mask, bias=times, mesh=mesh, axis=axis, order=order, **options)
     return attention(q, k, v, mask=_bigbird_layout(padding, int(block_size), blocks, rand_attn), **options)
 
 

@@ -21,7 +21,7 @@ from longspan.constants import unfolded
 from longspan.engines import Engine, Request, choose
 from longspan.layout import BlockLayout
 from longspan.masks import Causal, Global, Mask, PerHead, Segments, Window
-from longspan.parallel.call import attention as shared_attention
+from longspan.parallel.call import attention as parallel_attention
 from longspan.parallel.order import Order, check_mesh
 from longspan.patterns.padding import padding_ids
 
@@ -138,7 +138,7 @@ def longformer_attention(
     options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine, **axes)
     attend = attention
     if mesh is not None:
-        attend = partial(shared_attention, mesh=mesh, axis=axis, order=order)
+        attend = partial(parallel_attention, mesh=mesh, axis=axis, order=order)
     if token_kinds is None:
         return attend(q, k, v, mask=near, **options)
     _check_token_kinds(token_kinds, B, T)

@@ -151,12 +151,12 @@ def test_gradients_equal_flax_s(of):
 
 @KINDS
 def test_what_longspan_cannot_do_is_refused(of):
-    with pytest.raises(NotImplementedError, match="`sow_weights` wants the attention weights"):
+    with pytest.raises(NotImplementedError, match="`sow_weights` needs the attention weights"):
         of()(linen.attention_fn(MASK), sow_weights=True)
-    with pytest.raises(NotImplementedError, match="precision='high' for float32 on a cpu: Longspan's engines choose"):
+    with pytest.raises(NotImplementedError, match="precision='high' for float32 on a cpu is not supported: Longspan's"):
         of(precision="high")(linen.attention_fn(MASK))
     with pytest.raises(
-        NotImplementedError, match="precision='highest' for bfloat16 on a cpu: Longspan's engines choose"
+        NotImplementedError, match="precision='highest' for bfloat16 on a cpu is not supported: Longspan's"
     ):
         of(precision="highest", dtype=jnp.bfloat16)(linen.attention_fn(MASK))
     with pytest.raises(TypeError, match="`mask` must be a Mask or a MaskInfo, got"):
@@ -177,7 +177,7 @@ def test_flax_s_decoding_is_refused_where_positions_would_be_wrong():
     plain = nn.MultiHeadDotProductAttention(N, decode=True, attention_fn=linen.attention_fn())
     flax_s = nn.MultiHeadDotProductAttention(N, decode=True)
     variables = jax.jit(flax_s.init)(jax.random.key(0), X)
-    with pytest.raises(NotImplementedError, match="look like Flax's `decode=True`, where Causal\\(\\) would take"):
+    with pytest.raises(NotImplementedError, match="look like Flax's `decode=True`, where Causal\\(\\) would treat"):
         layer.apply(variables, X[:, :1], mutable=["cache"])
     got, wanted = (m.apply(variables, X[:, :1], mutable=["cache"])[0] for m in (plain, flax_s))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
@@ -196,7 +196,7 @@ def test_flax_s_decoding_is_refused_where_positions_would_be_wrong():
 )
 def test_flax_s_decoding_is_refused_for_every_rule_that_may_read_the_query_s_position(mask):
     one, many = X[:, :1].reshape(B, 1, N, 4), X.reshape(B, T, N, 4)
-    with pytest.raises(NotImplementedError, match=r"look like Flax's `decode=True`, where .* would take the query for"):
+    with pytest.raises(NotImplementedError, match=r"look like Flax's `decode=True`, where .* would treat the query as"):
         linen.attention_fn(mask)(one, many, many)
 
 

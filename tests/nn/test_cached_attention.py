@@ -13,7 +13,7 @@ import longspan as ls
 
 pytestmark = pytest.mark.check
 
-T, MOST = 13, 19
+T, MAX_LENGTH = 13, 19
 X = jnp.asarray(np.random.default_rng(5).normal(size=(B, T, D)), jnp.float32)
 OPTIONS = dict(rope=YARN, qk_norm=True, sinks=True)
 MASKS = {
@@ -25,7 +25,7 @@ every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
 def empty(mask, dtype=jnp.float32):
-    return ls.cache.init(ls.cache.plan(mask, MOST), B, K, H, dtype)
+    return ls.cache.init(ls.cache.plan(mask, MAX_LENGTH), B, K, H, dtype)
 
 
 def kinds(**more):
@@ -120,8 +120,8 @@ def test_gradients_flow_through_a_cached_call():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (dict(lengths=jnp.asarray([1, 2])), ValueError, "`lengths` say how many of the new tokens a cache keeps"),
-        (dict(cache={}), TypeError, "`cache` must be what `ls.cache.init(plan, ...)` gives, got dict."),
+        (dict(lengths=jnp.asarray([1, 2])), ValueError, "`lengths` are the numbers of new tokens that a `cache`"),
+        (dict(cache={}), TypeError, "`cache` must be a Cache, made by `ls.cache.init(plan, ...)`, got"),
         (dict(cache=empty(ls.Causal()), positions=jnp.arange(T)), ValueError, "`positions` and `cache` were both"),
         (dict(cache=empty(ls.Causal()), mask=np.ones((T, T), bool)), TypeError, "`mask` must be a Mask, got ndarray"),
         (dict(cache=empty(ls.Band(-2, 0)), mask=ls.Causal()), ValueError, "Plan with the mask that you"),
@@ -134,7 +134,7 @@ def test_what_a_cached_call_cannot_take_is_explained(unchecked, call, error, tex
 
 
 def test_a_cache_of_other_sizes_is_explained():
-    plan = ls.cache.plan(ls.Causal(), MOST)
+    plan = ls.cache.plan(ls.Causal(), MAX_LENGTH)
     assert SIZES["num_kv_heads"] == K
     for run in kinds():
         with pytest.raises(ValueError, match=re.escape(f"this cache's B, K and H = {B}, {K + 1} and {H}")):

@@ -24,6 +24,7 @@ MODULES = {
     "BigBirdSelfAttention": (dict(block_size=2, num_random_blocks=1), dict(token_mask=KINDS >= 0, rand_attn=RANDOM)),
 }
 SIZES = dict(num_heads=N, num_kv_heads=K, head_dim=H, out_features=OUT)
+PARTITIONED = dict(head_axis="model", partition_params=True)
 every_module = pytest.mark.parametrize("name", MODULES)
 
 
@@ -174,12 +175,12 @@ def test_partitioning_metadata_splits_heads_over_the_mesh(name):
     own, call = MODULES[name]
     layer, params, _ = both(name)
     wanted = apply(layer, params, X, **call)
-    split = getattr(in_linen, name)(**SIZES, **own, mesh_axis="model")
+    split = getattr(in_linen, name)(**SIZES, **own, **PARTITIONED)
     specs = nn.get_partition_spec(jax.eval_shape(split.init, jax.random.key(0), X))["params"]
     assert specs["query"] == specs["key"] == {"kernel": P(None, "model", None), "bias": P("model", None)}
     assert specs["out"] == {"kernel": P("model", None, None), "bias": P(None)}
 
-    twin = getattr(in_nnx, name)(**SIZES, **own, mesh_axis="model", in_features=D, rngs=nnx.Rngs(0))
+    twin = getattr(in_nnx, name)(**SIZES, **own, **PARTITIONED, in_features=D, rngs=nnx.Rngs(0))
     assert jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(twin, nnx.Param)))) == jax.tree.leaves(
         specs
     )
@@ -193,7 +194,7 @@ def test_partitioning_metadata_splits_heads_over_the_mesh(name):
         np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
         init = jax.jit(lambda key, x: nn.unbox(split.init(key, x))["params"], out_shardings=shardings)
         made = init(jax.random.key(0), x)
-        twin = getattr(in_nnx, name)(**SIZES, **own, mesh_axis="model", in_features=D, rngs=nnx.Rngs(0))
+        twin = getattr(in_nnx, name)(**SIZES, **own, **PARTITIONED, in_features=D, rngs=nnx.Rngs(0))
         for kernel in (made["query"]["kernel"], twin.query.kernel[...]):
             assert {s.data.shape for s in kernel.addressable_shards} == {(D, N // 2, H)}
         out = nnx.jit(lambda m, x, **c: m(x, **c))(twin, x, **call)
@@ -202,10 +203,25 @@ def test_partitioning_metadata_splits_heads_over_the_mesh(name):
 
 
 def test_a_single_key_head_is_not_split():
-    layer = in_linen.SelfAttention(num_heads=4, num_kv_heads=1, head_dim=3, mesh_axis="model")
+    layer = in_linen.SelfAttention(num_heads=4, num_kv_heads=1, head_dim=3, **PARTITIONED)
     specs = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(0), X))["params"]
     assert specs["key"]["kernel"] == jax.sharding.PartitionSpec(None, None, None)
     assert specs["query"]["kernel"] == jax.sharding.PartitionSpec(None, "model", None)
+
+
+def test_parameters_carry_no_metadata_unless_asked():
+    layer = in_linen.SelfAttention(**SIZES, head_axis="model")
+    assert not any(isinstance(x, nn.Partitioned) for x in jax.tree.leaves(layer.init(jax.random.key(0), X)))
+
+
+@every_module
+def test_partitioned_parameters_need_the_name_of_one_mesh_axis(name):
+    options = dict(**SIZES, **MODULES[name][0], head_axis=None, partition_params=True)
+    text = "`partition_params=True` splits parameters over the mesh axis `head_axis`, which must be one name, got None"
+    with pytest.raises(ValueError, match=text):
+        getattr(in_linen, name)(**options).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=text):
+        getattr(in_nnx, name)(**options, in_features=D, rngs=nnx.Rngs(0))
 
 
 def test_longformer_without_kinds_has_but_does_not_use_its_global_projections():
@@ -226,7 +242,7 @@ def test_bigbird_draws_the_blocks_of_its_seed():
     ("sizes", "text"),
     [
         (dict(num_heads=4, num_kv_heads=3), "`num_heads` must be a multiple of `num_kv_heads`, got 4 and 3."),
-        (dict(num_heads=4), "the input's features must be a multiple of num_heads=4, got 10. Give `head_dim`"),
+        (dict(num_heads=4), "The number of input features must be a multiple of num_heads=4, got 10. Give `head_dim`"),
         (dict(num_heads=4, qkv_features=11), "`qkv_features` must be a multiple of num_heads=4, got 11."),
         (dict(num_heads=4, head_dim=3, qkv_features=11), "`qkv_features` must be num_heads · head_dim = 12, got 11."),
     ],

@@ -223,10 +223,12 @@ def test_sinks_are_split_with_the_heads():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     options = dict(qk_norm=True, sinks=True, rope=YARN)
     layer, params, _ = both("SelfAttention", **options)
-    split = in_linen.SelfAttention(**SIZES, **options, mesh_axis="model")
+    split = in_linen.SelfAttention(**SIZES, **options, head_axis="model", partition_params=True)
     specs = nn.get_partition_spec(jax.eval_shape(split.init, jax.random.key(0), X))["params"]
     assert specs["sink"] == P("model") and specs["query_norm"]["scale"] == P()
-    twin = in_nnx.SelfAttention(**SIZES, **options, mesh_axis="model", in_features=D, rngs=nnx.Rngs(0))
+    twin = in_nnx.SelfAttention(
+        **SIZES, **options, head_axis="model", partition_params=True, in_features=D, rngs=nnx.Rngs(0)
+    )
     assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(twin, nnx.Param)))["sink"] == P("model")
     placed = jax.device_put(params, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs))
     with jax.set_mesh(mesh):
@@ -237,9 +239,10 @@ def test_sinks_are_split_with_the_heads():
 @every_module
 def test_what_rope_cannot_be_is_explained(name):
     pair = (
-        "`rope` must be parameters as in `ls.rope.frequencies`, or what it returns, (inv_freq, attention_factor), got"
+        "`rope` must be parameters as in `ls.rope.frequencies`, or the pair (inv_freq, attention_factor) that it "
+        "returns, got"
     )
-    known = "The `rope` of a module is part of the program: frequencies [D/2] and a factor, known numbers. Give traced"
+    known = "The `rope` of a module must be static: frequencies [D/2] and a factor, with known values. Pass traced"
     cases = [
         (PAIR[0], TypeError, f"{pair} ndarray."),
         ("yarn", TypeError, f"{pair} str."),
@@ -256,7 +259,7 @@ def test_what_rope_cannot_be_is_explained(name):
             getattr(in_linen, name)(**SIZES, **OWN[name], rope=rope).init(jax.random.key(0), X)
         with pytest.raises(error, match=re.escape(text)):
             getattr(in_nnx, name)(**SIZES, **OWN[name], rope=rope, in_features=D, rngs=nnx.Rngs(0))(X)
-    with pytest.raises(ValueError, match="part of the program"):
+    with pytest.raises(ValueError, match="must be static"):
         jax.jit(
             lambda freq: getattr(in_linen, name)(**SIZES, **OWN[name], rope=(freq, 1.0)).init(jax.random.key(0), X)
         )(PAIR[0])
@@ -265,5 +268,5 @@ def test_what_rope_cannot_be_is_explained(name):
 @pytest.mark.parametrize("name", ["LongformerSelfAttention", "BigBirdSelfAttention"])
 def test_positions_without_rope_mean_nothing_where_masks_go_by_slots(name):
     for run in runs(name)[:2]:
-        with pytest.raises(ValueError, match="`positions` are for `rope`, which this module does not have"):
+        with pytest.raises(ValueError, match="`positions` are used only with `rope`, which this module does not have"):
             run(X, positions=POSITIONS)

@@ -91,7 +91,7 @@ def test_new_tokens_of_a_cache_are_rotated_by_them(rows):
 def test_where_masks_go_by_slots_they_are_what_positions_are(name):
     for run in runs(name, rope=YARN)[:2]:
         np.testing.assert_array_equal(run(X, rope_positions=POSITIONS), run(X, positions=POSITIONS))
-        text = "`positions` and `rope_positions` were both given, and both are for `rope` here"
+        text = "`positions` and `rope_positions` were both given, and here both are positions for `rope`"
         with pytest.raises(ValueError, match=re.escape(text)):
             run(X, positions=POSITIONS, rope_positions=POSITIONS)
 
@@ -99,7 +99,8 @@ def test_where_masks_go_by_slots_they_are_what_positions_are(name):
 @pytest.mark.parametrize("name", OWN)
 def test_without_rope_they_are_refused(name):
     text = (
-        "`rope_positions` are for `rope`, which this module does not have. Give `rope`, or leave `rope_positions` out."
+        "`rope_positions` are used only with `rope`, which this module does not have. Give `rope`, or leave "
+        "`rope_positions` out."
     )
     for run in runs(name)[:2]:
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -112,6 +113,6 @@ def test_positions_beside_a_cache_are_refused_with_what_to_give_instead():
     assert X.shape[2] == D
     for run in runs("SelfAttention", rope=YARN)[:2]:
         cache = ls.cache.init(ls.cache.plan(mask, T), B, K, H, jnp.float32)
-        with pytest.raises(ValueError, match="and `rope_positions` for other rotations"):
+        with pytest.raises(ValueError, match="and `rope_positions` to rotate by other positions"):
             run(X, cache=cache, positions=POSITIONS)
         run(X, cache=cache, rope_positions=POSITIONS)

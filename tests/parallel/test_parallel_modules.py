@@ -1,16 +1,20 @@
 """Flax modules and models over sequences that devices share: what they give on one device."""
 
+import importlib
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan import models, nn
 from longspan.parallel.order import stored
-from tests.parallel.families import MESHES
+from tests.parallel.families import MESHES, NAMED, mesh_of_other_names
 
 T = 48
 ROPE = dict(rope_type="default", rope_theta=100.0)
@@ -61,10 +65,52 @@ def test_bigbirds_module_on_devices_equals_one():
     np.testing.assert_allclose(got, of_kind("linen", "BigBirdSelfAttention", **fields)(X), rtol=1e-4, atol=1e-5)
 
 
+NAMES = {
+    "SelfAttention": (dict(sinks=True, rope=ROPE), dict(mask=ls.Causal() & ls.Window(7, 0))),
+    "LongformerSelfAttention": (dict(window=3, rope=ROPE), dict(token_kinds=np.where(np.arange(T) % 20, 0, 1)[None])),
+    "BigBirdSelfAttention": (dict(block_size=4, num_random_blocks=1), {}),
+}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_modules_take_meshes_whose_axes_have_other_names(kind, name, monkeypatch):
+    own, call = NAMES[name]
+    fields = dict(num_heads=4, num_kv_heads=2, engine="reference", **own)
+    specs = noted_specs(monkeypatch)
+    got = of_kind(kind, name, mesh=mesh_of_other_names(), **NAMED, **fields)(X, **call)
+    assert specs and set(specs) == {P("rows", "tokens", "model")}
+    np.testing.assert_allclose(got, of_kind(kind, name, **fields)(X, **call), rtol=1e-4, atol=1e-5)
+
+
+def noted_specs(monkeypatch):
+    """A list of how the outputs of `ls.parallel.attention` are sharded, which grows with every call."""
+    specs = []
+
+    def noting(*operands, **options):
+        out = ls.parallel.attention(*operands, **options)
+        specs.append(out.sharding.spec)
+        return out
+
+    for module in ("parallel.sequence_sharding", "patterns.longformer", "patterns.bigbird"):
+        monkeypatch.setattr(importlib.import_module(f"longspan.{module}"), "parallel_attention", noting)
+    return specs
+
+
+def test_the_names_of_axes_are_those_of_parallel_attention():
+    for name in NAMES:
+        for constructor in (getattr(nn.linen, name), nn.nnx.SelfAttention.__mro__[1]):
+            names = inspect.signature(constructor).parameters
+            wanted = inspect.signature(ls.parallel.attention).parameters
+            for argument in ("axis", "order", "batch_axes", "head_axis"):
+                assert names[argument].default == wanted[argument].default
+
+
 def test_a_cache_and_a_mesh_are_refused_together():
     layer = nn.nnx.SelfAttention(num_heads=2, in_features=8, mesh=MESHES["sp4"](), rngs=nnx.Rngs(0))
     cache = ls.cache.init(ls.cache.plan(ls.Causal(), 9), 2, 2, 4, jnp.float32)
-    with pytest.raises(ValueError, match="A `cache` is decoded with on one device"):
+    with pytest.raises(ValueError, match="`cache` and `mesh` were both given, but decoding with a cache runs on one"):
         layer(X[:, :3], cache=cache)
 
 

@@ -16,7 +16,7 @@ from longspan.models.decoders.cache import attend_cached
 from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear, rms_norm
-from longspan.nn.rope import turned
+from longspan.nn.rope import apply_rope
 from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
 
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
             at: which one of its parameters, if these are a stack too, and read where they lie.
         """
         q, k, v = self._project(x, at)
-        q, k = turned(tokens.ropes[self.kind], False, tokens.positions, q, k)
+        q, k = apply_rope(tokens.ropes[self.kind], False, tokens.positions, q, k)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         options |= dict(mask=tokens.masks[self.kind])
         if tokens.steps is None:
