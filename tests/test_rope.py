@@ -96,7 +96,7 @@ LISTS = "must be a list of 4 positive numbers, one per pair of features, got"
     [
         ("mrope", {}, "rope_type='mrope' is not one of 'default', 'linear', 'dynamic', 'llama3', 'yarn', 'longrope', "),
         (["yarn"], {}, "rope_type=['yarn'] is not one of 'default', "),
-        ("default", dict(rope_theta=None), "'default' needs `rope_theta`, but `parameters` hold `rope_type`. Add"),
+        ("default", dict(rope_theta=None), "'default' needs `rope_theta`, but `parameters` has only `rope_type`. Add"),
         ("default", dict(rope_theta=0.0), f"`rope_theta` {NUMBER} 0.0."),
         ("default", dict(rope_theta=math.nan), f"`rope_theta` {NUMBER} nan."),
         ("default", dict(rope_theta=math.inf), f"`rope_theta` {NUMBER} inf."),
@@ -105,7 +105,7 @@ LISTS = "must be a list of 4 positive numbers, one per pair of features, got"
         ("default", dict(partial_rotary_factor=0.4), "must be an even number from 2 to head_dim, got 8 · 0.4 = 3.2."),
         ("default", dict(partial_rotary_factor=0.1), "must be an even number from 2 to head_dim, got 8 · 0.1 = 0.8."),
         ("default", dict(partial_rotary_factor=1.5), "must be an even number from 2 to head_dim, got 8 · 1.5 = 12."),
-        ("linear", {}, "'linear' needs `factor`, but `parameters` hold `rope_theta`, `rope_type`. Add it."),
+        ("linear", {}, "'linear' needs `factor`, but `parameters` has only `rope_theta`, `rope_type`. Add it."),
         ("linear", dict(factor=-2), f"`factor` {NUMBER} -2."),
         ("dynamic", dict(factor=2), f"'dynamic' needs `{MOST}`, but"),
         ("dynamic", dict(factor=2), f"`rope_type`, `factor`. Add it, or give `{MOST}=`."),
@@ -126,7 +126,7 @@ LISTS = "must be a list of 4 positive numbers, one per pair of features, got"
         ("proportional", dict(partial_rotary_factor=2), "`partial_rotary_factor` of at most 1, got 8 and 2."),
     ],
 )  # fmt: skip
-def test_parameters_that_say_too_little_or_nonsense_are_explained(kind, fields, text):
+def test_missing_or_wrong_parameters_are_explained(kind, fields, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         ls.rope.frequencies(dict(rope_theta=1e4, rope_type=kind) | fields, 8)
 
@@ -135,7 +135,8 @@ def test_parameters_are_one_mapping():
     with pytest.raises(TypeError, match="`parameters` must be a mapping as in a Hugging Face config"):
         ls.rope.frequencies("default", 8)
     text = (
-        "one set of numbers per layer type ('full_attention', 'sliding_attention'): give one of them, for example param"
+        "must be one set of numbers, got one per layer type ('full_attention', 'sliding_attention'). Give one of them, "
+        "for example param"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         ls.rope.frequencies(dict(rope_parameters=dict(full_attention={}, sliding_attention={})), 8)
@@ -275,8 +276,8 @@ ONE_FLOAT = "`inv_freq` must be a float array [D/2] or [B, D/2], got"
         (dict(inv_freq=np.arange(3)), TypeError, f"{ONE_FLOAT} dtype int64."),
         (dict(inv_freq=ones(3, 3)), ValueError, "`inv_freq` must have shape [D/2] or [B, D/2] with B = 2, got (3, 3)."),
         (dict(inv_freq=ones(1, 2, 3)), ValueError, "must have shape [D/2] or [B, D/2] with B = 2, got (1, 2, 3)."),
-        (dict(inv_freq=ones(6)), ValueError, "holds 6 frequencies, one per pair, but `x` has heads of 10 feat"),
-        (dict(inv_freq=ones(0)), ValueError, "`inv_freq` holds 0 frequencies"),
+        (dict(inv_freq=ones(6)), ValueError, "has 6 frequencies, one per pair, but `x` has heads of 10 feat"),
+        (dict(inv_freq=ones(0)), ValueError, "`inv_freq` has 0 frequencies"),
         (dict(attention_factor="1"), TypeError, "`attention_factor` must be one number, got '1'."),
         (dict(attention_factor=ones(2)), TypeError, "`attention_factor` must be one number, got shape (2,), float32."),
     ],

@@ -110,7 +110,7 @@ def test_a_wrong_number_of_a_rope_is_an_error_that_names_file_and_key(kind, spel
         ("llama", dict(rope_type="yarn", factor=2.0, truncate="no"), "truncate"),
         ("llama", dict(rope_type="yarn", factor=2.0, truncate=0), "truncate"),
         ("llama", dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=16.5), "original_max_position"),
-        ("llama", dict(full_attention=dict(rope_type="default")), "one set of numbers per layer type"),
+        ("llama", dict(full_attention=dict(rope_type="default")), "one set of numbers, got one per layer type"),
         ("gemma3_text", dict(full_attention=5, sliding_attention={}), "rope_parameters.full_attention=5"),
         ("gemma3_text", dict(full_attention={}, sliding_attention="x"), "rope_parameters.sliding_attention='x'"),
         ("gemma3_text", dict(full_attention={}, sliding_attention=dict(rope_theta=0)), "attention.rope_theta=0"),

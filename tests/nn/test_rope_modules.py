@@ -250,7 +250,7 @@ def test_what_rope_cannot_be_is_explained(name):
         (
             (np.ones(4), 1.0),
             ValueError,
-            "`inv_freq` holds 4 frequencies, one per pair, but `x` has heads of 6 features.",
+            "`inv_freq` has 4 frequencies, one per pair, but `x` has heads of 6 features.",
         ),
         (dict(rope_type="yarn", rope_theta=100.0), ValueError, "RoPE of type 'yarn' needs `original_max_position_emb"),
     ]
