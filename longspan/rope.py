@@ -308,11 +308,12 @@ def _divisors(config: _RopeConfig, name: str, half: int) -> np.ndarray:
     values = config.fields[name]
     is_list = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str)
     are_numbers = is_list and all(isinstance(v, int | float | np.number) and not isinstance(v, bool) for v in values)
-    array = np.asarray(values, np.float32) if are_numbers else None
-    if array is None or array.shape != (half,) or not (np.isfinite(array).all() and (array > 0).all()):
-        got = f"{len(values)} values" if is_list else repr(values)
-        raise ValueError(f"`{name}` must be a list of {half} positive numbers, one per pair of features, got {got}.")
-    return array
+    if are_numbers:
+        array = np.asarray(values, np.float32)
+        if array.shape == (half,) and np.isfinite(array).all() and (array > 0).all():
+            return array
+    got = f"{len(values)} values" if is_list else repr(values)
+    raise ValueError(f"`{name}` must be a list of {half} positive numbers, one per pair of features, got {got}.")
 
 
 def _proportional(config: _RopeConfig):
