@@ -99,12 +99,12 @@ def noted_specs(monkeypatch):
 
 
 def test_the_names_of_axes_are_those_of_parallel_attention():
-    for name in NAMES:
-        for constructor in (getattr(nn.linen, name), nn.nnx.SelfAttention.__mro__[1]):
-            names = inspect.signature(constructor).parameters
-            wanted = inspect.signature(ls.parallel.attention).parameters
-            for argument in ("axis", "order", "batch_axes", "head_axis"):
-                assert names[argument].default == wanted[argument].default
+    wanted = inspect.signature(ls.parallel.attention).parameters
+    shared_by_all = nn.nnx.SelfAttention.__base__.__init__
+    for constructor in (shared_by_all, *(getattr(nn.linen, name) for name in NAMES)):
+        names = inspect.signature(constructor).parameters
+        for argument in ("axis", "order", "batch_axes", "head_axis"):
+            assert names[argument].default == wanted[argument].default
 
 
 def test_a_cache_and_a_mesh_are_refused_together():
