@@ -133,8 +133,10 @@ def rotate(
     _check_inv_freq(inv_freq, x)
     _check_attention_factor(attention_factor)
     x, inv_freq = jnp.asarray(x), jnp.asarray(inv_freq).astype(jnp.float32)
-    positions = to_int32(positions, jnp).astype(jnp.float32)
-    angles = _with_rows(positions)[:, :, None, None] * _with_rows(inv_freq)[:, None, None, :]  # [B or 1, T, 1, D/2]
+    float_positions = to_int32(positions, jnp).astype(jnp.float32)
+    angles = (
+        _with_rows(float_positions)[:, :, None, None] * _with_rows(inv_freq)[:, None, None, :]
+    )  # [B or 1, T, 1, D/2]
     factor, dtype = jnp.asarray(attention_factor, jnp.float32), statistics_dtype(x.dtype)
     cos, sin = (jnp.cos(angles) * factor).astype(dtype), (jnp.sin(angles) * factor).astype(dtype)
     size = 2 * inv_freq.shape[-1]

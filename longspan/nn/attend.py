@@ -17,7 +17,8 @@ PADDING = np.int32(np.iinfo(np.int32).max)  # the position that MaskInfo gives t
 
 
 def attend(
-    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths, sharding: SequenceSharding, **options
+    q, k, v, *, mask, positions, rope_positions, rope, interleaved: bool, cache, lengths, sharding: SequenceSharding,
+    **options,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """The output [B, T, N, H], and the cache with the new tokens (None without a cache)."""
     check_rope_positions(rope, rope_positions)

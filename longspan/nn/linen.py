@@ -117,7 +117,9 @@ class _Attention(nn.Module, kw_only=True):
 
     @nn.nowrap
     def _projection(self, name: str, heads: Heads, features: tuple[int, ...], axes: int) -> "_Projection":
-        split_axis = check_partitioning(self.partition_params, self.head_axis)
+        split_axis, partitioning = check_partitioning(self.partition_params, self.head_axis), None
+        if split_axis is not None:
+            partitioning = partitioning_of(name, split_axis, heads)
         return _Projection(
             features=features,
             axes=axes,
@@ -126,7 +128,7 @@ class _Attention(nn.Module, kw_only=True):
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
-            partitioning=split_axis and partitioning_of(name, split_axis, heads),
+            partitioning=partitioning,
             name=name,
         )
 
