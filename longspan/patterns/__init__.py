@@ -1,7 +1,7 @@
-"""Attention of named papers, one paper per file: the pattern as a `Mask`, and what the model computes, exactly.
+"""Attention patterns of papers, one paper per file: the pattern as a `Mask`, and the exact attention of the model.
 
-What the models compute is slightly more than a mask says: BigBird counts a repeated block twice, Longformer has other
-projections for global tokens.
+The models differ slightly from a mask: BigBird counts a repeated block twice, and Longformer has separate projections
+for global tokens.
 """
 
 from longspan.patterns.bigbird import bigbird as bigbird

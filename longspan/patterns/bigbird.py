@@ -1,4 +1,4 @@
-"""BigBird (arXiv:2007.14062): as a mask, its attention exactly as the original computes it, and its random blocks."""
+"""BigBird (arXiv:2007.14062): the mask, the exact attention of the original, and its random blocks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,12 +30,12 @@ LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 t
 def bigbird(seq_len: int, *, block_size: int, rand_attn: Int[Array, "N_or_1 rows r"]) -> Mask:
     """BigBird: sliding window + global blocks + random blocks (arXiv:2007.14062).
 
-    Query block i sees blocks i-1, i, i+1, the first and the last block, and `rand_attn[head, i-1]`; the first and the
-    last block see everything.
+    Query block i attends to blocks i-1, i, i+1, the first and the last block, and `rand_attn[head, i-1]`. The first and
+    the last block attend to all blocks.
 
     Args:
         seq_len: number of tokens T, a multiple of `block_size`, at least 5 blocks.
-        block_size: tokens in a block.
+        block_size: tokens per block.
         rand_attn: int [N or 1, T / block_size - 2, r]; row 0 belongs to block 1. A NumPy table is static, a JAX array
             is data.
 
@@ -47,7 +47,7 @@ def bigbird(seq_len: int, *, block_size: int, rand_attn: Int[Array, "N_or_1 rows
         #.###
         #####
 
-    Differs from `bigbird_attention`: as in every mask, a block that is listed twice counts once.
+    Differs from `bigbird_attention`: a mask is true or false, so a block that is listed twice counts once.
     """
     blocks = _check_blocks(seq_len, seq_len, block_size)
     _check_rand_attn(rand_attn, blocks)
@@ -56,7 +56,7 @@ def bigbird(seq_len: int, *, block_size: int, rand_attn: Int[Array, "N_or_1 rows
     row = xp.arange(1, blocks - 1, dtype=np.int32).reshape(1, -1, 1)
     near = xp.broadcast_to(xp.concatenate([row - 1, row, row + 1], axis=2), (rand_attn.shape[0], blocks - 2, 3))
     middle = xp.concatenate([near, rand_attn], axis=2)
-    # The first and the last block see everything: that is said by `Global`, not by a row with every block.
+    # The first and the last block attend to everything through `Global`, not through a row that lists every block.
     table = xp.pad(middle, ((0, 0), (1, 1), (0, 0)), constant_values=-1)
     ends = (*range(block_size), *range(seq_len - block_size, seq_len))
     return Blocks(table, block_size) | Global(ends)
@@ -83,30 +83,31 @@ def bigbird_attention(
 ) -> Output:
     """BigBird's block-sparse attention (arXiv:2007.14062): one softmax over a multiset of key blocks.
 
-    With nb blocks, query block i in 2 ... nb-3 sees blocks 0, i-1, i, i+1, nb-1 and `rand_attn[head, i-1]`; blocks 1
-    and nb-2 likewise, with 0 and nb-1 once; blocks 0 and nb-1 see every block once. A block that is listed twice
-    counts twice in the softmax, as in the original. Scale 1/sqrt(H).
+    With nb blocks, query block i attends to blocks 0, i-1, i, i+1, nb-1 and `rand_attn[head, i-1]`. A block that this
+    list contains twice counts twice in the softmax, as in the original, except block 0 for i = 1 and block nb-1 for
+    i = nb-2, which are also neighbours and count once. Query blocks 0 and nb-1 attend to every block once. The scale is
+    1/sqrt(H).
 
     Args:
         q: queries [B, T, N, H], T a multiple of `block_size`, at least 5 blocks.
         k: keys [B, T, K, H], where N is a multiple of K.
         v: values [B, T, K, H].
-        block_size: tokens in a block.
+        block_size: tokens per block.
         rand_attn: int [N or 1, T / block_size - 2, r], from `bigbird_random_blocks`; row 0 belongs to block 1. It is
-            data: new blocks do not retrace. (In a traced array, a number that is no block is left out.)
-        q_mask: [B or 1, T], 0 where a query is padding: its output is 0. Bools, ints or 0/1 floats.
-        kv_mask: [B or 1, T], 0 where a key is padding: it gets no weight.
-        dropout_rate: as in `attention`; a pair that counts twice is kept or dropped as one.
+            data: new blocks do not retrace. Numbers outside the blocks are errors, or ignored if the array is traced.
+        q_mask: bools, ints or 0/1 floats [B or 1, T]. Queries with 0 are padding: their output is 0.
+        kv_mask: bools, ints or 0/1 floats [B or 1, T]. Keys with 0 are padding: they get no weight.
+        dropout_rate: as in `attention`. A pair that counts twice is kept or dropped as a whole.
         dropout_key: as in `attention`.
         engine: as in `attention`.
-        mesh: a mesh of devices, one of whose axes shards the sequence, as in `ls.parallel.attention`; by default none.
+        mesh: a mesh that shards the sequence, as in `ls.parallel.attention`; by default the sequence is not sharded.
         axis: the mesh axis that shards the sequence.
-        order: the order of tokens across devices. Only "contiguous" is accepted: blocks hold neighbouring tokens.
-        batch_axes: the mesh axes that shard the batch, as in `ls.attention` and `ls.parallel.attention`.
-        head_axis: the mesh axis that shards the heads, likewise.
+        order: the order of tokens on the devices. Blocks consist of neighbouring tokens, so "zigzag" is an error.
+        batch_axes: the mesh axes that shard the batch, as in `ls.attention`.
+        head_axis: the mesh axis that shards the heads, as in `ls.attention`.
 
     Returns:
-        The output [B, T, N, H]; 0 for padded queries and for those that see no key.
+        The output [B, T, N, H]; 0 for padded queries and for queries without a valid key.
 
     Example:
         >>> q = k = v = jnp.ones((1, 16, 2, 4))
@@ -145,19 +146,20 @@ def bigbird_random_blocks(
     max_seq_len: int = 4096,
     legacy_lengths: Sequence[int] = (1024, 3072, 4096),
 ) -> Int[np.ndarray, "N rows r"]:
-    """The random blocks that the original implementations draw, so that a checkpoint sees those it was trained with.
+    """The random blocks that the original implementations draw, so that a checkpoint gets the blocks of its training.
 
-    NumPy's legacy generator is asked in the original's order. Blocks next to the query block and global blocks are
-    never drawn, but for the last block at length 1024 (it then counts twice in `bigbird_attention`).
+    NumPy's legacy generator is called in the original's order. Blocks next to the query block and global blocks are
+    never drawn, with one exception: at length 1024 the last block may be drawn, and then counts twice in
+    `bigbird_attention`.
 
     Args:
         seq_len: number of tokens T (padded to whole blocks).
-        block_size: tokens in a block.
+        block_size: tokens per block.
         num_random_blocks: random blocks per query block, r.
-        num_heads: heads N, each with its own blocks.
-        seed: in a model, the number of the layer.
-        max_seq_len: the model's greatest length; legacy lengths draw for it and keep the first rows.
-        legacy_lengths: lengths whose blocks are drawn from the first 1024 tokens, as for the paper. Hugging Face has
+        num_heads: number of heads N; each has its own blocks.
+        seed: seed of the generator; in a model, the index of the layer.
+        max_seq_len: the model's maximum length. Legacy lengths draw blocks for it and keep the first rows.
+        legacy_lengths: lengths whose blocks are drawn from the first 1024 tokens, as in the paper. Hugging Face has
             these three, the original code also 2048. All other lengths need at least 2r + 6 blocks.
 
     Returns:
@@ -173,26 +175,28 @@ def bigbird_random_blocks(
     draw = np.random.RandomState(seed)
     if seq_len in legacy_lengths:
         _check_legacy_length(seq_len, max_seq_len)
-        all_blocks = max_seq_len // block_size
-        reach = LEGACY_REACH // block_size if 2 * block_size < LEGACY_REACH else all_blocks
+        reach = all_blocks = max_seq_len // block_size
+        if 2 * block_size < LEGACY_REACH:
+            reach = LEGACY_REACH // block_size
         return np.stack([_legacy_rows(draw, all_blocks, reach, r)[: blocks - 2] for _ in range(heads)])
     _check_random_plan(blocks, r)
-    return _planned_rows(draw, blocks, r, heads)
+    return _generated_rows(draw, blocks, r, heads)
 
 
 def _padding(q_mask, kv_mask, length: int) -> Mask:
-    """A rule that pads out tokens, all others seeing each other."""
+    """A mask that excludes padding on both sides."""
     if q_mask is None and kv_mask is None:
         return Full()
-    q_ids, kv_ids = (
-        jnp.zeros((1, length), np.int32) if mask is None else padding_ids(jnp.asarray(mask).astype(bool))
-        for mask in (q_mask, kv_mask)
-    )
+    q_ids = kv_ids = jnp.zeros((1, length), np.int32)
+    if q_mask is not None:
+        q_ids = padding_ids(jnp.asarray(q_mask).astype(bool))
+    if kv_mask is not None:
+        kv_ids = padding_ids(jnp.asarray(kv_mask).astype(bool))
     return Segments(q_ids, kv_ids)
 
 
 def _bigbird_layout(padding: Mask, block_size: int, blocks: int, rand_attn) -> BlockLayout:
-    """The key blocks that each query block sees, as often as they count."""
+    """The key blocks that each query block attends to, each as often as it counts."""
     starts, stops = _bigbird_intervals(jnp.asarray(rand_attn).astype(np.int32), blocks)
     length = blocks * block_size
     return BlockLayout(
@@ -214,12 +218,12 @@ def _bigbird_layout(padding: Mask, block_size: int, blocks: int, rand_attn) -> B
 
 @partial(jax.jit, static_argnames="blocks")
 def _bigbird_intervals(rand_attn, blocks: int):
-    """For each query block, intervals of key blocks: the first, the window, the last and the random ones."""
+    """Intervals (starts, stops) of key blocks per query block: the first, the window, the last, the random ones."""
     known = (rand_attn >= 0) & (rand_attn < blocks)
     rand_attn = jnp.pad(jnp.where(known, rand_attn, -1), ((0, 0), (1, 1), (0, 0)), constant_values=-1)[None]
     row = jnp.arange(blocks, dtype=np.int32).reshape(1, 1, -1, 1)
     ends = (row == 0) | (row == blocks - 1)
-    first = (jnp.zeros_like(row), jnp.where(ends, blocks, 1))  # the first and the last block see everything
+    first = (jnp.zeros_like(row), jnp.where(ends, blocks, 1))  # query blocks at the ends attend to everything
     window = (jnp.where(ends, 0, jnp.maximum(row - 1, 1)), jnp.where(ends, 0, jnp.minimum(row + 2, blocks - 1)))
     last = (jnp.where(ends, 0, blocks - 1), jnp.where(ends, 0, blocks))
     drawn = (jnp.maximum(rand_attn, 0), rand_attn + 1)
@@ -232,14 +236,15 @@ def _bigbird_intervals(rand_attn, blocks: int):
 
 @rule
 class Multiplicity(Bias):
-    """log(how often a row of a table lists the key's block): what counts twice weighs twice. Once, if it is not listed.
+    """The bias log(n), where n is the number of times the table lists the key's block, at least 1.
 
-    A layout can visit a tile twice; devices that share a sequence cut masks, and have no layout of the whole.
+    A key that counts n times in the softmax has n times the weight. On one device a layout visits a tile n times
+    instead; when the sequence is sharded there is no layout of the whole sequence.
     """
 
     array_axes: ClassVar = {"table": "N.."}
 
-    table: Any  # int [N or 1, blocks, r], -1: none
+    table: Any  # int [N or 1, blocks, r]; -1: no block
     block_size: int
 
     def at(self, q, kv, dtype):
@@ -250,11 +255,11 @@ class Multiplicity(Bias):
 
 
 def _multiplicity(block_size: int, blocks: int, rand_attn) -> Multiplicity | None:
-    """How often blocks count, as a bias; None if it is known that each counts once."""
+    """The bias for blocks that count more than once; None if the table is static and lists no block twice."""
     xp = np if isinstance(rand_attn, np.ndarray) else jnp
     row = xp.arange(1, blocks - 1, dtype=np.int32).reshape(1, -1, 1)
     near = xp.concatenate([row - 1, row, row + 1], axis=2)
-    near = xp.where((near > 0) & (near < blocks - 1), near, np.int32(-1))  # the ends are listed by themselves
+    near = xp.where((near > 0) & (near < blocks - 1), near, np.int32(-1))  # `ends` lists the first and the last block
     ends = xp.concatenate([row * 0, row * 0 + np.int32(blocks - 1)], axis=2)
     shape = (rand_attn.shape[0], blocks - 2)
     parts = [xp.broadcast_to(part, (*shape, part.shape[2])) for part in (near, ends)]
@@ -263,13 +268,13 @@ def _multiplicity(block_size: int, blocks: int, rand_attn) -> Multiplicity | Non
         ranked = np.sort(table, axis=2)
         if not ((ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] >= 0)).any():
             return None
-    # The first and the last block see every block once.
+    # The first and the last query block attend to every block once.
     return Multiplicity(jnp.asarray(xp.pad(table, ((0, 0), (1, 1), (0, 0)), constant_values=-1)), block_size)
 
 
 def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> None:
-    """BigBird's random blocks, int [N or 1, blocks - 2, r], each one of the blocks (if known here)."""
-    wanted = f"ints [{'N' if heads is None else heads} or 1, {blocks - 2}, r]"
+    """Raises an error unless `rand_attn` is int [N or 1, blocks - 2, r], and its values are blocks if known."""
+    wanted = f"ints [{heads or 'N'} or 1, {blocks - 2}, r]"
     if not is_array(rand_attn):
         raise TypeError(
             f"`rand_attn` must be an array of {wanted}, got {type(rand_attn).__name__}. Make it with "
@@ -287,13 +292,13 @@ def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> N
         )
     if isinstance(rand_attn, np.ndarray) and rand_attn.size and (rand_attn.min() < 0 or rand_attn.max() >= blocks):
         raise ValueError(
-            f"`rand_attn` must name blocks 0 to {blocks - 1}, got {rand_attn.min()} to {rand_attn.max()}. Make it with "
-            "`bigbird_random_blocks(...)` for this length."
+            f"`rand_attn` must hold block numbers from 0 to {blocks - 1}, got {rand_attn.min()} to {rand_attn.max()}. "
+            "Make it with `bigbird_random_blocks(...)` for this length."
         )
 
 
 def _check_token_mask(name: str, mask: Any, batch: int, length: int) -> None:
-    """A mask of tokens [B or 1, L]: bools, ints or 0/1 floats; True (not 0) = a real token."""
+    """Raises an error unless a padding mask is [B or 1, L] of bools, ints or floats."""
     wanted = f"[{batch}, {length}] (or [1, {length}])"
     if not is_array(mask):
         raise TypeError(f"`{name}` must be an array {wanted}, got {type(mask).__name__}.")
@@ -307,19 +312,19 @@ def _check_token_mask(name: str, mask: Any, batch: int, length: int) -> None:
 
 
 def _check_zero_one(name: str, mask: Any) -> None:
-    """A mask of floats is 0 or 1, not added to scores, as far as that can be known here."""
+    """Raises an error if a float mask with known values is not 0/1, for example an additive mask."""
     if mask.dtype.name not in FLOATS or isinstance(mask, Tracer | jax.ShapeDtypeStruct):
         return
     values = np.asarray(mask).astype(np.float32)
     if not ((values == 0) | (values == 1)).all():
         raise ValueError(
             f"`{name}` must hold 0 (padding) and 1 (a token), got values from {values.min():g} to {values.max():g}. "
-            "A mask that is added to scores becomes one of bools by `mask == 0`."
+            "Convert a mask that is added to scores with `mask == 0`."
         )
 
 
 def _legacy_rows(draw: np.random.RandomState, blocks: int, reach: int, r: int) -> np.ndarray:
-    """One head's random blocks for blocks 1 to blocks - 2, from those below `reach` (and block `reach` - 1 itself)."""
+    """One head's random blocks for query blocks 1 to blocks - 2, drawn from the blocks before `reach`."""
     middle = np.arange(1, blocks - 1, dtype=np.int32)
     rows = []
     for i in range(1, blocks - 1):
@@ -330,31 +335,33 @@ def _legacy_rows(draw: np.random.RandomState, blocks: int, reach: int, r: int) -
 
 
 def _legacy_choices(middle: np.ndarray, i: int, blocks: int, last: int) -> np.ndarray:
-    """What block i may draw; `middle` is 1, 2, ..., and `last` of them are within reach."""
+    """The blocks that block i may draw; `middle` is 1, 2, ..., of which the first `last` can be drawn."""
     if i in (1, 2):
         return middle[i + 1 : last]
     if i in (blocks - 3, blocks - 2):
         return middle[:last]
     before = middle[: min(i - 2, last)]
-    # Where the window touches the end of the reach nothing lies behind it; far behind the reach all of it is before.
-    return before if i + 1 >= last else np.concatenate([before, middle[i + 1 : last]])
+    if i + 1 >= last:  # no block after the window can be drawn
+        return before
+    return np.concatenate([before, middle[i + 1 : last]])
 
 
-def _planned_rows(draw: np.random.RandomState, blocks: int, r: int, heads: int) -> np.ndarray:
-    """Every row draws among the first 2r + 5 blocks, as if those were all there are."""
+def _generated_rows(draw: np.random.RandomState, blocks: int, r: int, heads: int) -> np.ndarray:
+    """The random blocks of other lengths: as in the original, every row draws from the first 2r + 5 blocks."""
     first = 2 * r + 5
     rows = np.zeros((heads, blocks, r), np.int32)
     for i in range(1, blocks):
         taken = {0, first - 1, i - 1, i, i + 1}
         taken |= {1: {first - 2}, first - 2: {1}}.get(i, set())
         for head in range(heads):
-            order = draw.permutation(np.arange(first, dtype=np.int32)) if r else np.zeros(0, np.int32)
-            rows[head, i] = [j for j in order if j not in taken][:r]
+            if r:
+                order = draw.permutation(np.arange(first, dtype=np.int32))
+                rows[head, i] = [j for j in order if j not in taken][:r]
     return rows[:, 1:-1]
 
 
 def _check_blocks(q_len: Any, kv_len: Any, block_size: Any) -> int:
-    """How many blocks BigBird's tokens fill: at least 5, as many for queries as for keys."""
+    """The number of blocks: at least 5, and the same for queries and keys."""
     size = check_static_size("block_size", block_size, 1)
     q_len, kv_len = check_static_size("seq_len", q_len, 0), check_static_size("seq_len", kv_len, 0)
     if q_len != kv_len:
@@ -372,24 +379,24 @@ def _check_blocks(q_len: Any, kv_len: Any, block_size: Any) -> int:
         other = "" if smaller is None else f", or block_size={smaller}"
         raise ValueError(
             f"BigBird needs at least 5 blocks, got {q_len // size} ({q_len} tokens in blocks of {size}). Use full "
-            f"attention for so short an input{other}."
+            f"attention for this length{other}."
         )
     return q_len // size
 
 
 def _check_random_plan(blocks: int, num_random_blocks: int) -> None:
-    """Enough blocks for a generated plan of random blocks."""
+    """Raises a ValueError if there are too few blocks to draw from, for lengths that are not legacy."""
     least = 2 * num_random_blocks + 6
     if blocks < least:
         raise ValueError(
             f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got {blocks} "
-            "(with fewer, the original fails or repeats blocks). Use full attention for so short an input, or fewer "
-            "random blocks."
+            "(with fewer, the original fails or repeats blocks). Use full attention for this length, or fewer random "
+            "blocks."
         )
 
 
 def _check_few_random_blocks(choices: int, block: int, num_random_blocks: int) -> None:
-    """A legacy draw has enough blocks to choose from."""
+    """Raises a ValueError if a block of a legacy length has too few blocks to draw from."""
     if choices < num_random_blocks:
         raise ValueError(
             f"Block {block} can draw {choices} random blocks, but num_random_blocks={num_random_blocks}. Use fewer "
@@ -398,10 +405,10 @@ def _check_few_random_blocks(choices: int, block: int, num_random_blocks: int) -
 
 
 def _check_legacy_length(seq_len: int, max_seq_len: Any) -> None:
-    """A legacy length fits into the length that blocks are drawn for."""
-    most = check_static_size("max_seq_len", max_seq_len, 1)
-    if seq_len > most:
+    """Raises a ValueError if a legacy length is longer than the length that blocks are drawn for."""
+    max_seq_len = check_static_size("max_seq_len", max_seq_len, 1)
+    if seq_len > max_seq_len:
         raise ValueError(
-            f"seq_len={seq_len} is a legacy length, whose blocks are drawn for max_seq_len={most}: it must not be "
-            "longer. Raise `max_seq_len`, or take the length out of `legacy_lengths`."
+            f"seq_len={seq_len} is a legacy length, whose blocks are drawn for max_seq_len={max_seq_len}: it must not "
+            "be longer. Raise `max_seq_len`, or remove the length from `legacy_lengths`."
         )

@@ -1,4 +1,4 @@
-"""Longformer (arXiv:2004.05150): as a mask, and its attention with second projections for global tokens."""
+"""Longformer (arXiv:2004.05150): the mask, and the attention with separate projections for global tokens."""
 
 import operator
 from collections.abc import Sequence
@@ -34,17 +34,17 @@ def longformer(
     dilation: int | Sequence[int] = 1,
     causal: bool = False,
 ) -> Mask:
-    """Longformer: a sliding window, and global tokens that see everything and are seen by all (arXiv:2004.05150).
+    """Longformer: a sliding window, and global tokens that attend to all tokens and are attended to by all.
 
-    Allows keys i + d·j, |j| <= window (j <= 0 if causal), and pairs in which either token is global. Padding neither
-    sees nor is seen.
+    From arXiv:2004.05150. Allows keys i + d·j, |j| <= window (j <= 0 if causal), and pairs in which either token is
+    global. Padding is in no allowed pair.
 
     Args:
-        window: keys on each side of a query, an int >= 0 or an int array of shape () or [B]. Hugging Face's
+        window: number of keys on each side of a query, an int >= 0 or an int array of shape () or [B]. Hugging Face's
             `attention_window` counts both sides: give half of it.
         token_kinds: [B or 1, T]: -1 padding, 0 local, +1 global. By default all tokens are local.
         dilation: distance between the keys of a window, an int or one per head.
-        causal: also ask k <= q of every pair, global or not.
+        causal: whether to also require k <= q of every pair, global or not.
 
     Example:
         >>> print(longformer(1, token_kinds=np.array([[1, 0, 0, 0, -1]])).show(5, 5))
@@ -61,7 +61,7 @@ def longformer(
     if token_kinds is None:
         return near
     _check_token_kinds(token_kinds)
-    is_global, is_token = _kinds_of(token_kinds)
+    is_global, is_token = _split_kinds(token_kinds)
     mask = near | Global(q_flags=is_global, kv_flags=is_global)
     if causal:
         mask = mask & Causal()
@@ -90,33 +90,33 @@ def longformer_attention(
     batch_axes: str | Sequence[str] = BATCH_AXES,
     head_axis: str | None = HEAD_AXIS,
 ) -> Output:
-    """Longformer's attention (arXiv:2004.05150): windows, and global tokens with projections of their own.
+    """Longformer's attention (arXiv:2004.05150): windows, and global tokens with separate projections.
 
-    A local query: one softmax over the keys i + d·j, |j| <= window, and the global keys, each once, with q, k and v. A
-    global query: full attention with q_global, k_global and v_global. Padding is seen by nobody, and its output is 0.
-    Scale 1/sqrt(H) in both.
+    A local query has one softmax over the keys i + d·j, |j| <= window, and the global keys, each once, with q, k and v.
+    A global query has full attention with q_global, k_global and v_global. No query attends to padding, and the output
+    of padding is 0. The scale is 1/sqrt(H) in both.
 
     Args:
         q: queries [B, T, N, H].
         k: keys [B, T, K, H], where N is a multiple of K.
         v: values [B, T, K, H].
-        q_global: queries of global tokens, like `q`; read where a token is global.
-        k_global: keys that global queries see, like `k`.
-        v_global: values that global queries see, like `v`. These three may be None without `token_kinds`.
-        window: keys on each side of a query, an int >= 0 or an int array of shape () or [B]. Hugging Face's
+        q_global: queries of the global tokens, with the shape of `q`; entries of other tokens are not used.
+        k_global: keys for global queries, with the shape of `k`.
+        v_global: values for global queries, with the shape of `v`. All three may be None without `token_kinds`.
+        window: number of keys on each side of a query, an int >= 0 or an int array of shape () or [B]. Hugging Face's
             `attention_window` counts both sides: give half of it.
         token_kinds: [B or 1, T]: -1 padding, 0 local, +1 global. It is data: new kinds do not retrace, and the
-            number of global tokens may differ from row to row. By default all tokens are local.
+            number of global tokens may differ between rows. By default all tokens are local.
         dilation: distance between the keys of a window, an int or one per head.
-        causal: also ask k <= q of every pair, global or not.
+        causal: whether to also require k <= q of every pair, global or not.
         dropout_rate: as in `attention`.
         dropout_key: as in `attention`.
         engine: as in `attention`.
-        mesh: a mesh of devices, one of whose axes shards the sequence, as in `ls.parallel.attention`; by default none.
+        mesh: a mesh that shards the sequence, as in `ls.parallel.attention`; by default the sequence is not sharded.
         axis: the mesh axis that shards the sequence.
-        order: the order of tokens across devices, "contiguous" or "zigzag"; `token_kinds` has the same order.
-        batch_axes: the mesh axes that shard the batch, as in `ls.attention` and `ls.parallel.attention`.
-        head_axis: the mesh axis that shards the heads, likewise.
+        order: the order of tokens, and of `token_kinds`, on the devices.
+        batch_axes: the mesh axes that shard the batch, as in `ls.attention`.
+        head_axis: the mesh axis that shards the heads, as in `ls.attention`.
 
     Returns:
         The output [B, T, N, H].
@@ -134,8 +134,8 @@ def longformer_attention(
     _check_window(window)
     dilation = _check_dilation(dilation, N)
     near = _window_mask(window, dilation, causal)
-    axes: dict[str, Any] = dict(batch_axes=batch_axes, head_axis=head_axis)
-    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine, **axes)
+    options: dict[str, Any] = dict(dropout_rate=dropout_rate, dropout_key=dropout_key, engine=engine)
+    options |= dict(batch_axes=batch_axes, head_axis=head_axis)
     attend = attention
     if mesh is not None:
         attend = partial(parallel_attention, mesh=mesh, axis=axis, order=order)
@@ -144,25 +144,26 @@ def longformer_attention(
     _check_token_kinds(token_kinds, B, T)
     far_q, far_k, far_v = _check_global_projections((q, k, v), (q_global, k_global, v_global))
     if mesh is not None:
-        # Not sorted by kind: tokens stay where they are, and devices bring global ones together by themselves.
-        is_global, is_token = _kinds_of(unfolded(jnp.asarray(token_kinds)))
+        # Tokens are not sorted by kind: they stay on their devices, and `parallel_attention` gathers the global ones.
+        is_global, is_token = _split_kinds(unfolded(jnp.asarray(token_kinds)))
         local, rows = _local_and_global(near, is_global, is_token, causal)
-        out, out_global = attend(q, k, v, mask=local, **options), attend(far_q, far_k, far_v, mask=rows, **options)
+        out = attend(q, k, v, mask=local, **options)
+        out_global = attend(far_q, far_k, far_v, mask=rows, **options)
         return jnp.where(is_global[:, :, None, None], out_global, out)
     tokens = _sort_tokens(jnp.broadcast_to(unfolded(jnp.asarray(token_kinds)), (B, T)))
-    # Global queries see nothing in the first call and local ones nothing in the second, so no pair is computed twice:
-    # even dropout may use the same key, as it counts pairs.
-    request = Request.of(q=q, k=k, v=v, mask=near, **axes)
+    # Global queries attend to nothing in the first call, local queries to nothing in the second. No pair is computed
+    # twice, so both calls may use the same dropout key, which draws by pair.
+    request = Request.of(q=q, k=k, v=v, mask=near)
     tiles = choose(engine, request)[0].tiles(request)
     layout = _local_layout(tokens, window, dilation, causal, near, tiles)
-    out = attention(q, *(tokens.sorted(x) for x in (k, v)), mask=layout, **options)
+    out = attention(q, tokens.sorted(k), tokens.sorted(v), mask=layout, **options)
     rows = _global_rows(tokens, causal)
     out_global = attention(tokens.sorted(far_q), far_k, far_v, mask=rows, q_positions=tokens.order, **options)
     return jnp.where(tokens.is_global[:, :, None, None], tokens.unsorted(out_global), out)
 
 
 def _local_and_global(near: Mask, is_global, is_token, causal: bool) -> tuple[Mask, Mask]:
-    """What local queries see, and what global ones do: each of them nothing in the other's."""
+    """The masks of local and of global queries. In each, queries of the other kind attend to nothing."""
     local = near | Global(kv_flags=is_global, rows=False)
     rows: Mask = Global(q_flags=is_global, columns=False)
     if causal:
@@ -172,33 +173,33 @@ def _local_and_global(near: Mask, is_global, is_token, causal: bool) -> tuple[Ma
 
 
 def _window_mask(window: Number, dilation: int | tuple[int, ...], causal: bool) -> Mask:
-    """Longformer's window, one for all heads or one per head."""
+    """Longformer's window, the same for all heads or one per head."""
     right = 0 if causal else window
     if isinstance(dilation, int):
         return Window(window, right, dilation)
     return PerHead(tuple(Window(window, right, d) for d in dilation))
 
 
-def _kinds_of(token_kinds) -> tuple[Array, Array]:
-    """(is global, is a token and not padding), bool."""
+def _split_kinds(token_kinds) -> tuple[Array, Array]:
+    """(is_global, is_token), bool; padding is not a token."""
     kinds = token_kinds.astype(np.int32)
     return kinds > 0, kinds >= 0
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Tokens:
-    """Tokens sorted by kind, global ones first and padding last, so that work follows their number.
+class _SortedTokens:
+    """Tokens sorted by kind, global ones first and padding last, so that the work grows with the number of globals.
 
-    Unsorted, one global token a tile would make every query tile visit every key tile, and the other way round.
+    Without sorting, one global token per tile would make every query tile visit every key tile, and vice versa.
     """
 
     is_global: Any  # bool [B, T]
     is_token: Any  # bool [B, T]: not padding
     order: Any  # int [B, T]: the position of each sorted slot
     place: Any  # int [B, T]: the sorted slot of each position
-    locals_before: Any  # int [B, T + 1]: local tokens before each position
-    in_order: Any  # bool: sorted already, as in a classifier (a global token first, padding last)
+    locals_before: Any  # int [B, T + 1]: number of local tokens before each position
+    in_order: Any  # bool: already sorted, as in a classifier (one global token first, padding last)
 
     @property
     def slot(self):
@@ -206,7 +207,7 @@ class _Tokens:
 
     @property
     def globals(self):
-        """How many tokens of each row are global, [B, 1]."""
+        """The number of global tokens per row, [B, 1]."""
         return self.is_global.sum(1, keepdims=True, dtype=np.int32)
 
     def sorted(self, x):
@@ -221,7 +222,7 @@ class _Tokens:
 
 @jax.jit
 def _take_unless(in_order, x, index):
-    """The rows of x by index; what is in order already is not copied about."""
+    """The rows of x by index; nothing is copied if they are already in order."""
 
     def take(x, index):
         return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
@@ -230,13 +231,13 @@ def _take_unless(in_order, x, index):
 
 
 @jax.jit
-def _sort_tokens(kinds) -> _Tokens:
-    is_global, is_token = _kinds_of(kinds)
+def _sort_tokens(kinds) -> _SortedTokens:
+    is_global, is_token = _split_kinds(kinds)
     is_local = is_token & ~is_global
     rank = jnp.where(is_global, 0, jnp.where(is_token, 1, 2))
     order = jnp.argsort(rank, axis=1, stable=True).astype(np.int32)
     locals_before = jnp.pad(jnp.cumsum(is_local, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
-    return _Tokens(
+    return _SortedTokens(
         is_global,
         is_token,
         order,
@@ -247,54 +248,68 @@ def _sort_tokens(kinds) -> _Tokens:
 
 
 @partial(jax.jit, static_argnames="causal", inline=True)
-def _global_rows(tokens: _Tokens, causal: bool) -> Mask:
-    """What sorted queries see: the global ones every token, the others nothing."""
-    rows = Segments(padding_ids(tokens.slot < tokens.globals), padding_ids(tokens.is_token))
-    return rows & Causal() if causal else rows
+def _global_rows(tokens: _SortedTokens, causal: bool) -> Mask:
+    """The mask of sorted queries in which global ones attend to every token, and others to nothing."""
+    rows: Mask = Segments(padding_ids(tokens.slot < tokens.globals), padding_ids(tokens.is_token))
+    if causal:
+        rows = rows & Causal()
+    return rows
 
 
-def _local_layout(tokens: _Tokens, window, dilation, causal: bool, near: Mask, tiles: tuple[int, int]) -> BlockLayout:
-    """What local queries see of the sorted keys: the global ones, and their window among the local ones."""
-    # One program outside of `jit`, instead of one per operation. A window that is an int is part of it.
-    static = ("dilation", "causal", "tiles", "window")[: 4 if isinstance(window, int) else 3]
-    run = jax.jit(_planned_by_kind, static_argnames=static, inline=True)
-    return run(tokens, window=window, dilation=dilation, causal=causal, near=near, tiles=tiles)
+def _local_layout(
+    tokens: _SortedTokens, window, dilation, causal: bool, near: Mask, tiles: tuple[int, int]
+) -> BlockLayout:
+    """The layout of local queries over sorted keys: the global keys, and the window among the local keys."""
+    # Outside `jit` this compiles one program, instead of one per operation. An int window is static.
+    static = ["dilation", "causal", "tiles"]
+    if isinstance(window, int):
+        static.append("window")
+    plan = jax.jit(_plan_local_layout, static_argnames=static, inline=True)
+    return plan(tokens, window=window, dilation=dilation, causal=causal, near=near, tiles=tiles)
 
 
-def _planned_by_kind(tokens: _Tokens, window, dilation, causal: bool, near: Mask, tiles) -> BlockLayout:
+def _plan_local_layout(tokens: _SortedTokens, window, dilation, causal: bool, near: Mask, tiles) -> BlockLayout:
+    # Sorted keys are the G globals, then the locals in order of position. The keys of a window are therefore the
+    # interval [G + locals before its first position, G + locals before its end). A tile with local queries visits two
+    # intervals of key tiles: those of the globals, and the one of its window.
     B, T = tokens.order.shape
     q_tile, kv_tile = tiles
     counts, globals = tokens.locals_before, tokens.globals.reshape(-1, 1, 1, 1)
     first = jnp.arange(0, T, q_tile, dtype=np.int32).reshape(1, 1, -1, 1)
     last = jnp.minimum(first + q_tile, T)
     step = np.minimum(dilation, max(T, 1)).astype(np.int32).reshape(1, -1, 1, 1)
-    window = min(window, T) if isinstance(window, int) else window
-    # As far as the window reaches, or a little past everything: never so far that it overflows.
+    if isinstance(window, int):
+        window = min(window, T)
+    # The distance to the window's edge, limited to slightly more than T, so that it cannot overflow.
     reach = jnp.minimum(jnp.asarray(window, np.int32).reshape(-1, 1, 1, 1), T // step + 1) * step
 
     def before(position):
-        """Local tokens before a position, [B, N or 1, query tiles, 1]."""
+        """The number of local tokens before a position, [B, N or 1, query tiles, 1]."""
         place = jnp.broadcast_to(jnp.clip(position, 0, T), (B, *position.shape[1:]))
-        # Along each row alone, so that rows stay where they are.
+        # Each row is indexed separately, so that a sharded batch needs no communication.
         return jnp.take_along_axis(counts, place.reshape(B, -1), axis=1).reshape(place.shape)
 
-    low, high = before(first - reach), before(last if causal else last + reach)
+    end = last if causal else last + reach
+    low, high = before(first - reach), before(end)
     has_local = before(last) > before(first)
     columns = jnp.where(has_local, -(-globals // kv_tile), 0)
     start = jnp.maximum((globals + low) // kv_tile, columns)
     stop = jnp.where(has_local & (low < high), -(-(globals + high) // kv_tile), 0)
     shape = np.broadcast_shapes(columns.shape, start.shape)
-    starts, stops = (
-        jnp.concatenate([jnp.broadcast_to(a, shape) for a in pair], axis=3).astype(np.int32)
-        for pair in ((jnp.zeros_like(columns), start), (columns, jnp.maximum(start, stop)))
-    )
-    seen = near | Global(kv_flags=tokens.slot < tokens.globals, rows=False)
-    tokens_first = tokens.slot < tokens.is_token.sum(1, keepdims=True, dtype=np.int32)
-    rows = Segments(padding_ids(tokens.is_token & ~tokens.is_global), padding_ids(tokens_first))
+
+    def join(globals_part, window_part):
+        parts = [jnp.broadcast_to(globals_part, shape), jnp.broadcast_to(window_part, shape)]
+        return jnp.concatenate(parts, axis=3).astype(np.int32)
+
+    mask = near | Global(kv_flags=tokens.slot < tokens.globals, rows=False)
+    if causal:
+        mask = mask & Causal()
+    is_sorted_token = tokens.slot < tokens.is_token.sum(1, keepdims=True, dtype=np.int32)
+    padding = Segments(padding_ids(tokens.is_token & ~tokens.is_global), padding_ids(is_sorted_token))
     return BlockLayout(
-        (seen & Causal() if causal else seen) & rows,
-        starts,
-        stops,
+        mask & padding,
+        starts=join(jnp.zeros_like(columns), start),
+        stops=join(columns, jnp.maximum(start, stop)),
         common=None,
         common_count=None,
         q_positions=None,
@@ -308,7 +323,7 @@ def _planned_by_kind(tokens: _Tokens, window, dilation, causal: bool, near: Mask
 
 
 def _check_window(window: Any) -> None:
-    """Longformer's window: a Python int >= 0, or an int array of shape () or [B]."""
+    """Raises an error unless the window is an int >= 0, or an int array of shape () or [B]."""
     if is_array(window):
         if not is_int(window) or window.ndim > 1:
             raise TypeError(
@@ -322,12 +337,13 @@ def _check_window(window: Any) -> None:
 
 
 def _check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int, ...]:
-    """Longformer's dilation: an int >= 1, or one per head; a tuple or an int."""
+    """The dilation as an int >= 1, or as a tuple of one int per head."""
     wanted = "an int >= 1, or a sequence of them, one per head"
     if isinstance(dilation, Tracer):
         raise TypeError(f"`dilation` must be {wanted}, got a traced array. It is static: pass Python ints.")
     try:
-        values = tuple(operator.index(d) for d in (dilation if np.ndim(dilation) else (dilation,)))
+        entries = dilation if np.ndim(dilation) else (dilation,)
+        values = tuple(operator.index(d) for d in entries)
     except TypeError:
         raise TypeError(f"`dilation` must be {wanted}, got {dilation!r}.") from None
     if not values or min(values) < 1 or isinstance(dilation, bool):
@@ -340,7 +356,7 @@ def _check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int,
 
 
 def _check_token_kinds(token_kinds: Any, batch: int | None = None, length: int | None = None) -> None:
-    """Kinds of tokens [B or 1, T]: -1, 0 or +1."""
+    """Raises an error unless the kinds of tokens are numbers [B or 1, T]."""
     wanted = "[B, T]" if batch is None else f"[{batch}, {length}] (or [1, {length}])"
     if not is_array(token_kinds):
         raise TypeError(
@@ -355,7 +371,7 @@ def _check_token_kinds(token_kinds: Any, batch: int | None = None, length: int |
 
 
 def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> Sequence[Any]:
-    """The second set of queries, keys and values is shaped like the first."""
+    """The global queries, keys and values; a ValueError if shapes or dtypes differ from the local ones."""
     for name, local, other in zip("qkv", qkv, global_qkv, strict=True):
         if other is None:
             raise ValueError(

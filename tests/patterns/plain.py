@@ -1,4 +1,4 @@
-"""BigBird and Longformer once more, in NumPy float64, one query at a time: written from the specification alone."""
+"""BigBird and Longformer in NumPy float64, one query at a time, written from the specification alone."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def softmax_over(q, keys, values):
 
 
 def bigbird_blocks(i, nb, random):
-    """The key blocks that query block i sees, each as often as it counts."""
+    """The key blocks that query block i attends to, each as often as it counts."""
     if i in (0, nb - 1):
         return list(range(nb))
     if i == 1:

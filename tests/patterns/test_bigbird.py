@@ -1,4 +1,4 @@
-"""`bigbird_attention` against the specification, one claim a test. Mistakes of public translations are named."""
+"""`bigbird_attention` against the specification, with tests for the mistakes of public translations."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from tests.patterns import plain
 
 @pytest.fixture
 def engine():
-    """What most claims are tested on; those that engines may get wrong, on every one."""
+    """The engine for most tests; tests of features that an engine may get wrong run on every engine."""
     return "auto"
 
 
@@ -107,7 +107,7 @@ def test_gradients_match_a_dense_softmax_over_the_multiset(engine):
         np.testing.assert_allclose(mine, theirs, rtol=units, atol=units * np.abs(theirs).max())
 
 
-def test_mistake_first_and_last_block_see_only_two_blocks(engine):
+def test_mistake_first_and_last_block_attend_to_only_two_blocks(engine):
     seen = counts(some_blocks(2, 8, 1), 8, engine=engine)
     np.testing.assert_array_equal(seen[:, :, [0, -1]], 1)
 
@@ -212,7 +212,7 @@ def test_at_length_1024_the_last_block_may_be_drawn_and_counts_twice(engine):
     np.testing.assert_array_equal(seen[:, 1:-1, 15], 1 + (blocks == 15).sum(-1))
 
 
-def test_one_row_of_random_blocks_serves_all_heads(engine):
+def test_one_row_of_random_blocks_is_used_by_all_heads(engine):
     q, k, v = arrays(1, 14, 4, 2, 3)
     one = some_blocks(1, 7, 2)
     run = partial(ls.bigbird_attention, q, k, v, block_size=2, engine=engine)
@@ -240,7 +240,7 @@ def test_padded_queries_and_queries_without_keys_give_zero(engine):
     assert not np.asarray(out[0, 4]).any() and not np.asarray(out[1]).any() and np.asarray(out[0, 5]).all()
 
 
-def test_batch_rows_do_not_see_each_other(engine):
+def test_batch_rows_are_independent(engine):
     q, k, v = arrays(3, 20, 2, 2, 3)
     blocks, mask = some_blocks(2, 5, 1), np.random.default_rng(0).random((3, 20)) < 0.7
     run = partial(ls.bigbird_attention, block_size=4, rand_attn=blocks, engine=engine)
@@ -267,7 +267,7 @@ def test_gradients_are_finite_with_padding_in_every_dtype(engine, dtype):
         assert gradient.dtype == dtype and np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
-def test_dropout_drops_a_pair_that_counts_twice_as_one_and_keeps_the_mean(engine):
+def test_dropout_drops_a_repeated_pair_as_a_whole_and_keeps_the_mean(engine):
     q, k, v = arrays(1, 10, 2, 2, 3)
     run = partial(ls.bigbird_attention, q, k, v, block_size=2, rand_attn=np.full((2, 3, 2), 3, np.int32), engine=engine)
     keys = jax.random.split(jax.random.key(0), 600)
@@ -278,7 +278,7 @@ def test_dropout_drops_a_pair_that_counts_twice_as_one_and_keeps_the_mean(engine
 
 
 @every_engine
-def test_traced_numbers_that_are_no_block_are_left_out(engine):
+def test_traced_numbers_outside_the_blocks_are_ignored(engine):
     q, k, v = arrays(1, 12, 1, 1, 3)
     run = jax.jit(partial(ls.bigbird_attention, block_size=2, engine=engine))
     with_strays = np.asarray(run(q, k, v, rand_attn=np.array([[[3, -1], [6, 5], [-9, 99], [1, 6]]])))

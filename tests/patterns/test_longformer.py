@@ -1,4 +1,4 @@
-"""`longformer_attention` against the specification, one claim a test."""
+"""`longformer_attention` against the specification."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ B, T, N, K, H = 2, 23, 6, 3, 5
 
 @pytest.fixture
 def engine():
-    """What most claims are tested on; those that engines may get wrong, on every one."""
+    """The engine for most tests; tests of features that an engine may get wrong run on every engine."""
     return "auto"
 
 
@@ -96,7 +96,7 @@ def test_lengths_over_several_tiles_match_the_plain_oracle(engine):
     assert_close(got, plain.longformer(*x, 17, kinds))
 
 
-def test_window_may_be_data_one_a_row(engine):
+def test_window_may_be_an_array_with_one_size_per_row(engine):
     x, kinds, windows = arrays(), some_kinds(), np.array([1, 6])
     run = jax.jit(partial(ls.longformer_attention, engine=engine))
     assert_close(run(*x, window=jnp.asarray(windows), token_kinds=kinds), plain.longformer(*x, windows, kinds))
@@ -127,7 +127,7 @@ def test_a_global_key_inside_the_window_counts_once(engine):
     ]
 
 
-def test_causal_bounds_global_queries_and_who_sees_global_keys(engine):
+def test_causal_limits_global_queries_and_global_keys(engine):
     seen = seen_keys(np.array([[0, 0, 1, 0, 0, 1]]), engine, window=1, causal=True)[0]
     assert ["".join(map(str, row)) for row in seen] == ["100000", "110000", "111000", "001100", "001110", "111111"]
 
@@ -147,7 +147,7 @@ def test_padding_never_changes_valid_tokens(engine):
     assert not np.asarray(out[:, T:]).any()
 
 
-def test_batch_rows_do_not_see_each_other(engine):
+def test_batch_rows_are_independent(engine):
     x, kinds = arrays(), some_kinds()
     run = partial(ls.longformer_attention, window=3, engine=engine)
     assert_close(run(*(a[1:] for a in x), token_kinds=kinds[1:]), run(*x, token_kinds=kinds)[1:])
@@ -239,7 +239,7 @@ def test_dropout_acts_on_local_and_global_queries_and_keeps_the_mean(engine):
 
 
 def visits_of(positions, length=4096, window=64):
-    """How many pairs of 128x128 tiles both calls visit if the tokens at some positions are global."""
+    """The number of 128x128 tiles that both calls visit if the tokens at these positions are global."""
     kinds = np.zeros((1, length), np.int32)
     kinds[:, positions] = 1
     tokens = _sort_tokens(jnp.asarray(kinds))
@@ -249,7 +249,7 @@ def visits_of(positions, length=4096, window=64):
     return local, rows
 
 
-def test_the_work_follows_the_number_of_globals_not_their_places():
+def test_the_work_depends_on_the_number_of_globals_not_on_their_places():
     tiles = 4096 // 128
     window = 3 * tiles - 2
     none = visits_of([])
@@ -264,7 +264,7 @@ def test_the_work_follows_the_number_of_globals_not_their_places():
     assert none[0] <= many[0] <= none[0] + 6 * tiles
 
 
-def test_sorting_tokens_does_not_change_what_dropout_drops():
+def test_sorting_tokens_does_not_change_the_dropped_pairs():
     x, kinds = arrays(T=9), some_kinds(T=9, padding=0.1, globals=0.4)
     options = dict(dropout_rate=0.3, dropout_key=jax.random.key(1))
     mask = ls.longformer(2, token_kinds=kinds)
@@ -272,13 +272,13 @@ def test_sorting_tokens_does_not_change_what_dropout_drops():
     assert_close(got, ls.attention(*x[:3], mask=mask, **options))
 
 
-def test_no_tokens_at_all_work(engine):
+def test_empty_sequences_work(engine):
     x = arrays(T=0)
     out = ls.longformer_attention(*x, window=2, token_kinds=np.zeros((B, 0), np.int32), engine=engine)
     assert out.shape == (B, 0, N, H)
 
 
-def test_rows_may_be_mapped_over(engine):
+def test_vmap_over_rows(engine):
     x, kinds = arrays(), some_kinds()
 
     def run(kinds, *x):

@@ -1,4 +1,4 @@
-"""Every bad input is told what was expected, what came and what to do."""
+"""The error messages of BigBird and Longformer: what was expected, what came, what to do."""
 
 import re
 
@@ -39,17 +39,17 @@ CASES = {
     "too few blocks": (
         lambda: bigbird(block_size=3),
         ValueError,
-        "got 4 (12 tokens in blocks of 3). Use full attention for so short an input, or block_size=2.",
+        "got 4 (12 tokens in blocks of 3). Use full attention for this length, or block_size=2.",
     ),
     "too few tokens": (
         lambda: blocks(3, 1),
         ValueError,
-        "at least 5 blocks, got 3 (3 tokens in blocks of 1). Use full attention for so short an input.",
+        "at least 5 blocks, got 3 (3 tokens in blocks of 1). Use full attention for this length.",
     ),
     "no tokens": (
         lambda: blocks(0, 1),
         ValueError,
-        "at least 5 blocks, got 0 (0 tokens in blocks of 1). Use full attention for so short an input.",
+        "at least 5 blocks, got 0 (0 tokens in blocks of 1). Use full attention for this length.",
     ),
     "many random blocks": (
         lambda: blocks(1024, 64, num_random_blocks=10**12),
@@ -88,7 +88,8 @@ CASES = {
     "random range": (
         lambda: bigbird(rand_attn=ROWS + 6),
         ValueError,
-        "`rand_attn` must name blocks 0 to 5, got 6 to 6. Make it with `bigbird_random_blocks(...)` for this length.",
+        "`rand_attn` must hold block numbers from 0 to 5, got 6 to 6. Make it with `bigbird_random_blocks(...)` for "
+        "this length.",
     ),
     "mask shape": (
         lambda: bigbird(kv_mask=np.ones((2, 1, 1, 12))),
@@ -109,8 +110,8 @@ CASES = {
     "additive mask": (
         lambda: bigbird(kv_mask=np.full((2, 12), -10000.0)),
         ValueError,
-        "`kv_mask` must hold 0 (padding) and 1 (a token), got values from -10000 to -10000. A mask that is added to "
-        "scores becomes one of bools by `mask == 0`.",
+        "`kv_mask` must hold 0 (padding) and 1 (a token), got values from -10000 to -10000. Convert a mask that is "
+        "added to scores with `mask == 0`.",
     ),
     "q rank": (lambda: bigbird(X[0]), ValueError, "`q` must have shape [B, T, N, H], got rank 3"),
     "plan too short": (

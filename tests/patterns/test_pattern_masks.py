@@ -1,4 +1,4 @@
-"""`bigbird` and `longformer` as masks: they say the same as the functions, each pair once, and compose."""
+"""`bigbird` and `longformer` as masks: they agree with the functions, with each pair once, and compose."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_longformer_without_kinds_is_a_window():
     assert ls.longformer(3, causal=True, dilation=2) == ls.Window(3, 0, 2)
 
 
-def test_attention_with_the_mask_is_the_function_where_projections_agree():
+def test_attention_with_the_mask_equals_the_function_if_projections_agree():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 9, 3, 5)), jnp.float32) for _ in range(3))
     mask = ls.longformer(2, token_kinds=KINDS, dilation=(1, 2, 1), causal=True)

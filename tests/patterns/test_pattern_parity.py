@@ -19,7 +19,7 @@ def torch():
 
 
 def strong(torch, module):
-    """Weights far from the default 0.02, under which attention is near-uniform and hides mistakes in masks."""
+    """Weights with a larger std than the default 0.02, which gives near-uniform attention that hides mask errors."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.25)
     return module

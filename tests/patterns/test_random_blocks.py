@@ -1,4 +1,4 @@
-"""`bigbird_random_blocks` against what Hugging Face draws."""
+"""`bigbird_random_blocks` against the draws of Hugging Face."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_generated_plans_never_draw_neighbours_globals_or_a_block_twice():
                 assert not set(row) & {0, i - 1, i, i + 1, 16} and len(set(row)) == 3
 
 
-def test_the_original_code_has_one_legacy_length_more():
+def test_the_original_code_has_one_more_legacy_length():
     arguments = dict(block_size=64, num_random_blocks=3, num_heads=2, seed=1)
     theirs = ls.bigbird_random_blocks(2048, **arguments, legacy_lengths=(1024, 2048, 3072, 4096))
     whole = ls.bigbird_random_blocks(4096, **arguments)
@@ -52,7 +52,7 @@ def test_the_original_code_has_one_legacy_length_more():
     assert (ls.bigbird_random_blocks(2048, **arguments) != theirs).any()
 
 
-def test_the_global_generator_is_left_alone():
+def test_numpys_global_generator_is_not_used():
     np.random.seed(7)  # noqa: NPY002
     wanted = np.random.RandomState(7).rand()
     blocks(768, 64, 3, 2, seed=0, max_seq_len=4096)
