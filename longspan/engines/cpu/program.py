@@ -259,7 +259,8 @@ def _bits(out: Program, mask: Mask):
     width = max_visits(layout)
 
     def row_bits(index):
-        b, n, i = [a.astype(np.int32) for a in jnp.unravel_index(index, (*planes, rows))]
+        b, n, i = jnp.unravel_index(index, (*planes, rows))
+        b, n, i = b.astype(np.int32), n.astype(np.int32), i.astype(np.int32)
         at = dict(batch=b.reshape(1, 1, 1, 1), head=n.reshape(1, 1, 1, 1))
         evaluate = _bits_of_row if mask.unbounded() else _bits_by_tile
         return evaluate(layout, mask, q.at(**at), kv.at(**at), i, _visited_tiles(layout, b, n, i, width))

@@ -1,4 +1,4 @@
-"""The biases of a visit of the `xla` engine, and what it adds to their gradients."""
+"""The bias of a visit of the `xla` engine, and the contribution of a visit to its gradient."""
 
 from typing import Any
 
@@ -6,40 +6,40 @@ import jax
 import jax.numpy as jnp
 
 from longspan.biases import Bias, combine_floats, partition_floats
-from longspan.engines.xla.parts import ZERO, Plan, Run, Tensors, add_at, sides
+from longspan.engines.xla.parts import ZERO, Tensors, TilePlan, TileRun, add_at, sides
 
 
-def bias_tile(plan: Plan, x: Tensors, at: Run, dtype):
-    """What a visit adds to its scores [1, group, queries, keys], or 1 for any of these: all terms, summed."""
+def bias_tile(plan: TilePlan, x: Tensors, at: TileRun, dtype):
+    """The sum of all bias terms for the scores [1, group, queries, keys] of a visit; axes may have size 1."""
     parts = [_values(plan, x, at, term, dtype) for term in x.biases]
     return sum(parts[1:], start=parts[0])
 
 
-def _values(plan: Plan, x: Tensors, at: Run, term, dtype):
+def _values(plan: TilePlan, x: Tensors, at: TileRun, term, dtype):
     if isinstance(term, Bias):
         return term.at(*_slots(plan, x, at), dtype)
     return jax.lax.dynamic_slice(term, *_window(plan, x, at, term.shape)).astype(dtype)
 
 
-def _slots(plan: Plan, x: Tensors, at: Run):
+def _slots(plan: TilePlan, x: Tensors, at: TileRun):
     (q_side, kv_side), size = sides(plan, x, at), x.layout.q_tile
     return q_side.slots(at.i * size, size), kv_side.slots(at.start, at.width)
 
 
-def _window(plan: Plan, x: Tensors, at: Run, shape):
-    """Where a visit's part of an array starts, and its size."""
+def _window(plan: TilePlan, x: Tensors, at: TileRun, shape):
+    """The start indices and sizes of a visit's slice of a bias array."""
     full = ((at.b, 1), (at.h * plan.group, plan.group), (at.i * x.layout.q_tile, x.layout.q_tile), (at.start, at.width))
     window = [(ZERO, 1) if n == 1 else place for n, place in zip(shape, full, strict=True)]
     return tuple(start for start, _ in window), tuple(size for _, size in window)
 
 
 def no_gradients(biases: tuple[Any, ...], dtype) -> tuple[Any, ...]:
-    """Zeros for the gradient of every array of floats in some terms."""
+    """Zeros for the gradient of every float array in the terms."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), partition_floats(biases)[0])
 
 
-def bias_gradients(plan: Plan, x: Tensors, at: Run, dscores) -> tuple[Any, ...]:
-    """What a visit adds to the gradient of each term: of an array its own part, else all of the term's arrays."""
+def bias_gradients(plan: TilePlan, x: Tensors, at: TileRun, dscores) -> tuple[Any, ...]:
+    """The contribution of a visit to the gradient of each term: a slice for an array, all float arrays of a `Bias`."""
     full = dscores.reshape(1, plan.group, x.layout.q_tile, at.width)
 
     def one(term):
@@ -51,14 +51,14 @@ def bias_gradients(plan: Plan, x: Tensors, at: Run, dscores) -> tuple[Any, ...]:
         def values(floats):
             return jnp.broadcast_to(_values(plan, x, at, combine_floats(floats, integers), full.dtype), full.shape)
 
-        wide = jax.tree.map(lambda a: a.astype(full.dtype), floats)  # summed in what scores are computed in
+        wide = jax.tree.map(lambda a: a.astype(full.dtype), floats)  # gradients are summed in the dtype of the scores
         return jax.vjp(values, wide)[1](full)[0]
 
     return tuple(map(one, x.biases))
 
 
-def add_bias_gradients(plan: Plan, x: Tensors, at: Run, sums: tuple[Any, ...], new: tuple[Any, ...]):
-    """The gradients of all terms with those of a visit added."""
+def add_bias_gradients(plan: TilePlan, x: Tensors, at: TileRun, sums: tuple[Any, ...], new: tuple[Any, ...]):
+    """The gradients of all terms, with the contribution of a visit added."""
 
     def one(term, whole, part):
         if isinstance(term, Bias):
@@ -69,8 +69,11 @@ def add_bias_gradients(plan: Plan, x: Tensors, at: Run, sums: tuple[Any, ...], n
 
 
 def unpad_biases(sums: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients of all terms in the shapes of the terms themselves."""
-    return tuple(
-        a if isinstance(term, Bias) else a[:, :, : term.shape[2], : term.shape[3]]
-        for a, term in zip(sums, biases, strict=True)
-    )
+    """The gradients of all terms, without padding."""
+
+    def one(term, gradient):
+        if isinstance(term, Bias):
+            return gradient
+        return gradient[:, :, : term.shape[2], : term.shape[3]]
+
+    return tuple(one(*each) for each in zip(biases, sums, strict=True))
