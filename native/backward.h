@@ -1,6 +1,6 @@
-// Backward: the score tiles are computed again, then five products per tile in one pass over the queries. dq stays with
-// its tile of queries; dk and dv are summed in a buffer private to one chunk of the queries of one kv head, and the
-// chunks are added in a fixed order afterwards. How many chunks there are follows from shapes, never from threads.
+// The backward pass: recomputes the score tiles, then computes five products per tile, in one pass over the queries. dq
+// is summed per tile of queries. dk and dv are summed in a buffer for each chunk of the queries of a kv head, and the
+// chunks are added in a fixed order afterwards. The number of chunks depends on shapes, never on threads.
 #pragma once
 
 #include <stddef.h>
@@ -18,7 +18,7 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-// A row of scratch_dk or scratch_dv, in elements.
+// The size of a row of scratch_dk or scratch_dv, in elements.
 template <class R>
 static inline int64_t scratch_width(int64_t size) {
   return (size * int64_t(sizeof(R)) + kPadBytes - 1) / kPadBytes * kPadBytes / int64_t(sizeof(R));
@@ -32,13 +32,13 @@ struct BackwardTile {
   R *q_rows, *do_rows, *q, *dout, *dq;  // rows [kLanes][width]; panels [panel][H][PANEL]
   KeyCache<R> cache;
   const R *k, *v;     // the tile's keys and values [keys][width]
-  R *w, *ds, *slope;  // weights, their gradients, soft_cap's slope [keys][kLanes]
+  R *w, *ds, *slope;  // weights, their gradients, the derivative of soft_cap [keys][kLanes]
   R *lse, *lse_low, *delta;
-  R* far;  // with slopes: of each lane, the sum of the scores' gradients times their distances
+  R* far;  // with slopes: for each lane, the sum of score gradients times distances
   int64_t width, v_width, keys;
   DropoutLanes drop;
   SlopeLanes<R> slopes;
-  bool garbage;  // some row of q or dout is not finite
+  bool garbage;  // whether some row of q or dout is not finite
   uint8_t bad[kLanes];
   const Backward* g;
 
@@ -86,7 +86,7 @@ struct BackwardTile {
     }
   }
 
-  // dk and dv sum over queries, where 0 * NaN would spread: rows that are not finite are watched.
+  // dk and dv sum over queries, where 0 * NaN would spread: rows that are not finite are recorded.
   void find_garbage() {
     garbage = false;
     for (int i = 0; i < kLanes; ++i) {
@@ -98,7 +98,7 @@ struct BackwardTile {
     }
   }
 
-  // Rows watched as garbage count in this tile only if they see one of its keys.
+  // Recorded rows take part in this tile only if they see one of its keys.
   void hide_garbage(const QueryTile& tile, const void* all_dout) {
     const TileMask<PANEL>& m = masker.mask;
     for (int lane = 0; lane < tile.lanes(); ++lane) {
@@ -113,7 +113,7 @@ struct BackwardTile {
     }
   }
 
-  // Fills w (weights after dropout) and ds (gradient of the scores, before soft_cap's slope) for one panel.
+  // Computes w (weights after dropout) and ds (score gradients, before the derivative of soft_cap) for one panel.
   void scores(int panel) {
     const TileMask<PANEL>& m = masker.mask;
     const int first = m.first[panel], count = m.last[panel] - first;
@@ -192,13 +192,13 @@ struct BackwardTile {
       for (int j = 0; j < PANEL; j += L) {
         const int64_t at = i * kLanes + panel * PANEL + j;
         Vec<R> x = load(ds + at) * load(slope + at);
-        // A forbidden pair's score may be NaN, and so its slope.
+        // The score of a masked pair may be NaN, and so may its derivative.
         if (!m.exact[panel]) x = lanes_of<R>(m.bytes[i] + panel * PANEL + j) ? x : splat(R(0));
         store(ds + at, x);
       }
   }
 
-  // Keys outside a panel's range have no weight; they are read when other panels of the tile see them.
+  // Keys outside a panel's range have weight 0; they are read because other panels of the tile see them.
   void clear_outside(int panel) {
     const TileMask<PANEL>& m = masker.mask;
     for (int i = m.lo; i < m.hi; ++i)
@@ -214,7 +214,7 @@ struct BackwardTile {
     cache.get(k, v, tile.b, tile.n / (p->N / p->K), piece, m.kind == kIsPartial, m.seen);
   }
 
-  // One piece: dq, and dk, dv of its keys.
+  // One piece: adds to dq, and to dk and dv of its keys.
   void visit_keys(const QueryTile& tile, const Piece& piece, const Piece* next, R* dk, R* dv) {
     const int64_t padded = scratch_width<R>(p->H), v_padded = scratch_width<R>(p->Hv);
     read_keys(tile, piece);
@@ -236,7 +236,7 @@ struct BackwardTile {
                               dq + panel * p->H * PANEL, PANEL, nullptr, ahead);
     }
     for (int i = m.lo; i < m.hi;) {
-      // Keys in steps of the micro-kernel, queries only of the panels that see one of these keys.
+      // Keys in steps of the micro-kernel; queries only of the panels that see one of these keys.
       int a = panels, b = 0;
       const int step = lesser(m.hi - i, kMicroRows);
       for (int panel = 0; panel < panels; ++panel)
@@ -267,14 +267,14 @@ struct BackwardTile {
   }
 };
 
-// How the queries of each kv head are cut into chunks, and where each chunk's rows of dk and dv lie in the scratch.
+// The split of the queries of each kv head into chunks, and the rows of the scratch for dk and dv of each chunk.
 struct Chunks {
   const Problem* p;
   Tiling tiling;
-  int64_t count = 1;  // chunks of a kv head
-  int64_t* tiles;     // [layout rows, q tiles]: the kv slots each visits, (first, one past the last)
-  int64_t* hulls;     // [B,K,count]: the same for each chunk
-  int64_t* bases;     // [B,K,count]: its first row in the scratch
+  int64_t count = 1;  // chunks per kv head
+  int64_t* tiles;     // [layout rows, q tiles]: the kv slots that each tile visits, (first, one past the last)
+  int64_t* hulls;     // [B,K,count]: the kv slots that each chunk visits
+  int64_t* bases;     // [B,K,count]: the first row of each chunk in the scratch
 
   explicit Chunks(const Problem& problem) : p(&problem), tiling(problem), tiles(nullptr), hulls(nullptr) {}
   ~Chunks() {
@@ -283,7 +283,7 @@ struct Chunks {
   }
   int64_t heads_per_kv() const { return p->N / p->K; }
 
-  // As many chunks as fit into `rows` rows per kv head, so that many threads have work; one always fits.
+  // Uses as many chunks as fit into `rows` rows per kv head, so that many threads have work. One chunk always fits.
   bool plan(int64_t rows) {
     const int64_t most = lesser<int64_t>(greater<int64_t>(1, lesser<int64_t>(16, 64 / (p->B * p->K))), tiling.per_head);
     const Layout& l = p->layout;

@@ -1,6 +1,6 @@
-// Gradient of the bias, in a pass of its own over the same tiles: every task owns the part of the bias that it writes
-// and adds what falls on it in a fixed order, so nothing of size T x S is needed unless the bias has that size. If the
-// bias has no query axis, chunks of queries write partial sums of its shape, which are added in order.
+// The gradient of the bias, in a separate pass over the same tiles. Every task owns a part of the bias and sums the
+// gradients of that part in a fixed order, so no T x S array is needed unless the bias has that size. If the bias has
+// no query axis, chunks of queries write partial sums of its shape, which are added in order.
 #pragma once
 
 #include <stddef.h>
@@ -20,7 +20,7 @@ struct BiasGradientJob {
   const BiasGradient* g;
   Tiling tiling;
   int64_t size;    // elements of the bias
-  int64_t pieces;  // tasks for one (batch, head) of the bias
+  int64_t pieces;  // tasks per (batch, head) of the bias
 
   BiasGradientJob(const Problem& problem, const BiasGradient& gradient) : p(&problem), g(&gradient), tiling(problem) {
     size = g->dims[0] * g->dims[1] * g->dims[2] * g->dims[3];
@@ -43,7 +43,7 @@ struct BiasGradientJob {
           QueryTile tile;
           if (!tiling.at(*p, b, n / tiling.heads, j, tile)) continue;
           work.cache.clear();  // another head
-          tile.n = n;          // one head at a time: its neighbours in a tile may own another part of the bias
+          tile.n = n;          // one head at a time: other heads of a tile may belong to another part of the bias
           tile.heads = 1;
           add_tile(work, tile, out);
         }

@@ -1,6 +1,6 @@
-// Decoding: few queries, all keys, bound by memory. Key and value rows are read once, in the order in which they lie in
-// memory, all kv heads of a slot together, which the hardware's prefetcher follows; head by head every row would be
-// another page. With so few queries the products run along the elements of a head, straight from where the rows are.
+// Decoding: few queries and all keys, limited by memory bandwidth. Key and value rows are read once, in memory order,
+// all kv heads of a slot at a time, which the hardware prefetcher follows; head by head, every row would be on another
+// page. With so few queries the products run along the elements of a head, directly on the rows in memory.
 #pragma once
 
 #include <stddef.h>
@@ -15,7 +15,7 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-// sums[row][lane] = q[lane] . k[row], of as many rows as make a vector of sums.
+// sums[row][lane] = q[lane] . k[row], for as many rows as a vector has lanes.
 template <class R, int LANES>
 static inline __attribute__((always_inline)) void dot_rows(R* sums_of, int64_t stride, const R* q, int64_t width,
                                                            const R* const* k, int64_t at) {
@@ -36,7 +36,7 @@ static inline __attribute__((always_inline)) void dot_rows(R* sums_of, int64_t s
     for (int j = 0; j < LANES; ++j) sums_of[i * stride + j] = all[i * LANES + j];
 }
 
-// out[lane] += sum over rows of weights[row][lane] * v[row], of NV vectors of each.
+// out[lane] += sum over rows of weights[row][lane] * v[row], for NV vectors of a row.
 template <class R, int LANES, int NV>
 static inline __attribute__((always_inline)) void add_vectors(R* __restrict out, int64_t width, const R* weights,
                                                               int64_t stride, const R* const* v, int64_t at, int rows) {
@@ -65,9 +65,10 @@ static inline void add_weighted(R* out, int64_t width, const R* weights, int64_t
   for (; h < width; h += L) add_vectors<R, LANES, 1>(out + h, width, weights, stride, v, at + h, rows);
 }
 
-// The heads that one task takes. A bias may hide a key from one kv head alone, whose row must then not be read.
+// The heads of one task. With a bias it is one kv head, because a bias may mask a key, whose row must not be read, for
+// one kv head only.
 struct Heads {
-  int64_t share, kv_heads, blocks;  // query heads of a kv head; kv heads of a block
+  int64_t share, kv_heads, blocks;  // query heads per kv head; kv heads per block; blocks
 
   explicit Heads(const Problem& p) : share(p.N / p.K) {
     kv_heads = p.has_bias ? 1 : greater<int64_t>(1, lesser<int64_t>(p.K, kLanes / (share * p.T)));
@@ -87,7 +88,7 @@ struct Stream {
   int64_t width, v_width, keys;
   R *q, *out;         // [lane][width, v_width]
   R* s;               // [panel][keys + kRows][PANEL]
-  R *copies, *zeros;  // [kRows][kv head][width]; [kv head][width]: what stands for a row that nobody sees
+  R *copies, *zeros;  // [kRows][kv head][width]; [kv head][width], in place of a row that no query sees
   QueryTile tile;     // the masker keeps its address
   const R* rows[kRows];
 
@@ -108,7 +109,7 @@ struct Stream {
   int panels() const { return (tile.lanes() + PANEL - 1) / PANEL; }
   R* scores(int key, int lane) { return s + (lane / PANEL * (keys + kRows) + key) * PANEL + lane % PANEL; }
 
-  // The keys [from, to) that a block of heads of one batch row sees.
+  // Computes the keys [from, to) for a block of heads of one batch row.
   void run(const Heads& heads, int64_t b, int64_t block, int64_t from, int64_t to) {
     tile = heads.tile(*p, b, block);
     softmax.begin(tile);
@@ -139,8 +140,8 @@ struct Stream {
     }
   }
 
-  // Points `rows` to the keys or values of the next slots, all kv heads of the block; from one to the next it is a
-  // step.
+  // Points `rows` to the keys or values of the next slots, for all kv heads of the block. Returns the step from one kv
+  // head to the next.
   int64_t find_rows(const Piece& piece, int key, const void* data, int64_t size, int64_t padded) {
     constexpr Type same = sizeof(R) == 4 ? F32 : F64;
     const TileMask<PANEL>& m = softmax.masker.mask;
@@ -163,7 +164,7 @@ struct Stream {
     }
   }
 
-  // How many lanes from here are computed together: of one kv head, within one panel.
+  // The number of lanes from here that are computed at once: those of one kv head within one panel.
   static int together(int lane, int end) {
     const int room = lesser(end - lane, PANEL - lane % PANEL);
     return room >= kMost ? kMost : room >= 2 ? 2 : 1;
@@ -186,7 +187,7 @@ struct Stream {
       dot_rows<R, LANES>(scores(key + i, lane), PANEL, q + lane * width, width, rows + i, at);
   }
 
-  // Scores become weights, and what the panel's lanes have summed is scaled to match.
+  // Turns scores into weights, and rescales the sums of the panel's lanes.
   void weigh(int panel) {
     const TileMask<PANEL>& m = softmax.masker.mask;
     const int first = m.first[panel], count = m.last[panel] - first, begin = panel * PANEL;

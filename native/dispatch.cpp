@@ -1,4 +1,4 @@
-// Which kernel runs: the widest instruction set that both the build and this machine have.
+// Chooses the kernel: the widest instruction set that both the build and this machine support.
 #include <cstring>
 
 #include "program.h"

@@ -1,4 +1,4 @@
-// A bias that falls with the distance, -slope * |k - q| (ALiBi), on lanes: computed where the scores are, never stored.
+// A bias that decreases with the distance, -slope * |k - q| (ALiBi), on lanes: added to the scores, never stored.
 #pragma once
 
 #include <stdint.h>
@@ -26,7 +26,7 @@ struct SlopeLanes {
     for (int i = tile.lanes(); i < kLanes; ++i) pos[i] = 0, slope[i] = 0;
   }
 
-  // |k - q| of lanes [lane, lane + vector). In integers: two far positions as floats would lose what lies between them.
+  // |k - q| of lanes [lane, lane + vector), in integers: large positions as floats would round their difference away.
   inline __attribute__((always_inline)) Vec<R> distance(int lane, int32_t position) const {
     typedef uint32_t U __attribute__((vector_size(4 * L), may_alias));
     typedef int32_t I __attribute__((vector_size(4 * L), may_alias));
@@ -35,7 +35,7 @@ struct SlopeLanes {
     return __builtin_convertvector(apart, Vec<R>);
   }
 
-  // Scores of `count` keys, `stride` elements from one key to the next, of `vectors` vectors of lanes.
+  // Adds the bias to the scores of `count` keys, `stride` elements apart, for `vectors` vectors of lanes.
   inline __attribute__((always_inline)) void add(R* scores, int64_t stride, int vectors, int lane, const int32_t* keys,
                                                  int count) const {
     for (int i = 0; i < count; ++i)
@@ -45,7 +45,7 @@ struct SlopeLanes {
       }
   }
 
-  // Adds the gradients of these scores times their distances to `sums`.
+  // Adds the gradients of the scores times their distances to `sums`.
   inline __attribute__((always_inline)) void add_gradient(R* sums, const R* gradients, int64_t stride, int vectors,
                                                           int lane, const int32_t* keys, int count) const {
     for (int j = 0; j < vectors * L; j += L) {

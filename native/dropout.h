@@ -1,4 +1,5 @@
-// The hash of longspan/dropout.py on lanes: what depends on the query is mixed once a tile, the rest once a weight.
+// The hash of longspan/dropout.py on lanes. The part that depends on the query is computed once per tile, the rest once
+// per weight.
 #pragma once
 
 #include <stdint.h>
@@ -34,7 +35,7 @@ struct DropoutLanes {
     }
   }
 
-  // Lane mask: keep the weights of lanes [lane, lane + vector) for the key at `position`.
+  // The lanes of [lane, lane + vector) whose weights are kept for the key at `position`, as a mask.
   template <class R> inline typename Simd<R>::I keep(int lane, int32_t position) const {
     constexpr int L = Simd<R>::lanes;
     typedef uint32_t U __attribute__((vector_size(4 * L), may_alias));

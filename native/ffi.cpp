@@ -1,4 +1,4 @@
-// The XLA custom calls. Every handler checks its arguments and answers with an error, never a crash.
+// The XLA custom calls. Every handler checks its arguments and returns an error instead of crashing.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -23,8 +23,8 @@ namespace ffi = xla::ffi;
 namespace longspan {
 namespace {
 
-// The caller works too and waits only for tasks that some thread has begun, so a pool that is busy (or is waiting for
-// this very call) cannot lock up. Helpers that come too late find no task and touch nothing but the shared counters.
+// The calling thread works too, and waits only for tasks that a thread has begun. So a pool that is busy, or that waits
+// for this call, cannot deadlock. Helpers that start too late find no task and touch only the shared counters.
 class PoolRunner final : public Runner {
  public:
   explicit PoolRunner(ffi::ThreadPool& pool) : pool_(pool) {}
@@ -37,7 +37,7 @@ class PoolRunner final : public Runner {
     for (int64_t i = 0; i < helpers; ++i)
       pool_.Schedule([shared, fn, ctx, scratch_bytes] { work(*shared, fn, ctx, scratch_bytes); });
     work(*shared, fn, ctx, scratch_bytes);
-    // What is left is at most one task of each helper: waking up from sleep would often take longer.
+    // At most one task per helper is left. Spinning is usually faster than sleeping and waking up.
     for (int spin = 0; spin < kSpins && shared->done.load() != tasks; ++spin) pause();
     if (shared->done.load() != tasks) {
       std::unique_lock<std::mutex> lock(shared->mutex);
@@ -51,7 +51,7 @@ class PoolRunner final : public Runner {
     std::atomic<int64_t> next{0};
     int64_t tasks = 0;
     std::atomic<int64_t> done{0};
-    std::atomic<bool> failed{false};  // some task was not run for lack of memory
+    std::atomic<bool> failed{false};  // whether a task was not run for lack of memory
     std::mutex mutex;
     std::condition_variable all_done;
   };
@@ -66,7 +66,7 @@ class PoolRunner final : public Runner {
   }
   ffi::ThreadPool& pool_;
 
-  // A thread keeps its scratch for the next call: the system would hand out and zero its pages anew each time.
+  // A thread keeps its scratch for the next call. Otherwise the system would allocate and zero its pages in every call.
   struct Scratch {
     void* data = nullptr;
     size_t bytes = 0;
@@ -125,8 +125,8 @@ std::optional<Array> to_array(const ffi::AnyBuffer& buffer, std::string& error) 
 
 ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("longspan: " + message); }
 
-// XLA's large results are fresh memory, and touching it first page by page costs a tenth of a forward pass. Huge pages
-// are a wish: where there are none, nothing changes.
+// XLA allocates large results as new memory, whose first touch, page by page, costs a tenth of a forward pass. This
+// asks the system for huge pages; without them, nothing changes.
 void wish_for_huge_pages(void* data, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kHuge = uintptr_t(1) << 21;
@@ -136,7 +136,7 @@ void wish_for_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
-// What every handler gets besides its own arguments.
+// The arguments that all handlers have in common.
 struct Common {
   Call call;
   Built built;
@@ -144,7 +144,7 @@ struct Common {
   std::vector<Array> own, results;
   std::string error;
 
-  // The first `own_count` operands after q, k, v, starts and stops belong to the handler.
+  // The first `own_count` operands after q, k, v, starts and stops are specific to the handler.
   Common(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t own_count, const ffi::Dictionary& attrs) {
     std::vector<Array> all;
     for (size_t i = 0; i < args.size() && error.empty(); ++i) {
@@ -191,14 +191,14 @@ struct Common {
     call.dropout_threshold = uint32_t(get<int64_t>(attrs, "dropout_threshold", 0));
     call.q_tile = get<int64_t>(attrs, "q_tile", 1);
     call.kv_tile = get<int64_t>(attrs, "kv_tile", 1);
-    const auto by_tiles = attrs.get<int64_t>("by_tiles");  // exported programs of before do not have it
+    const auto by_tiles = attrs.get<int64_t>("by_tiles");  // older exported programs do not have it
     call.by_tiles = by_tiles.has_value() && *by_tiles != 0;
     const auto of_table = attrs.get<int64_t>("of_table");
     call.of_table = of_table.has_value() && *of_table != 0;
     const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
     const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
     call.roles.assign(roles.begin(), roles.end());
-    if (call.roles.size() < kRoles) call.roles.resize(kRoles, -1);  // programs of before do not know the last ones
+    if (call.roles.size() < kRoles) call.roles.resize(kRoles, -1);  // older exported programs lack the last ones
     call.program.assign(program.begin(), program.end());
     return error.empty();
   }
@@ -264,7 +264,7 @@ std::optional<int64_t> to_number(ffi::RemainingArgs& args, size_t at, std::strin
   return error = "the layer must be int32 []", std::nullopt;
 }
 
-// One matrix of a product, or the layer's of a stack of them.
+// One matrix of a product, or the matrix of a layer in a stack.
 std::string to_matrix(const Array& w, const Array& y, int64_t layer, bool by_outer, int64_t rows, int64_t inner,
                       Matrix& m) {
   const int first = w.rank - 2;
@@ -284,7 +284,7 @@ std::string to_matrix(const Array& w, const Array& y, int64_t layer, bool by_out
 ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   const auto named = attrs.get<int64_t>("layer"), by_outer = attrs.get<int64_t>("by_outer");
   if (!by_outer.has_value()) return invalid("a product needs `by_outer`");
-  const size_t first = named.has_value() ? 1 : 2;  // exported programs of before have no operand that is the layer
+  const size_t first = named.has_value() ? 1 : 2;  // older exported programs have no layer operand
   if (rets.size() < 1 || rets.size() > size_t(kMaxMatrices) || args.size() != first + rets.size())
     return invalid("a product has x, the layer and one to eight matrices, and a result for each");
   std::string error;
@@ -316,8 +316,8 @@ ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   return kernel->product(p, runner) ? ffi::Error::Success() : exhausted();
 }
 
-// New rows of one layer of a stack [layers, B, slots, ...], in place: the result is the operand. Slots that are not
-// there take nothing.
+// Writes new rows of one layer into a stack [layers, B, slots, ...], in place: the result is the operand. Slots out of
+// range are skipped.
 ffi::Error put(ffi::AnyBuffer stack, ffi::AnyBuffer which, ffi::AnyBuffer where, ffi::AnyBuffer rows,
                ffi::Result<ffi::AnyBuffer> result) {
   std::string error;
@@ -378,7 +378,7 @@ LONGSPAN_EXPORT XLA_FFI_Error* longspan_put(XLA_FFI_CallFrame* frame) {
 
 LONGSPAN_EXPORT int32_t longspan_abi() { return longspan::kAbi; }
 
-// The instruction sets that can run here, best first, separated by commas.
+// The instruction sets that this machine and build support, best first, separated by commas.
 LONGSPAN_EXPORT const char* longspan_isas() {
   static const std::string names = [] {
     std::string s;

@@ -1,4 +1,4 @@
-// Forward: online softmax over the key tiles that a tile of queries visits. Queries lie along the lanes.
+// The forward pass: an online softmax over the key tiles that a tile of queries visits. Each lane is one query.
 #pragma once
 
 #include <stddef.h>
@@ -21,12 +21,12 @@ struct ForwardTile {
   Softmax<R, NV> softmax;
   KeyCache<R> cache;
   R *rows, *q, *out, *s;  // rows [kLanes][width]; q [panel][H][PANEL]; out [panel][Hv][PANEL]; s [kKeys][PANEL]
-  int64_t* cached;        // 1 + the (batch row, kv head) in the cache, which outlives a task
+  int64_t* cached;        // 1 + the (batch row, kv head) in the cache, which is kept between tasks
   int64_t keys;
 
   void take(Arena& arena, const Problem& problem) {
     p = &problem;
-    cached = arena.take<int64_t>(1);  // at the very beginning, which is zero at first: see Runner
+    cached = arena.take<int64_t>(1);  // first in the scratch, where Runner zeroes the memory
     keys = keys_per_tile(problem);
     softmax.take(arena, problem);
     cache.take(arena, problem, keys, Tiling(problem).per_head > 1);
@@ -42,7 +42,7 @@ struct ForwardTile {
     *cached = wanted;
   }
 
-  // Keys [from, to) of what the tile visits.
+  // Computes the visited keys in [from, to).
   void run(const QueryTile& tile, const Forward& f, int64_t from, int64_t to) {
     begin(tile);
     Pieces pieces(*p, tile, keys, from, to);
@@ -65,7 +65,7 @@ struct ForwardTile {
   static int tile_panels(const QueryTile& tile) { return (tile.lanes() + PANEL - 1) / PANEL; }
   int64_t kv_head(const QueryTile& tile) const { return tile.n / (p->N / p->K); }
 
-  // During a tile's last piece: the next tile's queries, and where this one's output goes.
+  // During a tile's last piece, prefetches the queries of the next tile and the output rows of this one.
   Ahead ahead_of(const QueryTile& tile, const Forward& f, int64_t steps) const {
     const int64_t at = tile.offset(*p, 0), q_row = p->H * size_of(p->type), out_row = p->Hv * size_of(f.out_type);
     const int64_t rows = lesser<int64_t>(tile.rows, p->T - tile.t - tile.rows);
@@ -82,7 +82,7 @@ struct ForwardTile {
     for (int panel = 0; panel < tile_panels(tile); ++panel) attend(panel, k, v, ahead);
   }
 
-  // One panel's queries and the keys of the tile that it sees.
+  // The queries of one panel with the keys of the tile that they see.
   void attend(int panel, const R* k, const R* v, Ahead& ahead) {
     const TileMask<PANEL>& m = softmax.masker.mask;
     const int first = m.first[panel], count = m.last[panel] - first;

@@ -1,4 +1,5 @@
-// The forward pass as tasks: tiles of queries, pieces of the keys where there are too few of them, and their merging.
+// The forward pass as tasks: one per tile of queries, or several over pieces of the keys if there are few tiles, whose
+// results are merged.
 #pragma once
 
 #include <stddef.h>
@@ -14,11 +15,11 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-// Hands out tasks so that a thread stays with the head whose keys it has copied: from its own head first, then from one
-// that nobody has begun, then from any. Each of as many calls as there are tasks gets one.
+// Hands out tasks so that a thread stays with the head whose keys it has copied: first tasks of its own head, then of a
+// head that no thread has begun, then of any head. As many calls as there are tasks get one task each.
 struct ByHead {
   int64_t heads, per_head;
-  int64_t* taken;  // [heads] tasks handed out (or asked for in vain) of each; then one more: heads begun
+  int64_t* taken;  // [heads] requests for tasks of each head; then one more entry: heads begun
 
   int64_t take_from(int64_t head) {
     const int64_t i = __atomic_fetch_add(taken + head, 1, __ATOMIC_RELAXED);
@@ -33,7 +34,7 @@ struct ByHead {
   }
 };
 
-// Few enough queries for their products to run along the elements of a head.
+// Whether there are few enough queries for products along the elements of a head, as in decode.h.
 template <class R>
 static bool can_stream(const Problem& p, const Tiling& tiling) {
   return tiling.per_head == 1 && !p.by_tiles && !p.by_head && !p.has_bits && p.N / p.K * p.T <= 2 * Simd<R>::lanes;
@@ -44,7 +45,7 @@ struct ForwardJob {
   const Problem* p;
   const Forward* f;
   Tiling tiling;
-  int64_t splits, run_length;  // pieces of S; tiles along T that one task takes
+  int64_t splits, run_length;  // pieces of S; tiles along T per task
   Heads heads;
   bool streams;    // decoding: see Stream
   R* partial;      // splits > 1: [tile][split][Hv + 2][lanes]
@@ -63,7 +64,7 @@ struct ForwardJob {
   }
   int64_t runs() const { return (tiling.per_head + run_length - 1) / run_length; }
   int64_t tasks() const { return p->B * splits * (streams ? heads.blocks : tiling.groups * runs()); }
-  // Tiles of queries, of which each has a partial result for every split.
+  // The number of query tiles. Each has a partial result for every split.
   int64_t tiles() const { return p->B * (streams ? heads.blocks : tiling.groups * tiling.per_head); }
   R* part(int64_t tile, int64_t split) const { return partial + (tile * splits + split) * (p->Hv + 2) * lanes; }
 
@@ -125,7 +126,7 @@ struct ForwardJob {
     return tiling.at(*p, group / tiling.groups, group % tiling.groups, i % tiling.per_head, tile);
   }
 
-  // The pieces of one tile, always added in the same order.
+  // Adds the pieces of one tile, always in the same order.
   void merge(int64_t i, void* scratch) {
     R* row = static_cast<R*>(scratch);
     QueryTile tile;

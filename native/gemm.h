@@ -1,7 +1,7 @@
-// The one micro-kernel under all seven matrix products: C[m, lanes] (+)= sum_k A(m, k) * B[k, lanes].
+// The micro-kernel of all seven matrix products: C[m, lanes] (+)= sum_k A(m, k) * B[k, lanes].
 //
-// Queries (or, for dk and dv, head elements) lie along the vector's lanes, so B and C are rows of vectors, A is read
-// one scalar at a time and broadcast. K and V need no transposition for that:
+// Each lane is a query (or a head element, for dk and dv), so B and C are rows of vectors. A is read one scalar at a
+// time and broadcast, so K and V need no transposition:
 // with COLUMNS false A(m, k) = a[m * as + k] (scores: m is a key),
 // with COLUMNS true A(m, k) = a[k * as + m] (outputs: m is a head element, k a key).
 #pragma once
@@ -14,7 +14,7 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-enum Mode { kStore, kAdd, kScaleAdd };  // C = AB; C += AB; C = C * alpha + AB with one alpha a lane
+enum Mode { kStore, kAdd, kScaleAdd };  // C = AB; C += AB; C = C * alpha + AB with one alpha per lane
 
 template <class R, int MR, int NV, bool COLUMNS, Mode MODE>
 static inline __attribute__((always_inline)) void micro(int64_t kd, const R* __restrict a, int64_t as,
@@ -69,7 +69,7 @@ static __attribute__((noinline)) void gemm(int64_t m, int64_t kd, const R* a, in
                                            int64_t ldc, const R* alpha = nullptr, Between&& between = Between()) {
   constexpr int MR = kMicroRows;
   int64_t i = 0;
-  // With one vector of lanes twice the rows fit, and are needed to hide the latency of the multiply-add.
+  // With one vector of lanes, twice as many rows fit into the registers. They hide the latency of the multiply-add.
   if constexpr (NV == 1)
     for (; i + 2 * MR <= m; i += 2 * MR, between())
       micro<R, 2 * MR, NV, COLUMNS, MODE>(kd, COLUMNS ? a + i : a + i * as, as, b, ldb, c + i * ldc, ldc, alpha);

@@ -1,5 +1,5 @@
 // The kernels of one instruction set. CMake compiles this file several times, each time with other machine flags and
-// another LONGSPAN_ISA, the namespace; run-time choice is in dispatch.cpp.
+// another LONGSPAN_ISA, the namespace. dispatch.cpp chooses one at run time.
 #include "backward.h"
 #include "bias_gradient.h"
 #include "forward_job.h"

@@ -1,5 +1,5 @@
-// The leaves of a mask's program on one tile: each as a range (may anything, must everything be allowed?), and as truth
-// bytes.
+// Evaluates the leaves of a mask program on one tile: as a range (is any pair, are all pairs allowed?), and as one
+// truth byte per pair.
 #pragma once
 
 #include <stddef.h>
@@ -40,10 +40,10 @@ static Truth range_of_blocks(const Op& op, const TileAt& at) {
   return r;
 }
 
-// Where the bits of a tile's pairs lie; what was not stored is not allowed.
+// The address of the bits of a tile's pairs. Pairs of a tile that is not stored are not allowed.
 struct BitTile {
   const uint8_t* first;
-  int64_t stride, s0;  // bytes from one query to the next; where the tile's keys begin within a row of bits
+  int64_t stride, s0;  // bytes from one query to the next; the tile's first key within a row of bits
   bool stored;
 
   BitTile(const Op& op, const TileAt& at) {
@@ -57,7 +57,7 @@ struct BitTile {
   const uint8_t* row(int64_t i) const { return first + i * stride; }
 };
 
-// Most tiles of a rule with bounds are all 0 or all 1, and telling that costs less than a byte for each pair.
+// Most tiles of a rule with bounds are all 0 or all 1. Testing for that is cheaper than writing a byte per pair.
 static Truth range_of_bits(const Op& op, const TileAt& at) {
   const BitTile bits(op, at);
   if (!bits.stored) return {false, false};
@@ -111,7 +111,7 @@ static void write_dense(const Op& op, const TileAt& at, Row* out) {
 static void write_dense_at(const Op& op, const TileAt& at, Row* out) {
   const Side &q = *at.q, &kv = *at.kv;
   for (int s = 0; s < kv.count; ++s) fill_row(out[s], 0);
-  // Where the tile's slots lie in the array, and which of them do; a side without an offset is all there.
+  // The tile's first slots as indices into the array, and the slots inside it. Without an offset, all slots are.
   const int64_t t0 = op.sides & 1 ? q.first - op.lo.at(at.b) : q.first;
   const int64_t s0 = op.sides & 2 ? kv.first - op.hi.at(at.b) : kv.first;
   const int64_t q_from = op.sides & 1 ? greater<int64_t>(0, -t0) : 0;
@@ -125,7 +125,7 @@ static void write_dense_at(const Op& op, const TileAt& at, Row* out) {
 
 static void write_bits(const Op& op, const TileAt& at, Row* out) {
   const BitTile bits(op, at);
-  uint8_t column[kLanes] = {0};  // of every query the byte that holds the key's bit: read once for eight keys
+  uint8_t column[kLanes] = {0};  // for each query, the byte with the key's bit; it is read once for eight keys
   for (int64_t s = 0, loaded = -1; s < at.kv->count; ++s) {
     const int64_t byte = (bits.s0 + s) / 8;
     if (bits.stored && byte != loaded)

@@ -1,5 +1,5 @@
-// The mask's program, run on one tile: first as ranges (may anything, must everything be allowed?), and only if that
-// leaves the tile PARTIAL as truth bytes. What single rules say of a tile is in leaves.h.
+// Runs the mask program on one tile: first as ranges (is any pair, are all pairs allowed?), and only if the tile is
+// PARTIAL as truth bytes. The leaves are in leaves.h.
 #pragma once
 
 #include <stddef.h>
@@ -17,7 +17,7 @@ static int part_of(const Op& op, const TileAt& at) {
   return int(lesser<int64_t>(greater<int64_t>(head, 0), op.count - 1));
 }
 
-// Kleene logic over the tile; needs no scratch but the stack.
+// Evaluates the program in Kleene logic on whole tiles. It needs only the stack.
 static Truth classify(const Problem& p, int64_t begin, int64_t end, const TileAt& at) {
   Truth stack[kMaxStack];
   int top = 0;
@@ -39,7 +39,7 @@ static Truth classify(const Problem& p, int64_t begin, int64_t end, const TileAt
   return stack[0];
 }
 
-// A stack entry is a promise (EMPTY, FULL) or, if PARTIAL, the bytes at its height of the stack.
+// A stack entry is EMPTY or FULL, or PARTIAL with the bytes at its height of the stack.
 enum Kind { kIsEmpty, kIsPartial, kIsFull };
 
 static Kind combine(Code code, Kind a, Kind b, Row* x, const Row* y, int keys) {
@@ -90,16 +90,16 @@ static Kind evaluate(const Problem& p, int64_t begin, int64_t end, const TileAt&
   return kind[0];
 }
 
-// The mask of one tile, as the kernels use it: for every panel (the lanes of one micro-kernel) the keys that any of its
-// queries sees, and whether within them some pair is forbidden.
+// The mask of one tile in the form of the kernels: for every panel (the lanes of one micro-kernel) the range of keys
+// that any of its queries sees, and whether that range has masked pairs.
 template <int PANEL>
 struct TileMask {
   static constexpr int panels = kLanes / PANEL;
   Kind kind;
   int first[panels], last[panels];  // keys [first, last); empty: first == last
-  bool exact[panels];               // everything inside is allowed: no bytes needed
+  bool exact[panels];               // every pair in the range is allowed: no bytes needed
   int lo, hi;                       // union over the panels
-  uint8_t seen[kKeys];              // keys that some query of the tile sees
+  uint8_t seen[kKeys];              // whether some query of the tile sees the key
   Row* bytes;                       // PARTIAL: the truth bytes
 };
 
@@ -120,7 +120,7 @@ struct Ends {
   uint64_t any, missing;
 };
 
-// Whether a panel's bytes hold some truth, and some untruth in lanes that hold a query; clears all other lanes.
+// Whether a panel's bytes have an allowed pair, and a masked pair, in lanes that hold a query. Clears all other lanes.
 template <int PANEL>
 static inline Ends ends(uint8_t* row, const uint8_t* valid) {
   Ends e = {0, 0};
@@ -137,7 +137,7 @@ static inline Ends ends(uint8_t* row, const uint8_t* valid) {
   return e;
 }
 
-// Reads the ranges off the truth bytes. `valid` has 0xFF in the lanes that hold a query.
+// Computes the ranges from the truth bytes. `valid` has 0xFF in the lanes that hold a query.
 template <int PANEL>
 static void summarize(TileMask<PANEL>& m, int keys, int lanes, const uint8_t* valid) {
   m.lo = keys;

@@ -1,6 +1,6 @@
-// What a call of the kernel is: plain structs shared by the FFI handlers, the test driver and the kernels, which are
-// compiled once per instruction set. No standard library here: an inline function instantiated under AVX-512 must never
-// be the copy that the linker keeps for everybody.
+// The structs of a kernel call, shared by the FFI handlers, the test driver and the kernels. The kernels are compiled
+// once per instruction set. This header includes nothing of the standard library: the linker keeps one copy of an
+// inline function, and a copy compiled for AVX-512 must not run on other machines.
 #pragma once
 
 #include <stddef.h>
@@ -17,14 +17,14 @@ struct Array {
   int64_t dims[6] = {0, 0, 0, 0, 0, 0};
 };
 
-// [B,N,T,S] seen through strides; an axis of size one has stride 0.
+// An array [B,N,T,S] by strides; an axis of size one has stride 0.
 struct View4 {
   const void* data = nullptr;
   Type type = F32;
   int64_t b = 0, n = 0, t = 0, s = 0;
 };
 
-// An int32 for every batch row; a literal has no data.
+// One int32 per batch row; a literal has no data.
 struct Number {
   const int32_t* data = nullptr;
   int64_t stride = 0;
@@ -32,44 +32,44 @@ struct Number {
   int64_t at(int64_t b) const { return data ? data[b * stride] : value; }
 };
 
-// A number for every token of a side: source // divide % modulo + plus, rounded down (modulo 0: none). Numbers,
-// positions and slots lie within +-(2^30 - 1), and so do the entries of an array that something is added to: values fit
-// int32, and where plus is not 0 so does one less and one more.
+// The value of a term for a token: source // divide % modulo + plus, rounded down (modulo 0: none). Numbers, positions
+// and slots lie within +-(2^30 - 1). So do the entries of an array if plus is not 0. Hence values fit int32, and if
+// plus is not 0, value - 1 and value + 1 fit too.
 enum Source : int32_t {
   kPosition,  // -
   kSlot,      // -
   kArray,     // operand int32 or bool [B|1,L] or [B|1,N|1,L]
   kNumber,    // number
-  kMember,    // operand: positions int32 [M], each greater than the one before; 1 if the token's is listed, else 0
+  kMember,    // operand: positions int32 [M], ascending; 1 if the token's position is listed, else 0
   kSources,
 };
 
-// Which entries of an array give a value; a token without one sees nothing, and nothing sees it.
+// The entries of an array that are valid. A token whose entry is not valid neither sees nor is seen.
 enum Valid : int32_t { kNotNegative, kNotZero, kAnyEntry, kValids };
 
-// The word of a term: source, valid, operand or number of the source, numbers divide, modulo and plus.
+// In the mask program a term is: source, valid, the operand or number of the source, the numbers divide, modulo, plus.
 struct Term {
   Source of = kPosition;
   Valid valid = kAnyEntry;
   Number number, divide, modulo, plus;
   const int32_t* data = nullptr;
   const uint8_t* flags = nullptr;
-  int64_t b_stride = 0, n_stride = 0, count = 0;  // kArray: of a batch row and a head. kMember: positions
+  int64_t b_stride = 0, n_stride = 0, count = 0;  // kArray: strides of batch row and head; kMember: number of positions
 };
 
-// Ends of a comparison: a strict one is an end, and kSame comes with both and none of them strict.
+// The ends of a comparison. kLowStrict comes with kLow, kHighStrict with kHigh, and kSame with kLow and kHigh only.
 enum Ends : int32_t { kLow = 1, kHigh = 2, kSame = 4, kLowStrict = 8, kHighStrict = 16 };
 
-// The mask program, postfix: leaves push a truth tile, And/Or/Not combine, PerHead runs one of its parts.
+// The mask program in postfix order: leaves push a tile of truth values, And/Or/Not combine, PerHead runs one part.
 enum Code : int32_t {
   kFull,     // -
   kEmpty,    // -
-  kWithin,   // ends, term kv, term low if it is an end, term high if it is one and not the same:
+  kWithin,   // ends, term kv, term low if there is a lower end, term high if there is another upper end:
              // low(q) <= kv <= high(q), with < where an end is strict
-  kBlocks,   // operand table int32 [B|1,N|1,nq,r], block size: kv blocks listed for a q block, by slot
+  kBlocks,   // operand table int32 [B|1,N|1,nq,r], block size: the kv blocks listed for each q block, by slot
   kDense,    // operand bool [B|1,N|1,T|1,S|1]
-  kDenseAt,  // sides (1 = q, 2 = kv) that have an offset, operand bool [B|1,N|1,t,s], number q, number kv: what lies
-             // outside of the array is not allowed; a side without an offset is as in Dense
+  kDenseAt,  // sides (1 = q, 2 = kv) that have an offset, operand bool [B|1,N|1,t,s], number q, number kv: pairs
+             // outside of the array are not allowed; a side without an offset is as in Dense
   kBits,     // operand uint8 [Bl,Nl,nq,visits,q_tile,ceil(kv_tile/8)]: one bit per pair of every visited tile
   kPerHead,  // count, length of each part in words, the parts
   kAnd,      // -
@@ -80,9 +80,9 @@ enum Code : int32_t {
 
 struct Op {
   Code code = kFull;
-  int ends = 0;        // Within: some of Ends
-  Term kv, low, high;  // Within: an end that is not there repeats the one that is
-  int sides = 0;       // DenseAt: which have an offset
+  int ends = 0;        // Within: flags of Ends
+  Term kv, low, high;  // Within: a missing end repeats the other one
+  int sides = 0;       // DenseAt: the sides with an offset
   Number lo, hi;       // DenseAt: the offsets of q and kv
   const int32_t* table = nullptr;
   const uint8_t* flags = nullptr;
@@ -109,8 +109,8 @@ struct Dropout {
   double inverse_keep = 1;
 };
 
-// Biases that follow from positions, float or double (for F64), in the kernel's own words. A table may forbid keys, so
-// it counts as a bias; slopes are finite.
+// Biases by distance, float or double (for F64). A table may hold -inf and so mask keys, as an array may; slopes are
+// finite.
 struct ByDistance {
   const void* slopes = nullptr;  // [N]: -slope * |k_pos - q_pos|
   const void* table = nullptr;   // [N, 2 * reach + 1]: by k_pos - q_pos, clamped to +-reach
@@ -127,26 +127,27 @@ struct Problem {
   const void* sinks = nullptr;  // float, or double for F64
   const int32_t *q_pos = nullptr, *kv_pos = nullptr;
   int64_t q_pos_stride = 0, kv_pos_stride = 0;
-  const int32_t *row_ids = nullptr, *head_ids = nullptr;  // global batch rows and heads; null: 0, 1, 2, ...
+  const int32_t *row_ids = nullptr, *head_ids = nullptr;  // numbers in the whole batch; null: 0, 1, 2, ...
   Layout layout;
   Dropout dropout;
   const Op* ops = nullptr;
   int64_t op_count = 0;
-  int depth = 1;                   // the stack's height
+  int depth = 1;                   // of the stack
   const int64_t* parts = nullptr;  // PerHead: the first op of each part
-  bool by_head = false;            // the mask or the layout differs between heads
+  bool by_head = false;            // whether the mask or the layout differs between heads
   bool has_bits = false;
   ByDistance by_distance;
-  // The gradient will be taken. Backward computes scores by tiles, and exp(score - lse) is as wrong as the two scores
-  // are different: where scores are 1e7, rounding in another order is all of it. So few queries must not stream.
+  // The call is differentiated. The backward pass computes scores by tiles, and exp(score - lse) is wrong by the factor
+  // exp(difference of the two scores): for scores of 1e7, another order of rounding ruins it. So the forward pass must
+  // compute tiles too, and not stream keys, even for few queries.
   bool by_tiles = false;
 };
 
 struct Forward {
   void* out = nullptr;      // [B,T,N,Hv]
   void* lse = nullptr;      // [B,T,N] float, or double for F64
-  void* lse_low = nullptr;  // what lse lost in rounding: where scores are -1e9, a sum's logarithm is lost in it
-  Type out_type = F32;      // the inputs' or lse's
+  void* lse_low = nullptr;  // the rounding error of lse: with scores of -1e9, lse loses the logarithm of the sum
+  Type out_type = F32;      // that of the inputs or of lse
 };
 
 struct Backward {
@@ -155,12 +156,12 @@ struct Backward {
   const void* delta = nullptr;                    // [B,T,N]: sum(dout * out) - dlse
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
   void *scratch_dk = nullptr, *scratch_dv = nullptr;  // [B,K,rows,padded H or Hv] float, or double for F64
-  int64_t rows = 0;                                   // at least S; more rows let more chunks of queries run at once
-  void* dslopes = nullptr;  // [B,T,N] float, or double for F64: what each query adds to the gradient of its slope
+  int64_t rows = 0;                                   // at least S; with more rows, more chunks of queries run at once
+  void* dslopes = nullptr;  // [B,T,N] float, or double for F64: the contribution of each query to its slope's gradient
 };
 
-// Gradient of the bias in its own shape (float, or double for F64); `scratch` is [parts, *shape] when T is reduced.
-// That of the table, if `of_table`, has the shape [1, N, 1, 2 * reach + 1].
+// The gradient of the bias, in the bias's shape (float, or double for F64); `scratch` is [parts, *shape] if the bias
+// has no query axis. With `of_table`, the gradient of the table, of shape [1, N, 1, 2 * reach + 1].
 struct BiasGradient {
   const void *lse = nullptr, *lse_low = nullptr;
   const void* dout = nullptr;
@@ -172,8 +173,8 @@ struct BiasGradient {
   bool of_table = false;
 };
 
-// Runs fn(ctx, task, scratch) for every task in [0, tasks), each once, on any threads; scratch belongs to the thread,
-// and its first kFreshBytes are zero before the thread's first task. False: out of memory, and nothing useful was done.
+// Runs fn(ctx, task, scratch) once for every task in [0, tasks), on any thread. Each thread has its own scratch, whose
+// first kFreshBytes are zero before its first task. Returns false if out of memory; results are then undefined.
 constexpr size_t kFreshBytes = 64;
 typedef void (*TaskFn)(void* ctx, int64_t task, void* scratch);
 struct Runner {
@@ -183,7 +184,7 @@ struct Runner {
   ~Runner() = default;
 };
 
-// One matrix of a product: y = x W, with W [inner, outer], or [outer, inner] if it lies by what comes out.
+// One matrix of a product: y = x W, with W [inner, outer], or [outer, inner] with `by_outer`.
 struct Matrix {
   const void* data = nullptr;
   Type type = F32;  // or BF16
@@ -191,7 +192,7 @@ struct Matrix {
   float* y = nullptr;  // [rows, outer]
 };
 
-// A few rows times some matrices that share them: what a decoder does with a new token of each row.
+// The products of the same few rows with several matrices, as in a decoder that computes one new token per row.
 struct Product {
   const float* x = nullptr;  // [rows, inner]
   int64_t rows = 0, inner = 0, count = 0;
@@ -209,7 +210,7 @@ struct Kernel {
 };
 
 constexpr int kMaxHead = 256;
-constexpr int kMaxRows = 64;     // of a product: with more, arithmetic would be what takes the time
+constexpr int kMaxRows = 64;     // of a product: with more rows, arithmetic is the bottleneck, not memory
 constexpr int kMaxMatrices = 8;  // of a product
 constexpr int kMaxStack = 32;
 constexpr int kMaxNested = 64;  // PerHead inside PerHead

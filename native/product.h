@@ -1,5 +1,5 @@
-// y = x W for a few rows of x. Every number of W is used a few times only, so this is as quick as W can be read: in
-// long runs of addresses, asked for ahead, by all threads, and never copied.
+// y = x W for a few rows of x. Every number of W is used only a few times, so the time is that of reading W. All
+// threads read it in long runs of addresses, with prefetching and without copies.
 #pragma once
 
 #include <stdint.h>
@@ -11,10 +11,10 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-constexpr int kDeep = 8;       // rows of W that are read side by side
+constexpr int kDeep = 8;       // rows of W that are read at once
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// Numbers of W, a vector or one at a time.
+// Reads numbers of W, a vector or one at a time.
 struct Singles {
   typedef float Word;
   static inline Vec<float> vector(const float* p) { return loose(p); }
@@ -38,7 +38,7 @@ struct Halves {
   }
 };
 
-// y[columns] += sum of DEEP rows of W, each times its x. The rows that come next are asked for on the way.
+// y[columns] += sum of DEEP rows of W, each times its x. Prefetches the next rows.
 template <class W, int DEEP>
 static inline __attribute__((always_inline)) void add_rows(float* __restrict y, const float* x,
                                                            const typename W::Word* w, int64_t stride, int64_t columns,
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) void add_rows(float* __restrict y, 
     for (int i = 0; i < DEEP; ++i) y[c] += x[i] * W::one(w + i * stride + c);
 }
 
-// Columns [first, first + columns) of W [inner, outer], which has its sums in `sums` [rows, padded columns].
+// The products with columns [first, first + columns) of W [inner, outer], in `sums` [rows, padded columns].
 template <class W>
 static void by_inner(const Product& p, const Matrix& m, int64_t first, int64_t columns, float* sums) {
   const typename W::Word* w = static_cast<const typename W::Word*>(m.data) + first;
@@ -102,7 +102,7 @@ static inline __attribute__((always_inline)) void dot_rows(float* y, const float
   }
 }
 
-// Rows [first, first + count) of W [outer, inner].
+// The products with rows [first, first + count) of W [outer, inner].
 template <class W>
 static void by_outer(const Product& p, const Matrix& m, int64_t first, int64_t count) {
   const typename W::Word* w = static_cast<const typename W::Word*>(m.data) + first * p.inner;
@@ -115,7 +115,7 @@ static void by_outer(const Product& p, const Matrix& m, int64_t first, int64_t c
       dot_rows<W, 1>(m.y + b * m.outer + first + o, p.x + b * p.inner, w + o * p.inner, p.inner);
 }
 
-// Pieces of all matrices: narrow enough for threads to share them evenly, wide enough for long runs of addresses.
+// Splits all matrices into pieces: narrow enough to balance threads, wide enough for long runs of addresses.
 class ProductJob {
  public:
   explicit ProductJob(const Product& p) : p_(p) {

@@ -44,7 +44,7 @@ class Decoder {
   Problem& p_;
   std::string error_;
   int64_t at_ = 0, end_ = 0;
-  int nested_ = 0;  // PerHead that is being read, one inside the other
+  int nested_ = 0;  // the current nesting depth of PerHead
 
   void fail(const std::string& message) {
     if (error_.empty()) error_ = "mask program, word " + std::to_string(at_) + ": " + message;
@@ -62,7 +62,7 @@ class Decoder {
     return error_.empty() ? call_.rest[size_t(i)] : Array();
   }
 
-  Number number() {  // kind, value: a literal (0), or the number of an int32 operand (1), [] or [1] or [B]
+  Number number() {  // kind, value: a literal (0), or the index of an int32 operand (1), [] or [1] or [B]
     Number n;
     const int32_t kind = word();
     if (kind == 0) return n.value = word(), n;
@@ -241,7 +241,7 @@ class Decoder {
   }
 
   void per_head(Op& op, int64_t base, int64_t& height, int64_t end) {
-    // Here and in the kernels a part is a recursion, and threads have small stacks.
+    // Here and in the kernels each nested part is a recursion, and threads have small stacks.
     if (nested_ == kMaxNested) return fail("PerHead is nested deeper than " + std::to_string(kMaxNested));
     op.count = word();
     if (op.count < 1 || op.count > end - at_) return fail("PerHead needs at least one part");
@@ -272,7 +272,7 @@ class Decoder {
   }
 };
 
-// One of a stack of keys or values, where it lies.
+// The keys or values of one layer in a stack, in place.
 std::string take_layer(const Call& c, Array& a) {
   if (c.roles[kLayer] < 0) return "";
   const Array which = c.rest[size_t(c.roles[kLayer])];

@@ -1,5 +1,5 @@
-// From arrays to a Problem: every shape, type and word of the mask program is checked here, once, so that the kernels
-// may trust what they get.
+// Builds a Problem from arrays. It checks every shape, type and word of the mask program once, so that the kernels need
+// no checks.
 #pragma once
 
 #include <string>
@@ -9,11 +9,12 @@
 
 namespace longspan {
 
-// What Python compares when it opens the library: ABI in longspan/engines/cpu/library.py. Raise both whenever a call
-// changes: the words of the mask program, roles, attributes, operands or results.
+// Python compares this with ABI in longspan/engines/cpu/library.py when it opens the library. Raise both whenever a
+// call changes: the words of the mask program, roles, attributes, operands or results.
 constexpr int32_t kAbi = 8;
 
-// Places of optional arrays in Call::rest, -1 if absent; the mask program names further ones by number.
+// Roles of optional arrays. Call::roles has their index in Call::rest, -1 if absent. The mask program refers to further
+// arrays by index.
 enum Role {
   kBias,
   kSinks,
@@ -26,7 +27,7 @@ enum Role {
   kSeed,
   kSlopes,
   kTable,
-  kLayer,  // int32 []: k and v are stacks with an axis before B, and this is which of them
+  kLayer,  // int32 []: k and v are stacks with a layer axis before B, and this is the index into it
   kRoles
 };
 
@@ -47,10 +48,10 @@ struct Built {
   std::vector<int64_t> parts;
 };
 
-// Empty on success, else what is wrong.
+// Returns an empty string on success, else the error.
 std::string build(const Call& call, Built& built);
 
-// What gradients are made from, besides the operands of a forward call.
+// The operands of the backward passes, in addition to those of a forward call.
 struct Given {
   Array lse, lse_low, dout, delta;
 };
@@ -62,7 +63,8 @@ std::string check_slope_gradient(const Problem& p, const Array& dslopes);
 std::string check_bias_gradient(const Problem& p, const Call& call, const Given& given, const Array& dbias,
                                 const Array& scratch, BiasGradient& g);
 
-// The kernel for this machine, or the one that LONGSPAN_CPU_ISA names; null with `error` set if that cannot run here.
+// The best kernel for this machine, or the one that LONGSPAN_CPU_ISA names; null with `error` set if it cannot run
+// here.
 const Kernel* choose_kernel(const char* forced, std::string& error);
 std::vector<const Kernel*> kernels_here();
 

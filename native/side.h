@@ -1,5 +1,5 @@
-// One tile of pairs, as rules see it: its queries and keys, and the truth bytes they write, one for each pair, laid out
-// [key][query lane] as the score tile is.
+// One tile of pairs, as mask leaves read it: its queries and keys, and one truth byte per pair, in the order
+// [key][query lane] of the score tile.
 #pragma once
 
 #include <stddef.h>
@@ -11,8 +11,8 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-constexpr int kLanes = 128;  // queries in a tile: many, because each tile of keys is copied once for all of them
-constexpr int kKeys = 64;    // keys in a tile, at most
+constexpr int kLanes = 128;  // queries per tile: many, because each tile of keys is copied once for all of them
+constexpr int kKeys = 64;    // maximum number of keys per tile
 
 template <class A> static inline A lesser(A a, A b) { return b < a ? b : a; }
 template <class A> static inline A greater(A a, A b) { return a < b ? b : a; }
@@ -22,7 +22,7 @@ static inline int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : 
 struct Side {
   int64_t first = 0;
   int count = 0;
-  bool steps = true;  // positions grow by one from slot to slot
+  bool steps = true;  // whether positions increase by one from slot to slot
   int32_t lo = 0, hi = 0;
   int32_t pos[kLanes > kKeys ? kLanes : kKeys];
 };
@@ -50,7 +50,7 @@ static inline void read_side(Side& side, const int32_t* positions, int64_t first
   side.hi = hi;
 }
 
-// What the tile asks about: which batch row and head, which queries and keys, and (for bit tiles) which visit.
+// The location of a tile: batch row, head, queries, keys and, for bit tiles, the visit.
 struct TileAt {
   const Problem* p;
   int64_t b, n;

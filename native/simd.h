@@ -1,4 +1,4 @@
-// Vectors of one instruction set, and the three functions that the softmax needs on them.
+// The vectors of one instruction set, and the functions of the softmax on them.
 #pragma once
 
 #include <stdint.h>
@@ -53,7 +53,7 @@ template <class R> static inline Vec<R> loose(const R* p) {
   return *reinterpret_cast<const typename Simd<R>::Loose*>(p);
 }
 
-// Lanes 0, 1, 2... as template arguments.
+// Lanes 0, 1, 2, ... as template arguments.
 template <int... J> struct Lanes {};
 template <int N> struct Upto;
 template <> struct Upto<2> {
@@ -69,16 +69,17 @@ template <> struct Upto<16> {
   typedef Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> all;
 };
 
-// Written as a list, which compilers know for a broadcast: of a loop over sixteen lanes GCC makes sixteen insertions.
+// As an initializer list, which compilers turn into a broadcast: GCC turns a loop over sixteen lanes into sixteen
+// insertions.
 template <class R, int... J> static inline Vec<R> splat(R x, Lanes<J...>) { return Vec<R>{(void(J), x)...}; }
 template <class R> static inline Vec<R> splat(R x) { return splat<R>(x, typename Upto<Simd<R>::lanes>::all()); }
 
-// Truth bytes (0 or 0xFF) of one vector's lanes as a lane mask.
+// The truth bytes (0 or 0xFF) of one vector's lanes as a lane mask.
 template <class R> static inline typename Simd<R>::I lanes_of(const uint8_t* p) {
   return __builtin_convertvector(*reinterpret_cast<const typename Simd<R>::Bytes*>(p), typename Simd<R>::I);
 }
 
-// Lanes of a and b, in which b's follow a's.
+// Selects lanes of a and b; the indices of b's lanes follow those of a.
 template <class R, int... J> static inline Vec<R> pick(Vec<R> a, Vec<R> b) {
 #if defined(__clang__) || __GNUC__ >= 12
   return __builtin_shufflevector(a, b, J...);
@@ -87,7 +88,7 @@ template <class R, int... J> static inline Vec<R> pick(Vec<R> a, Vec<R> b) {
 #endif
 }
 
-// One step of a transposition: exchanges the blocks of B lanes that lie off the diagonal.
+// One step of a transposition: exchanges the off-diagonal blocks of B lanes.
 template <class R, int B, int... J>
 static inline __attribute__((always_inline)) void exchange(Vec<R>* x, Lanes<J...>) {
   constexpr int L = sizeof...(J);
@@ -99,14 +100,14 @@ static inline __attribute__((always_inline)) void exchange(Vec<R>* x, Lanes<J...
   }
 }
 
-// As many vectors as one has lanes, transposed.
+// Transposes as many vectors as one has lanes.
 template <class R, int B = Simd<R>::lanes / 2>
 static inline __attribute__((always_inline)) void transpose(Vec<R>* x) {
   exchange<R, B>(x, typename Upto<Simd<R>::lanes>::all());
   if constexpr (B > 1) transpose<R, B / 2>(x);
 }
 
-// One level of `sums`: of each pair of vectors, the lanes alternate, each with what half of its vector has summed.
+// One level of `sums`: interleaves each pair of vectors, with partial sums over half of each vector.
 template <class R, int B, int... J>
 static inline __attribute__((always_inline)) void fold(Vec<R>* x, Lanes<J...>) {
   constexpr int L = sizeof...(J);
@@ -114,8 +115,8 @@ static inline __attribute__((always_inline)) void fold(Vec<R>* x, Lanes<J...>) {
     x[i] = pick<R, (J / 2 + J % 2 * L)...>(x[i], x[i + B]) + pick<R, (J / 2 + J % 2 * L + L / 2)...>(x[i], x[i + B]);
 }
 
-// The sums over the lanes of as many vectors as one has lanes: lane i is that of x[i]. It costs three operations a
-// vector, where a vector alone would take some for every halving.
+// The sums over the lanes of as many vectors as one has lanes: lane i is the sum of x[i]. It takes three operations per
+// vector; a single vector would take several for every halving.
 template <class R, int B = Simd<R>::lanes / 2>
 static inline __attribute__((always_inline)) Vec<R> sums(Vec<R>* x) {
   fold<R, B>(x, typename Upto<Simd<R>::lanes>::all());
@@ -123,7 +124,7 @@ static inline __attribute__((always_inline)) Vec<R> sums(Vec<R>* x) {
   return x[0];
 }
 
-// Lanes that hold infinity or NaN: all bits of the exponent are set.
+// The lanes that hold infinity or NaN: all bits of the exponent are set.
 template <class R> static inline typename Simd<R>::I not_finite(Vec<R> x) {
   typedef typename Simd<R>::I I;
   const I exponent = (I)splat(R(__builtin_inf()));
@@ -139,8 +140,8 @@ template <class R> static inline bool any_of(typename Simd<R>::I x) {
 constexpr float kInfF = __builtin_inff();
 template <class R> constexpr R kInf = R(__builtin_inf());
 
-// exp, to about one unit in the last place; 0 below the smallest normal number, NaN stays NaN. The vectors are computed
-// in step: one alone would wait for each of its operations in turn.
+// exp, to about one unit in the last place; 0 below the smallest normal number; NaN stays NaN. Several vectors are
+// computed at once, to hide the latency of each operation.
 template <int N>
 static inline __attribute__((always_inline)) void exp_each(Vec<float>* x) {
   typedef Simd<float>::I I;
@@ -161,9 +162,9 @@ static inline __attribute__((always_inline)) void exp_each(Vec<float>* x) {
   for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + 5.0000001201e-1f;
   for (int i = 0; i < N; ++i) p[i] = p[i] * (r[i] * r[i]) + r[i];
   for (int i = 0; i < N; ++i) {
-    // Multiplied, not added to the exponent's bits: a NaN with a payload would become a number.
+    // A multiplication, not an addition to the exponent bits: that would turn a NaN with a payload into a number.
     const Vec<float> power = (Vec<float>)(((I)t[i] + 127) << 23);
-    // What is tiny, down to -inf, is garbage until here.
+    // Results below the smallest normal number, and of -inf, are wrong up to here.
     x[i] = (Vec<float>)((I)((p[i] + 1.0f) * power) & ~tiny[i]);
   }
 }
@@ -205,7 +206,7 @@ static inline void exp_each(Vec<double>* x) {
   for (int i = 0; i < N; ++i) x[i] = vexp(x[i]);
 }
 
-// tanh: near zero 1 - exp(-2x) cancels, so there an odd rational/polynomial form is used.
+// tanh. Near zero, 1 - exp(-2x) cancels, so an odd rational/polynomial form is used there.
 static inline Vec<float> vtanh(Vec<float> x) {
   const Vec<float> a = x < 0.0f ? -x : x;
   const Vec<float> z = x * x;

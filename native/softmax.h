@@ -1,5 +1,5 @@
-// From scores to weights: soft cap, bias, mask, online softmax and dropout, of the panels of one tile of queries.
-// Queries lie along the lanes, so the running maximum and sum are vectors and no reduction across lanes exists.
+// Turns scores into weights: soft cap, bias, mask, online softmax and dropout, for the panels of one tile of queries.
+// Each lane is a query, so the running maximum and sum are vectors, and nothing is reduced across lanes.
 #pragma once
 
 #include <stddef.h>
@@ -20,7 +20,7 @@ struct Softmax {
   static constexpr int L = Simd<R>::lanes, PANEL = NV * L;
   const Problem* p;
   Masker<R, PANEL> masker;
-  R *top, *sum;  // running maximum and sum of a lane
+  R *top, *sum;  // running maximum and sum of each lane
   DropoutLanes drop;
   SlopeLanes<R> slopes;
 
@@ -38,8 +38,8 @@ struct Softmax {
     if (p->by_distance.slopes) slopes.begin(*p, tile, masker.q);
   }
 
-  // Products of a panel's queries and keys [first, first + count), in `s`, become weights; alpha is what older sums
-  // must be multiplied with.
+  // Turns the products of a panel's queries and keys [first, first + count), in `s`, into weights. `alpha` receives the
+  // factor of the earlier sums.
   void weigh(R* s, int panel, int first, int count, R* alpha) {
     if (p->soft_cap != 0) soften(s, count);
     if (p->has_bias) add_bias(s, panel, first, count);
@@ -64,7 +64,7 @@ struct Softmax {
       }
   }
 
-  // Scores in `s` become exp(score - maximum).
+  // Turns the scores in `s` into exp(score - maximum).
   template <bool MASKED>
   __attribute__((noinline)) void softmax(R* s, int panel, int first, int count, R* alpha) {
     const int lane = panel * PANEL;
@@ -73,7 +73,7 @@ struct Softmax {
     mask_and_maximum<MASKED>(s, lane, first, count, high);
     for (int j = 0; j < NV; ++j) {
       const Vec<R> old = load(top + lane + j * L);
-      // A lane that has seen no key yet: (-inf) - (-inf) would be NaN.
+      // For a lane without keys so far, (-inf) - (-inf) would be NaN.
       base[j] = high[j] == -kInf<R> ? splat(R(0)) : high[j];
       total[j] = Vec<R>{};
       store(alpha + j * L, vexp(old - base[j]));
@@ -119,13 +119,13 @@ struct Softmax {
   }
 };
 
-// What became of a row: its logits' maximum, the sum of exp(logit - maximum), and what its output is divided by.
+// The totals of a row: the maximum of its logits, the sum of exp(logit - maximum), and the divisor of its output.
 template <class R>
 struct Total {
   R top, sum, divisor;
 };
 
-// The sink joins at the end, where it is known whether the row sees any key: without one the output is zero, whatever
+// The sink is added last, when it is known whether the row sees any key: a row without keys has zero output, whatever
 // the sink is.
 template <class R>
 static inline Total<R> with_sink(const Problem& p, int64_t head, R top, R sum) {
@@ -137,7 +137,7 @@ static inline Total<R> with_sink(const Problem& p, int64_t head, R top, R sum) {
   return {high, total, total / share};
 }
 
-// lse = maximum + log(sum), and what that sum loses in rounding.
+// lse = maximum + log(sum), and the rounding error of that sum.
 template <class R>
 static inline void write_lse(const Forward& f, int64_t at, const Total<R>& total) {
   const R log_sum = R(__builtin_log(double(total.sum))), lse = total.sum == 0 ? -kInf<R> : total.top + log_sum;

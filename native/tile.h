@@ -1,5 +1,5 @@
-// Between memory and tiles: conversions, packing of queries into lanes, copies of key and value rows, the walk over the
-// layout, bias tiles, dropout bits.
+// From memory to tiles: conversions, packing of queries into lanes, copies of key and value rows, the walk over the
+// layout, bias tiles.
 #pragma once
 
 #include <stddef.h>
@@ -31,7 +31,7 @@ static inline uint16_t to_bf16(float x) {
   return uint16_t((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
 }
 
-// Without denormal floats on the way: the thread may flush them.
+// Uses no denormal floats, because the thread may flush them to zero.
 static inline float from_f16(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, em = uint32_t(h & 0x7FFF) << 13;
   const float normal = float_of(em + (112u << 23));
@@ -93,7 +93,7 @@ static inline void write_row(void* data, Type type, int64_t at, const R* __restr
 
 static inline int64_t size_of(Type type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
 
-// Cuts one thread's scratch into aligned pieces; with a null base it only measures.
+// Splits one thread's scratch into aligned parts. With a null base it only adds up their sizes.
 struct Arena {
   char* base;
   size_t used = 0;
@@ -131,7 +131,7 @@ static void read_queries(R* rows, int64_t width, const Problem& p, const void* d
   }
 }
 
-// panels[panel][h][lane] of rows[lane][h].
+// panels[panel][h][lane] = rows[lane][h].
 template <class R, int PANEL>
 static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t width, int64_t H, int lanes) {
   constexpr int L = Simd<R>::lanes;
@@ -147,7 +147,7 @@ static void to_panels(R* __restrict panels, const R* __restrict rows, int64_t wi
   }
 }
 
-// rows[lane][h] of panels[panel][h][lane], each lane divided by its divisor, or zero where that is zero.
+// rows[lane][h] = panels[panel][h][lane] / divisor of the lane, or 0 where the divisor is 0.
 template <class R, int PANEL>
 static void from_panels(R* __restrict rows, const R* __restrict panels, const R* __restrict divisors, int64_t width,
                         int64_t H, int lanes) {
@@ -167,7 +167,8 @@ static void from_panels(R* __restrict rows, const R* __restrict panels, const R*
   }
 }
 
-// Copies key or value rows of a tile, or zeros for those not `seen` (null: all are). False: some are not finite.
+// Copies the key or value rows of a tile, with zeros for rows not `seen` (null: all are seen). Returns whether all rows
+// are finite.
 template <class R>
 static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data, int64_t size, int64_t b, int64_t head,
                       int64_t s0, int count, const uint8_t* seen) {
@@ -194,24 +195,24 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
   return !any_of<R>(bad);
 }
 
-// Large enough to amortise the update of the output, small enough that k, v and a panel stay close.
+// Large enough to amortise the update of the output, small enough that k, v and a panel fit into the cache.
 static inline int64_t keys_per_tile(const Problem& p) { return p.H + p.Hv <= 256 ? kKeys : kKeys / 2; }
 
-// A row of `size` elements in whole vectors.
+// The size of a row of `size` elements, padded to whole vectors.
 template <class R>
 static inline int64_t padded_width(int64_t size) {
   constexpr int L = Simd<R>::lanes;
   return (size + L - 1) / L * L;
 }
 
-// A run of keys that is handled at once: at most `keys` of them, all in one layout tile if there are bit tiles.
+// A run of at most `keys` keys that is computed at once; with bit tiles, all in one tile of the layout.
 struct Piece {
   int64_t first, kv_tile, visit;
   int count;
 };
 
-// Asks for rows that are needed next, a few between every two blocks of a product: no hardware prefetcher follows rows
-// that lie far apart, and many at once would be waited for. Into the second cache: the first is full of this piece.
+// Prefetches the next rows, a few between every two blocks of a product: hardware prefetchers do not follow rows that
+// are far apart, and many prefetches at once would stall. They go to the L2 cache, because this piece fills L1.
 struct Ahead {
   struct Rows {
     const char* at = nullptr;
@@ -230,16 +231,16 @@ struct Ahead {
   }
 };
 
-// Pieces of one kv head's keys and values, copied once for the several tiles of queries that see them. The copy pays:
-// rows of one head lie far apart, often at a power of two, so that in place they would share few sets of the cache and
-// need a page each. A head that fits is kept whole; of a longer one, the pieces that neighbouring tiles share.
+// Copies of the keys and values of one kv head, made once for the several tiles of queries that see them. The copy pays
+// off: rows of one head are far apart, often by a power of two, so that in place they would share few cache sets and
+// need one page each. A head that fits is kept whole; of a longer one, the pieces that neighbouring tiles share.
 template <class R>
 struct KeyCache {
   static constexpr int64_t kMostBytes = 4 << 20, kShared = 16;
   const Problem* p;
   int64_t width, v_width, keys, slots;
-  R *k, *v;        // [slots + 1][keys][width, v_width]; the last one is for pieces with hidden rows
-  int64_t* first;  // the first kv slot in each, or -1
+  R *k, *v;        // [slots + 1][keys][width, v_width]; the last entry is for pieces with zeroed rows
+  int64_t* first;  // the first kv slot of each entry, or -1
   int* count;
   uint8_t* finite;
 
@@ -263,7 +264,7 @@ struct KeyCache {
     const int64_t i = piece.first / keys % slots;
     return first[i] == piece.first && count[i] >= piece.count;
   }
-  // Where the rows of a piece are now, to be asked for in about `steps` steps.
+  // The rows of a piece in memory, to be prefetched in about `steps` steps.
   Ahead ahead(int64_t b, int64_t head, const Piece& piece, int64_t steps) const {
     const int64_t each = 1 + piece.count / greater<int64_t>(1, steps);
     if (has(piece)) {
@@ -281,8 +282,8 @@ struct KeyCache {
     const int64_t bytes = size * size_of(p->type);
     return {static_cast<const char*>(data) + at * bytes, p->K * bytes, bytes};
   }
-  // Points to the rows of a piece. Rows that nobody in the tile sees are hidden if they hold NaN or infinity: finite
-  // garbage has no effect, because its weight is zero.
+  // Points to the rows of a piece. Rows that no query of the tile sees are zeroed if they hold NaN or infinity. Finite
+  // values have no effect there, because their weight is 0.
   void get(const R*& k_rows, const R*& v_rows, int64_t b, int64_t head, const Piece& piece, bool partial,
            const uint8_t* seen) {
     const int64_t s0 = piece.first;
@@ -303,8 +304,8 @@ struct KeyCache {
   }
 };
 
-// Walks the kv slots that a q tile visits: its intervals, then the columns outside them. Neighbouring tiles are joined,
-// unless the mask has bit tiles, which are stored by visit.
+// Walks over the kv slots that a q tile visits: its intervals, then the common columns outside them. Neighbouring tiles
+// are merged, unless the mask has bit tiles, which are stored by visit.
 struct Walk {
   const Layout* l;
   bool single;
@@ -329,7 +330,7 @@ struct Walk {
       if (tile >= start(i) && tile < stop(i)) return true;
     return false;
   }
-  // The next kv slots [lo, hi), the first tile of them, its visit number, and the column it is (-1: an interval).
+  // The next kv slots [lo, hi), their first tile, its visit number, and its column (-1: it is in an interval).
   bool next(int64_t& lo, int64_t& hi, int64_t& tile, int64_t& visit, int64_t& as_column) {
     int64_t first, last;
     as_column = -1;
@@ -369,7 +370,7 @@ struct Walk {
   }
 };
 
-// What a walk visits of the keys [from, to), cut into pieces that begin at multiples of `keys`.
+// The visited keys in [from, to), in pieces that begin at multiples of `keys`.
 struct Pieces {
   Walk walk;
   int64_t keys, from, to, lo = 0, hi = 0, kv_tile = 0, visit = 0;
@@ -389,7 +390,7 @@ struct Pieces {
   }
 };
 
-// The largest tile of queries that one task takes, and how many of them there are: from shapes alone.
+// The size and number of the query tiles. They depend on shapes only.
 struct Tiling {
   int64_t rows_per_tile, tiles_per_layout_tile, heads, groups;
   int64_t per_head;  // tiles along T
@@ -418,7 +419,7 @@ struct Tiling {
   }
 };
 
-// The truth of one tile for all its lanes, with the bias's -inf counted as forbidden.
+// The mask of one tile for all its lanes; a bias of -inf masks a pair.
 template <class R, int PANEL>
 struct Masker {
   const Problem* p;
@@ -442,7 +443,7 @@ struct Masker {
     for (int i = 0; i < kLanes; ++i) valid[i] = i < t.lanes() ? 0xFF : 0;
   }
 
-  // True if some key is forbidden by -inf.
+  // Returns whether -inf masks some pair.
   bool read_bias() {
     if (p->bias.data)
       read_array();
@@ -454,7 +455,7 @@ struct Masker {
     return any_of<R>(forbidden);
   }
 
-  // Keys lie along a row of the bias, queries along the lanes: whole vectors of rows, transposed.
+  // A row of the bias runs along keys, but lanes are queries: whole vectors of rows are transposed.
   void read_array() {
     constexpr int L = Simd<R>::lanes;
     alignas(64) R rows[L][kKeys];
@@ -491,7 +492,7 @@ struct Masker {
         for (int row = 0; row < tile->rows; ++row) out[s * kLanes + row] += table[table_place(row, s)];
       return;
     }
-    // Positions grow by one on both sides, so a key's row is that of the key before, moved by one.
+    // Positions increase by one on both sides, so the row of a key is the row of the previous key, shifted by one.
     R line[kLanes + kKeys];
     const int last = kv.count - 1, rows = tile->rows;
     for (int s = 0; s < last; ++s) line[s] = table[table_place(0, last - s)];
@@ -500,7 +501,7 @@ struct Masker {
       for (int row = 0; row < rows; ++row) out[s * kLanes + row] += line[last - s + row];
   }
 
-  // Which entry of a head's table belongs to a query and a key of the tile.
+  // The index into a head's table for a query and a key of the tile.
   int64_t table_place(int row, int s) const {
     const int64_t reach = p->by_distance.reach, ahead = int64_t(kv.pos[s]) - q.pos[row];
     return reach + greater(-reach, lesser(reach, ahead));
@@ -511,7 +512,7 @@ struct Masker {
       for (int j = 1; j < tile->heads; ++j) __builtin_memcpy(stack[s] + j * tile->rows, stack[s], size_t(tile->rows));
   }
 
-  // False: nothing to do.
+  // Returns false if the tile has no allowed pair.
   bool read(const Piece& piece) {
     const int keys = piece.count;
     read_side(kv, p->kv_pos ? p->kv_pos + tile->b * p->kv_pos_stride : nullptr, piece.first, keys);

@@ -1,4 +1,4 @@
-// The comparison of a mask's program on one tile: low(q) <= kv <= high(q), of the numbers that terms give to tokens.
+// The comparison of a mask program on one tile: low(q) <= kv <= high(q), for the values of terms.
 #pragma once
 
 #include <stddef.h>
@@ -11,7 +11,7 @@
 namespace longspan::LONGSPAN_ISA {
 namespace {
 
-// Where an ascending list has its first entry that is not less than x.
+// The index of the first entry of an ascending list that is not less than x.
 static int64_t place_in(const int32_t* list, int64_t count, int64_t x) {
   int64_t lo = 0, hi = count;
   while (lo < hi) {
@@ -24,7 +24,7 @@ static int64_t place_in(const int32_t* list, int64_t count, int64_t x) {
   return lo;
 }
 
-// A term for the tokens of one side, in one row and head: what does not change from token to token is read once.
+// A term for the tokens of one side, in one batch row and head. Numbers that are the same for all tokens are read once.
 struct TermAt {
   const Term* term;
   const Side* side;
@@ -34,7 +34,7 @@ struct TermAt {
   const int32_t* entries = nullptr;
   const uint8_t* flags = nullptr;
 
-  // Whatever an operand holds, nothing is divided by less than 1.
+  // Divisors are at least 1, whatever an operand holds.
   TermAt(const Term& t, const TileAt& at, const Side& s) : term(&t), side(&s), of(t.of) {
     divide = greater<int64_t>(1, t.divide.at(at.b));
     modulo = greater<int64_t>(t.modulo.data ? 1 : 0, t.modulo.at(at.b));
@@ -53,13 +53,14 @@ struct TermAt {
   bool is_place() const { return of == kPosition || of == kSlot; }
   int64_t least_place() const { return of == kSlot ? side->first : side->lo; }
   int64_t greatest_place() const { return of == kSlot ? side->first + side->count - 1 : side->hi; }
-  // Tokens are neighbours: each one's place is that of the token before, plus one.
+  // Whether places increase by one from token to token.
   bool steps() const { return of == kSlot || (of == kPosition && side->steps); }
   bool grows() const { return steps() && !modulo; }
-  int64_t first() const { return least_place(); }  // of neighbours
+  int64_t first() const { return least_place(); }  // if steps()
 };
 
-// The values of a side's tokens, of those that are valid. Without any, it lies beyond all that it is compared with.
+// The range of the values of a side's valid tokens. Without valid tokens it is empty: lo is above every value, and hi
+// is below every value.
 struct Range {
   int64_t lo, hi;
   bool total;
@@ -74,7 +75,7 @@ static inline bool is_valid(int32_t x) {
 template <int VALID>
 static Range range_of_entries(const int32_t* __restrict x, int count) {
   int32_t lo = INT32_MAX, hi = INT32_MIN, invalid = 0;
-  for (int i = 0; i < count; ++i) {  // in bits: what is chosen by ?: is not made a vector
+  for (int i = 0; i < count; ++i) {  // with bit operations: compilers do not vectorise the ?: operator here
     const int32_t not_valid = is_valid<VALID>(x[i]) ? 0 : -1;
     lo = lesser(lo, (x[i] & ~not_valid) | (INT32_MAX & not_valid));
     hi = greater(hi, (x[i] & ~not_valid) | (INT32_MIN & not_valid));
@@ -137,7 +138,8 @@ static Range range_of_term(const TermAt& t) {
   return {r.lo + t.plus, r.hi + t.plus, r.total};
 }
 
-// Residues of places are equal where the distance is a multiple, which is known better than the residues are.
+// Two places have equal residues if their distance is a multiple of the modulus. The range of distances gives tighter
+// bounds than the ranges of residues.
 static bool by_distance(const TermAt& a, const TermAt& b) {
   return a.is_place() && b.is_place() && a.modulo && a.modulo == b.modulo && a.plus == b.plus && a.divide == 1 &&
          b.divide == 1;
@@ -172,14 +174,14 @@ static Truth range_of_within(const Op& op, const TileAt& at) {
   return r;
 }
 
-// A term's values, and 0xFF where they are valid; the places after the last token hold something, too.
+// The values of a term, and 0xFF where they are valid. Entries after the last token hold any value.
 template <int N>
 struct Values {
   int32_t of[N] = {0};
   uint8_t valid[N];
 };
 
-// Neighbours count up, so that nothing is divided after the first.
+// Values of tokens whose places increase by one: only the first needs a division.
 static void count_up(const TermAt& t, int32_t* __restrict out) {
   const int count = t.side->count;
   int64_t value = t.formed(t.first()) - t.plus;
@@ -243,18 +245,18 @@ static void read_values(const TermAt& t, Values<N>& out) {
   }
   if (t.divide != 1 || t.modulo)
     for (int i = 0; i < count; ++i) out.of[i] = int32_t(t.formed(out.of[i]));
-  else if (t.plus)  // unsigned, for a damaged call has sums that do not fit
+  else if (t.plus)  // unsigned, because the sums of an invalid call may not fit
     for (int i = 0; i < count; ++i) out.of[i] = int32_t(uint32_t(out.of[i]) + uint32_t(t.plus));
 }
 
-// Where the lanes begin (or end) that see a key of value v: scale * v + shift. No int32 overflows it, whatever the
-// numbers of the terms are.
+// The first (or last) lane that sees a key of value v: scale * v + shift. It does not overflow for any int32, whatever
+// the numbers of the terms are.
 struct Line {
   int64_t scale, shift;
   int64_t at(int32_t v) const { return scale * v + shift; }
 };
 
-// The comparison in one row and head. An end that is not there repeats the one that is.
+// The comparison in one batch row and head. A missing end repeats the other one.
 struct Within {
   int ends;
   TermAt kv, low, high;
@@ -268,17 +270,17 @@ struct Within {
   static bool is_interval(const TermAt& t) { return t.of == kNumber || t.grows(); }
   bool is_by_key() const { return low.of == kNumber && high.of == kNumber; }
   bool is_by_lanes() const { return is_interval(low) && is_interval(high); }
-  bool is_by_keys() const { return kv.grows() && kv.divide == 1; }  // their values number them
-  // Keys that differ from each other: the others are like the first.
+  bool is_by_keys() const { return kv.grows() && kv.divide == 1; }  // the value of a key determines its index
+  // The number of keys to compute: the others are like the first.
   int keys() const { return kv.of == kNumber ? 1 : kv.side->count; }
 
-  // The first lane with v + above <= high: a number has it at 0 or beyond the last one.
+  // The first lane with v + above <= high; for a number, this is 0 or beyond the last lane.
   Line first_lane() const {
     if (!(ends & kHigh)) return {0, 0};
     if (high.of == kNumber) return {kLanes, (above - high.number) * kLanes};
     return {high.divide, (above - high.plus) * high.divide - high.first()};
   }
-  // One after the last lane with low <= v - below.
+  // One past the last lane with low <= v - below.
   Line end_lane() const {
     if (!(ends & kLow)) return {0, kLanes};
     if (low.of == kNumber) return {kLanes, (1 - below - low.number) * kLanes};
@@ -286,28 +288,28 @@ struct Within {
   }
 };
 
-// A key is seen by all queries or by none.
+// Each key is seen by all queries or by none.
 static void write_by_key(const Within& w, const Values<kKeys>& keys, Row* out) {
   const Line from = w.first_lane(), to = w.end_lane();
   for (int s = 0; s < w.keys(); ++s)
     fill_row(out[s], keys.valid[s] & -int((from.at(keys.of[s]) <= 0) & (to.at(keys.of[s]) > 0)));
 }
 
-// Queries are neighbours and their terms grow: each key is seen by an interval of lanes.
+// The terms of the queries increase from lane to lane: each key is seen by an interval of lanes.
 static void write_by_lanes(const Within& w, const Values<kKeys>& keys, Row* out) {
   const Line from = w.first_lane(), to = w.end_lane();
   for (int s = 0; s < w.keys(); ++s) fill_lanes(out[s], from.at(keys.of[s]), keys.valid[s] ? to.at(keys.of[s]) : 0);
 }
 
-// Which key of the tile, of those that are numbered from `first` on, a value is. Even with one before and one after
-// them, keys' values fit int32. Bytes: a tile has fewer keys than a byte counts, and comparing bytes takes a quarter of
-// the time.
+// The index of the key with a value, for keys whose values count up from `first`. The values of keys fit int32, also
+// one below and one above them. Indices are bytes, because a tile has fewer than 256 keys, and comparing bytes takes a
+// quarter of the time.
 static void number_keys(const int32_t* __restrict values, int64_t first, int count, uint8_t* __restrict out) {
   const int32_t lo = int32_t(first), hi = int32_t(first + count);
   for (int i = 0; i < kLanes; ++i) out[i] = uint8_t(uint32_t(greater(lo, lesser(hi, values[i]))) - uint32_t(lo));
 }
 
-// Keys are neighbours: each query sees an interval of them.
+// The values of the keys count up: each query sees an interval of keys.
 static void write_by_keys(const Within& w, const Values<kLanes>& low, const Values<kLanes>& high, Row* out) {
   uint8_t from[kLanes], to[kLanes], width[kLanes];
   const int count = w.kv.side->count;
@@ -332,7 +334,7 @@ static inline void compare_lanes(uint8_t* __restrict row, const int32_t* __restr
   }
 }
 
-// Every pair by itself; only keys that are like the one before take its row.
+// Compares every pair; only a key with the value of the previous key copies its row.
 template <int ENDS>
 static void write_pairs(const Within& w, const Values<kLanes>& low, const Values<kLanes>& high,
                         const Values<kKeys>& keys, Row* out) {

@@ -1,4 +1,4 @@
-// A random call: shapes, inputs, a layout and a mask, and what the mask allows, pair by pair.
+// A random call: shapes, inputs, a layout and a mask, and the allowed pairs one by one.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ double normal() { return std::normal_distribution<double>()(rng); }
 
 int64_t size_of(Type type) { return type == U8 ? 1 : type == F64 ? 8 : type == BF16 || type == F16 ? 2 : 4; }
 
-// Own storage for the arrays of a call, exactly as large as they are, so that AddressSanitizer sees the edges.
+// Storage for the arrays of a call, of exactly their size, so that AddressSanitizer detects every access outside.
 struct Store {
   std::vector<std::unique_ptr<char[]>> all;
   template <class E> E* make(int64_t n) {
@@ -47,7 +47,7 @@ int64_t count_of(const Array& a) {
   for (int i = 0; i < a.rank; ++i) n *= a.dims[i];
   return n;
 }
-// Where an array that is broadcast to [B,N,T,S] has an element.
+// The index of an element in an array that is broadcast to [B,N,T,S].
 int64_t broadcast_at(const Array& a, int64_t b, int64_t n, int64_t t, int64_t s) {
   const int64_t at[4] = {b, n, t, s};
   int64_t i = 0;
@@ -113,26 +113,26 @@ typedef std::function<bool(int64_t b, int64_t n, int64_t t, int64_t s)> Rule;
 typedef std::function<std::optional<int64_t>(int64_t b, int64_t n, int64_t i)> Value;  // of a token; empty: not valid
 typedef std::function<int64_t(int64_t b)> PerRow;
 
-// A number of a program, with the words that say it.
+// A number of a program, and its words.
 struct Said {
   std::vector<int32_t> words;
   PerRow at;
 };
 
-// What a term makes of its source; modulo 0 is none.
+// The value of a term from its source; modulo 0 is none.
 struct Form {
   Said divide, modulo, plus;
 };
 
-// One random call with its naive meaning.
+// One random call with its naive evaluation.
 struct Case {
   Store store;
   Call call;
   int64_t B, T, S, N, K, H, Hv;
   Type type;
-  std::vector<int32_t> q_pos, kv_pos;  // by slot, of batch row 0 (all rows share them unless given per row)
+  std::vector<int32_t> q_pos, kv_pos;  // by slot, for batch row 0 (shared by all rows unless given per row)
   Rule rule;
-  double far = 0.15;           // how often numbers are as great as they can be
+  double far = 0.15;           // the share of numbers that have the maximum size
   std::vector<double> weight;  // [B,N,T,S]: how often a pair counts
 
   int64_t qp(int64_t b, int64_t t) const { return position(kQPos, b, t, T); }
@@ -172,7 +172,7 @@ struct Case {
     return [a](int64_t b) { return int64_t(get(a, b)); };
   }
 
-  // A mask of random words, and what it allows: masks.h.
+  // A mask of random words, and the pairs that it allows: masks.h.
   Rule leaf();
   Rule tree(int depth, bool heads);
   Rule comparison();
@@ -318,7 +318,7 @@ Call Case::stacked() {
   return of;
 }
 
-// NaN into keys that no query sees and queries that see no key.
+// Writes NaN into keys that no query sees and into queries that see no key.
 void Case::make_garbage() {
   const int64_t G = N / K;
   for (int64_t i = 0; i < B * N * T * S; ++i) {

@@ -1,5 +1,5 @@
-// Random comparisons on random tiles, without a kernel around them: the range that a tile gets holds for its pairs, and
-// the bytes are theirs. Positions lie at the ends of what they can be, which scores and biases would not survive.
+// Random comparisons on random tiles, without a kernel: the range of a tile must hold for its pairs, and the truth
+// bytes must be exact. Positions may have their maximum size, at which scores and biases would overflow.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Replaces a side's positions: neighbours or any order, around 0 or as far as they can be.
+// Replaces a side's positions: consecutive or in any order, around 0 or of maximum size.
 void move_positions(Case& c, Role role, int64_t length) {
   c.call.roles[role] = -1;
   if (chance(0.4)) return;
@@ -29,8 +29,8 @@ void move_positions(Case& c, Role role, int64_t length) {
 bool is_literal(const Number& n, int32_t value) { return !n.data && n.value == value; }
 bool is_run(const Term& t, const tested::Side& side) { return t.of == kSlot || (t.of == kPosition && side.steps); }
 
-// Whether the range of a tile must be its truth, and no wider: one end, whose least and greatest value some token has,
-// or residues of neighbours, which are equal by their distance.
+// Whether the range of a tile must be exact: for one end whose least and greatest values belong to tokens, and for
+// residues of consecutive places, which are compared by distance.
 bool is_exact(const Op& op, const tested::TileAt& at) {
   const int which = op.ends & (kLow | kHigh | kSame);
   if (which == kLow || which == kHigh) return is_literal(op.kv.modulo, 0) && is_literal(op.low.modulo, 0);
@@ -79,7 +79,7 @@ std::string check_comparison(Case& c) {
   return "";
 }
 
-// How many of the comparisons were wrong.
+// The number of wrong comparisons.
 int run_comparisons(int seed, int count) {
   rng.seed(unsigned(seed));
   Case c;

@@ -1,6 +1,6 @@
-// Random calls of the kernels without XLA, compared with a naive double loop: every instruction set of this machine,
-// several numbers of threads (which must give the same bits), garbage in whatever nobody may read.
-// Meant to be built with sanitizers: cmake -DLONGSPAN_SANITIZE=address,undefined (or thread).
+// Random calls of the kernels without XLA, compared with a naive double loop: with every instruction set of this
+// machine, several numbers of threads (which must give the same bits), and NaN in all masked inputs. Build it with
+// sanitizers: cmake -DLONGSPAN_SANITIZE=address,undefined (or thread).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -25,14 +25,14 @@ uint32_t mix(uint32_t x) {
 
 struct Answer {
   std::vector<double> out, lse, dq, dk, dv, dbias, dtable, dslopes, delta;
-  double far = 0;  // what the sums in dslopes are made of, without signs
+  double far = 0;  // the sum of the absolute values of the terms in dslopes
 };
 
 struct Outputs {
   Array out, lse, dq, dk, dv, dbias;
 };
 
-// Everything by its formula, in double.
+// All results from their formulas, in double.
 Answer naive(const Case& c, const Array& dout, const Array& dlse) {
   const Call& call = c.call;
   const int64_t B = c.B, T = c.T, S = c.S, N = c.N, K = c.K, H = c.H, V = c.Hv, G = N / K;
@@ -180,7 +180,7 @@ void run_case(int seed) {
                   sv = c.store.array(stats, {c.B, c.K, rows, v_padded});
       std::vector<std::pair<const char*, Array>> results = {
           {"out", out}, {"lse", l}, {"dq", dq}, {"dk", dk}, {"dv", dv}};
-      // Scratch from here is not aligned to vectors: XLA's buffers are, so give the kernels the same.
+      // This scratch is not aligned to vectors, but XLA's buffers are, so the kernels get an aligned address.
       std::unique_ptr<void, void (*)(void*)> ak(std::aligned_alloc(64, size_t(count_of(sk)) * 8 + 64), std::free);
       std::unique_ptr<void, void (*)(void*)> av(std::aligned_alloc(64, size_t(count_of(sv)) * 8 + 64), std::free);
       ThreadRunner runner(threads);
@@ -233,7 +233,7 @@ void run_case(int seed) {
   }
 }
 
-// Products of a few rows with random shapes: the same numbers as a naive loop, the same bits on any threads.
+// Products of a few rows with random shapes: equal to a naive loop, with the same bits on any number of threads.
 void run_product(int seed) {
   std::mt19937 random{uint32_t(seed)};
   auto upto = [&](int most) { return int64_t(1 + random() % uint32_t(most)); };

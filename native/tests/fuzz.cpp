@@ -1,6 +1,6 @@
-// Damaged calls: words of random mask programs are changed, moved and lost, roles and operands exchanged, numbers made
-// extreme. `build` has to refuse them or to accept them, and what it accepts has to run, since kernels trust it.
-// Nothing is compared: sanitizers are the judge, as for driver.cpp.
+// Invalid calls: words of random mask programs are changed, moved and removed, roles and operands exchanged, numbers
+// made extreme. `build` must refuse or accept each call, and accepted calls must run, since the kernels do not check
+// them. Results are not compared: sanitizers report the errors, as for driver.cpp.
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -42,7 +42,7 @@ void damage_program(Call& call) {
   }
 }
 
-// Integers of an operand: the numbers, tables, ids and positions that a mask reads.
+// The integers of an operand: numbers, tables, ids and positions of a mask.
 void damage_data(Call& call) {
   std::vector<Array> arrays = call.rest;
   arrays.push_back(call.starts), arrays.push_back(call.stops);
@@ -111,7 +111,7 @@ void run(Case& c, const Call& call, const Built& built, const Kernel* kernel) {
   }
 }
 
-// Whether a call was accepted; then it has been run.
+// Returns whether a call was accepted, and runs it if so.
 bool survive(Case& c, const Call& call) {
   Built built;
   if (!build(call, built).empty()) return false;
@@ -121,7 +121,7 @@ bool survive(Case& c, const Call& call) {
   return true;
 }
 
-// As deep as a hostile program can be written: the parser must not follow it down.
+// A very deeply nested program: the parser must refuse it before the recursion exhausts the stack.
 bool refuses_endless_nesting(Case& c) {
   constexpr int32_t kDepth = 200000;
   Call call = c.call;
@@ -144,7 +144,7 @@ int main(int argc, char** argv) {
     c.make_inputs();
     c.make_layout();
     c.rule = c.tree(3, true);
-    c.make_garbage();  // what was hidden may be seen now
+    c.make_garbage();  // masked inputs may be allowed now
     if (seed == first) shallow = refuses_endless_nesting(c);
     const Call whole = chance(0.25) ? c.stacked() : c.call;
     for (int i = 0; i < kDamagedPerCase; ++i) {

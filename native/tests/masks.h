@@ -1,4 +1,4 @@
-// The words of random masks, and what they allow, pair by pair: comparisons in int64, nothing known of tiles.
+// The words of random masks, and the allowed pairs one by one, by comparisons in int64 without tiles.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t kFar = (int64_t(1) << 30) - 1;  // how great numbers and positions can be
+constexpr int64_t kFar = (int64_t(1) << 30) - 1;  // the maximum of numbers and positions
 
 int64_t rounded_down(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 int64_t some_extreme() {
@@ -40,7 +40,7 @@ Form Case::form() {
   return {divide, said(0.7, 0, 1, chance(0.7) ? 4 : chance(0.5) ? reach : kFar), plus()};
 }
 
-// Ids in runs, ends of intervals, or what int32 holds at its ends.
+// Ids in runs, ends of intervals, or extreme values of int32.
 Value Case::array(bool keys, int64_t valid, bool clipped) {
   const int64_t L = keys ? S : T, by_head = chance(0.4), rows = chance(0.5) ? B : 1;
   const int64_t heads = by_head && chance(0.7) ? N : 1, what = chance(far) ? 2 : pick(0, 3),
@@ -93,7 +93,7 @@ Value Case::term(bool keys, int64_t of, const Form& form) {
   };
 }
 
-// Chance alone seldom makes residues of places or an interval of places for each query: some are made on purpose.
+// Random terms are seldom residues of places, or an interval of places for each query: some are chosen deliberately.
 Rule Case::comparison() {
   const int64_t which[] = {kLow, kHigh, kLow | kHigh, kLow | kHigh | kSame};
   const bool residues = chance(0.1), intervals = !residues && chance(0.15);
@@ -156,7 +156,7 @@ Rule Case::dense_at() {
   };
 }
 
-// Some hash of the slots, stored for visited tiles only.
+// A hash of the slots, stored for visited tiles only.
 Rule Case::bits() {
   const Array& a = call.starts;
   const int64_t bl = a.dims[0], nl = a.dims[1], nq = a.dims[2], P = a.dims[3],

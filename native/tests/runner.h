@@ -1,4 +1,4 @@
-// Threads of our own, where the library has XLA's pool.
+// A thread pool for the tests, in place of XLA's.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ class ThreadRunner final : public longspan::Runner {
     std::atomic<int64_t> next{0};
     auto work = [&] {
       void* scratch = std::aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
-      std::memset(scratch, 0xFF, scratch_bytes);  // NaN everywhere: whoever reads before writing is found out
+      std::memset(scratch, 0xFF, scratch_bytes);  // NaN everywhere, to detect reads before writes
       std::memset(scratch, 0, longspan::kFreshBytes);
       for (int64_t i; (i = next.fetch_add(1)) < tasks;) fn(ctx, i, scratch);
       std::free(scratch);
