@@ -1,9 +1,6 @@
-"""Rules reach their data only through the sides: a kernel can hand them blocks of its own, and no arrays at all."""
+"""Masks inside kernels: a rule that was recorded outside holds on the blocks that a kernel loads."""
 
-import copy
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,146 +8,62 @@ import numpy as np
 import pytest
 
 import longspan as ls
+from longspan.engines import door
+from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, Answer, record
 from longspan.masks.by_slot import kv_flags
-from longspan.masks.sides import QUERIES, Tiles
+from longspan.masks.sides import QUERIES
 from tests.users_masks import Louder, Near, NearSlots
 
 T, S, B, N = 12, 20, 3, 4
-ROW, HEAD = 1, 2  # what the kernel is computing
-Q, KV = slice(3, 8), slice(6, 14)  # and which of its tiles
+Q_TILE, KV_TILE = 5, 7
 RNG = np.random.default_rng(0)
 
 
-@dataclass(frozen=True)
-class Placeholder:
-    """What is left of an array inside a kernel: its shape, its dtype, and which operand it is."""
-
-    operand: int
-    shape: tuple[int, ...]
-    dtype: Any
-    ndim = property(lambda self: len(self.shape))
-    size = property(lambda self: int(np.prod(self.shape)))
-
-
-class Namespace:
-    """jax.numpy as far as a kernel has it: no select between bools, and no arrays from outside."""
-
-    def __getattr__(self, name):
-        return getattr(jnp, name)
+class StrictNamespace(door.KernelNamespace):
+    """jax.numpy as Mosaic has it: no select between bools."""
 
     def where(self, condition, yes, no):
         assert jnp.asarray(yes).dtype != bool, "logic, not `where`, for bools"
         return jnp.where(condition, yes, no)
 
-    def asarray(self, array, dtype=None):
-        raise AssertionError("an array was read past the door")
+
+@pytest.fixture(autouse=True)
+def strict_namespace(monkeypatch):
+    monkeypatch.setattr(door, "KernelNamespace", StrictNamespace)
 
 
-class Door:
-    """What a kernel's slots and tiles share: how they answer for an operand."""
-
-    def __init__(self, side, at, operands):
-        for name, value in dict(side=side, at=at, operands=operands).items():
-            object.__setattr__(self, name, value)
-
-    def number(self, value):
-        if isinstance(value, int):
-            return value
-        flat = self.operands[value.operand].reshape(-1)
-        return jnp.int32(flat[ROW if flat.size > 1 else 0])
-
-    def table(self, array):
-        return jnp.asarray(self.operands[array.operand])
-
-    def row(self, array):
-        array = self.operands[array.operand]
-        head = () if array.ndim == 2 else (HEAD if array.shape[1] > 1 else 0,)
-        return array[ROW if array.shape[0] > 1 else 0, *head, self.at]
+def load(answers: list[Answer], row: int, head: int, tiles: tuple[int, int], place: int):
+    """The part of an answer that a kernel loads for one batch row, head and pair of tiles."""
+    kind, axis, array, _ = answers[place]
+    if kind == TABLE:
+        return array
+    if kind == NUMBER:
+        return array[row if array.shape[0] > 1 else 0]
+    array = array[row if array.shape[0] > 1 else 0, head if array.shape[1] > 1 else 0]
+    q, kv = (slice(tile * size, (tile + 1) * size) for tile, size in zip(tiles, (Q_TILE, KV_TILE), strict=True))
+    if kind == PAIRS:
+        return array[q, kv]
+    if kind == SUMMARY:
+        return array[tiles[0] if axis == QUERIES else tiles[1]]
+    assert kind == ENTRIES
+    return array[q].reshape(-1, 1) if axis == QUERIES else array[kv].reshape(1, -1)
 
 
-class Slots(Door):
-    """Single slots, rank 2: [n, 1] or [1, n]."""
-
-    def along(self, vector):
-        return jnp.asarray(vector).reshape((-1, 1) if self.side.axis == QUERIES else (1, -1))
-
-    @property
-    def index(self):
-        return self.along(np.arange(self.at.start, self.at.stop, dtype=np.int32))
-
-    position = index
-
-    def take(self, array):
-        return self.along(self.row(array))
-
-    def is_one_of(self, positions):
-        found = self.position == positions[0]
-        for position in positions[1:]:
-            found = found | (self.position == position)
-        return found
-
-    def listed(self, table, unit):
-        table = self.operands[table.operand]
-        rows = table[HEAD if table.shape[0] > 1 else 0, np.arange(self.at.start, self.at.stop) // unit]
-        return [self.along(column) for column in rows.T]
-
-    def pairs(self, array, others, offsets=(None, None)):
-        array = self.operands[array.operand]
-        array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-        known = [n is not None for n in offsets]
-        full = (array.shape[2] if known[0] else T, array.shape[3] if known[1] else S)
-        tile = np.broadcast_to(array, (B, N, *full))[ROW, HEAD]
-        places = [
-            np.clip(np.arange(slots.at.start, slots.at.stop) - int(0 if n is None else self.number(n)), 0, size - 1)
-            for slots, n, size in zip((self, others), offsets, full, strict=True)
-        ]
-        return jnp.asarray(tile[np.ix_(*places)])
-
-
-class Tile(Door, Tiles):
-    """One tile, all scalars; bounds of arrays were worked out before."""
-
-    solid = False
-    start = property(lambda self: jnp.int32(self.at.start))
-    stop = property(lambda self: jnp.int32(self.at.stop))
-    first = start
-    last = property(lambda self: self.stop - 1)
-
-    def least(self, array, valid=lambda entries: entries == entries):
-        entries = self.row(array)
-        return jnp.int32(entries[np.asarray(valid(entries))].min(initial=2**31 - 1))
-
-    def greatest(self, array, valid=lambda entries: entries == entries):
-        entries = self.row(array)
-        return jnp.int32(entries[np.asarray(valid(entries))].astype(np.int32).max(initial=-(2**31)))
-
-    def count_of(self, positions):
-        return jnp.int32(sum(self.at.start <= p < self.at.stop for p in set(positions)))
-
-    def blocks(self, unit):
-        return None
-
-
-def stripped(mask):
-    """The mask with placeholders for its arrays, static ones too, and the arrays."""
-    mask = mask.atoms()
-    static = [part for part in mask.walk() if isinstance(part, ls.Blocks) and isinstance(part.table, np.ndarray)]
-    if static:
-        assert static == [mask]
-        bare = copy.copy(mask)
-        object.__setattr__(bare, "table", Placeholder(0, mask.table.shape, mask.table.dtype))
-        return bare, [mask.table]
-    leaves, tree = jax.tree.flatten(mask)
-    operands = [np.asarray(leaf) for leaf in leaves]
-    return jax.tree.unflatten(tree, [Placeholder(i, a.shape, a.dtype) for i, a in enumerate(operands)]), operands
-
-
-def sides(make, operands):
-    common = dict(head=jnp.int32(HEAD), xp=Namespace(), positions=None, whole=False)
-    return (
-        make(SimpleNamespace(axis=axis, length=length, **common), at, operands)
-        for axis, length, at in ((2, T, Q), (3, S, KV))
-    )
+def blocks(mask, **positions):
+    """(recorded mask, loader, row, head, tiles, the truth) for some blocks of a mask, the ragged ones included."""
+    layout = mask.layout(T, S, q_tile=Q_TILE, kv_tile=KV_TILE, **positions)
+    recorded = record(layout, B, N)
+    dense = np.broadcast_to(mask.dense(T, S, **positions), (B, N, T, S))
+    for row, head, *tiles in ((1, 2, 0, 0), (2, 0, 1, 1), (0, 3, 2, 2), (1, 1, 2, 0)):
+        q, kv = (slice(tile * size, (tile + 1) * size) for tile, size in zip(tiles, (Q_TILE, KV_TILE), strict=True))
+        yield (
+            recorded,
+            partial(load, recorded.answers, row, head, tuple(tiles)),
+            row,
+            head,
+            tiles,
+            dense[row, head, q, kv],
+        )
 
 
 def ids(length, low=-1, rows=B):
@@ -158,7 +71,7 @@ def ids(length, low=-1, rows=B):
 
 
 NUMBERS = np.array([2, 5, 3])
-TABLE = RNG.integers(-1, 7, (N, 4, 2))
+LISTS = RNG.integers(-1, 7, (N, 4, 2))
 MASKS = [
     ls.Full(),
     ls.Empty(),
@@ -179,8 +92,8 @@ MASKS = [
     ls.TokenTypes(ids(T, 0), ids(S, 0), zero="none"),
     ls.Global((4, 7, 11)),
     ls.Global((7,), q_flags=RNG.random((1, T)) < 0.3, kv_flags=RNG.random((B, S)) < 0.3, rows=False),
-    ls.Blocks(TABLE, 3),
-    ls.Blocks(jnp.asarray(TABLE), 3),
+    ls.Blocks(LISTS, 3),
+    ls.Blocks(jnp.asarray(LISTS), 3),
     ls.Dense(RNG.random((T, S)) < 0.5),
     ls.Dense(RNG.random((B, 1, T, 1)) < 0.5),
     ls.Dense(RNG.random((6, 9)) < 0.7, 4, NUMBERS + 3),
@@ -194,17 +107,65 @@ MASKS = [
 ]
 
 
+def check_allowed(mask, **positions):
+    for recorded, loaded, row, head, (i, j), truth in blocks(mask, **positions):
+        q_index = jnp.arange(i * Q_TILE, i * Q_TILE + truth.shape[0], dtype=jnp.int32).reshape(-1, 1)
+        kv_index = jnp.arange(j * KV_TILE, j * KV_TILE + truth.shape[1], dtype=jnp.int32).reshape(1, -1)
+        got = recorded.allowed(loaded, jnp.int32(row), jnp.int32(head), q_index, kv_index)
+        np.testing.assert_array_equal(np.broadcast_to(got, truth.shape), truth)
+
+
+def check_bounds(mask, **positions):
+    for recorded, loaded, row, head, (i, j), truth in blocks(mask, **positions):
+        starts = jnp.int32(i * Q_TILE), jnp.int32(j * KV_TILE)
+        some, every = recorded.classify(loaded, jnp.int32(row), jnp.int32(head), *starts)
+        assert some.shape == every.shape == ()
+        assert bool(some) >= truth.any()
+        assert bool(every) <= truth.all()
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_a_rule_holds_on_blocks_that_a_kernel_hands_it(mask):
-    bare, operands = stripped(mask)
-    truth = np.broadcast_to(mask.dense(T, S), (B, N, T, S))[ROW, HEAD, Q, KV]
-    got = bare.allowed(*sides(Slots, operands))
-    np.testing.assert_array_equal(np.broadcast_to(got, truth.shape), truth)
+def test_a_recorded_rule_holds_on_the_blocks_of_a_kernel(mask):
+    check_allowed(mask)
 
 
-@pytest.mark.parametrize("mask", [m for m in MASKS if not isinstance(m, ls.Custom)], ids=repr)
-def test_a_rule_bounds_a_tile_by_what_a_kernel_hands_it(mask):
-    bare, operands = stripped(mask)
-    truth = np.broadcast_to(mask.dense(T, S), (B, N, T, S))[ROW, HEAD, Q, KV]
-    some, every = bare.classify(*sides(Tile, operands))
-    assert bool(np.all(some)) >= truth.any() and bool(np.all(every)) <= truth.all()
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_a_recorded_rule_bounds_the_tiles_of_a_kernel(mask):
+    check_bounds(mask)
+
+
+@pytest.mark.parametrize("check", [check_allowed, check_bounds])
+def test_positions_are_answers_too(check):
+    mask = ls.Causal() & (ls.Window(3, 0) | ls.Global((4, 7, 11)))
+    check(mask, q_positions=RNG.integers(0, 20, (B, T)), kv_positions=RNG.permutation(20))
+
+
+def test_tiles_of_comparisons_are_bounded_as_tightly_as_outside():
+    ids = np.repeat(np.arange(4), 5)[None]
+    mask = ls.Causal() & ls.Segments(ids[:, :T], ids)
+    kinds = []
+    for recorded, loaded, row, head, (i, j), truth in blocks(mask):
+        starts = jnp.int32(i * Q_TILE), jnp.int32(j * KV_TILE)
+        some, every = recorded.classify(loaded, jnp.int32(row), jnp.int32(head), *starts)
+        kinds.append((bool(some), bool(every), bool(truth.any()), bool(truth.all())))
+    assert (False, False, False, False) in kinds
+
+
+def test_an_array_that_is_asked_for_twice_is_one_answer():
+    ids = jnp.asarray(RNG.integers(0, 3, (B, S)))
+    mask = (ls.Segments(ids[:, :T], ids) | ls.Segments(ids[:, :T], ids)) & ls.Segments(ids[:, :T], ids)
+    kv = [a for a in record(mask.layout(T, S, q_tile=Q_TILE, kv_tile=KV_TILE), B, N).answers if a.kind == ENTRIES]
+    assert len([a for a in kv if a.axis != QUERIES]) == 1
+
+
+def test_recording_works_inside_a_traced_program():
+    @jax.jit
+    def truth(ids):
+        mask = ls.Causal() & ls.Segments(ids[:, :T], ids)
+        recorded = record(mask.layout(T, S, q_tile=Q_TILE, kv_tile=KV_TILE), B, N)
+        index = jnp.arange(Q_TILE).reshape(-1, 1), jnp.arange(KV_TILE).reshape(1, -1)
+        return recorded.allowed(partial(load, recorded.answers, 1, 0, (0, 0)), jnp.int32(1), jnp.int32(0), *index)
+
+    ids = jnp.asarray(RNG.integers(0, 2, (B, S)))
+    want = (ls.Causal() & ls.Segments(ids[:, :T], ids)).dense(T, S)[1, 0, :Q_TILE, :KV_TILE]
+    np.testing.assert_array_equal(np.asarray(truth(ids)), np.asarray(want))
