@@ -95,9 +95,40 @@ def _has_own_section(name: str) -> bool:
 
 def _entry(name: str) -> str:
     """Returns the directive of a name. A module shows only its docstring if api.md lists its names separately."""
-    listed = any(other.startswith(f"{name}.") for other in _bullets())
-    options = "\n    options:\n      members: false" if listed else ""
-    return f"::: longspan.{name}{options}"
+    path, options = f"longspan.{name}", {}
+    if any(other.startswith(f"{name}.") for other in _bullets()):
+        options = {"members": "false"}
+    elif name == "MaskInfo":
+        options = {"inherited_members": "true"}  # its methods are in several base classes
+    elif _is_shadowed(path):
+        # griffe would take the module of the same name, as in `longspan.cache.plan`, for the function.
+        options = {"heading": path, "separate_signature": "true"}
+        path = _definition(path)
+    lines = [f"::: {path}"]
+    if options:
+        lines += ["    options:", *(f"      {key}: {value}" for key, value in options.items())]
+    return "\n".join(lines)
+
+
+def _definition(path: str) -> str:
+    """Follows the imports `from module import name as name` of the packages on a path to the definition."""
+    package, _, name = path.rpartition(".")
+    source = ROOT / package.replace(".", "/") / "__init__.py"
+    if not source.exists():
+        return path
+    found = re.search(rf"^from ([\w.]+) import {name} as {name}$", source.read_text("utf-8"), re.MULTILINE)
+    if found is None or found[1] == package:  # `from longspan import cache as cache` imports a module
+        return path
+    return _definition(f"{found[1]}.{name}")
+
+
+def _is_shadowed(path: str) -> bool:
+    """Whether a module on the way to a function's definition has the name of the function."""
+    definition = _definition(path)
+    name = path.rpartition(".")[2]
+    folders = {path.rpartition(".")[0], definition.rsplit(".", 2)[0]}
+    modules = [ROOT / folder.replace(".", "/") / f"{name}.py" for folder in folders]
+    return definition != path and any(module.exists() for module in modules)
 
 
 def _bullets() -> list[str]:

@@ -7,7 +7,7 @@ import griffe
 
 
 class Sources(griffe.Extension):
-    """Treats classes with `@rule` as dataclasses, and `Example:` as a section of doctests."""
+    """Treats classes with `@rule` as dataclasses, `Example:` as a section of doctests, and `2**30` as code."""
 
     def on_class_instance(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Shows the arguments of a rule, which are the fields of the dataclass that `@rule` makes."""
@@ -16,6 +16,12 @@ class Sources(griffe.Extension):
             cls.decorators.append(griffe.Decorator(path, lineno=cls.lineno, endlineno=cls.lineno))
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Renames `Example:` to `Examples:`, because griffe renders doctests only under `Examples:`."""
+        """Renames `Example:` to `Examples:`, as griffe expects, and quotes powers, whose `**` would start bold text."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            lines = [re.sub(r"^( *)Example:$", r"\1Examples:", line) for line in obj.docstring.value.split("\n")]
+            obj.docstring.value = "\n".join(line if ">>>" in line else _quote_powers(line) for line in lines)
+
+
+def _quote_powers(line: str) -> str:
+    """Puts numbers such as 2**30 into backticks, except in code that has them already."""
+    return re.sub(r"`[^`]*`|\b\d+\*\*\d+", lambda m: m[0] if m[0].startswith("`") else f"`{m[0]}`", line)
