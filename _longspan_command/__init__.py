@@ -1,8 +1,8 @@
-"""The door of the command `longspan`: it opens before JAX is loaded.
+"""The entry point of the command `longspan`. It starts without importing JAX.
 
-Help, wrong options and every press of TAB would otherwise wait a second for `import longspan`, which must load JAX.
-Here the package is found but not yet run; `longspan.cli` is imported from inside of it, and runs it when a command
-needs it (`longspan.cli.library`).
+`import longspan` takes a second, since it imports JAX; help, usage errors and shell completion should not wait for it.
+So `main` puts the package into `sys.modules` without running it and imports `longspan.cli` from it.
+`longspan.cli.library` runs the package when a command needs it.
 """
 
 import sys
@@ -14,7 +14,7 @@ def main() -> None:
     try:
         if "longspan" not in sys.modules:
             spec = find_spec("longspan")
-            assert spec is not None, "it is installed with this file"
+            assert spec is not None, "longspan is installed together with this file"
             sys.modules["longspan"] = module_from_spec(spec)
         from longspan.cli import leave
         from longspan.cli import main as run

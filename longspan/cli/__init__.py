@@ -1,7 +1,8 @@
 """The command `longspan`: one file per command, around masks written as text (`expressions`).
 
-Commands import JAX and the rest of Longspan when they run, so that help and completion come at once. `bench` measures
-with `timing`, `demo` with `race`; what reads and writes text shares `texts`; `modules` says what `encode` would ignore.
+Commands import JAX and the rest of Longspan only when they run, so that help and completion respond at once. `bench`
+measures with `timing`, and `demo` with `comparison`. `encode` and `generate` share `texts`; `modules` finds the parts
+of a sentence-transformers directory that `encode` ignores.
 """
 
 import io
@@ -16,7 +17,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments, by default those of the process; the exit code.
+    """Runs the command with these arguments (by default those of the process) and returns the exit code.
 
     Example:
         >>> main(["show", "Causal()", "-T", "3"])
@@ -31,18 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"longspan: {error}", file=sys.stderr)
         return 1
-    if arguments is None:  # the process is ours
+    if arguments is None:  # this process runs nothing but the command
         from longspan.cli.library import repeat_dropped_interrupts
 
-        _print_anything()
+        _escape_unprintable()
         repeat_dropped_interrupts()
     from longspan.cli.app import run
 
     return run(arguments)
 
 
-def _print_anything() -> None:
-    """What a terminal's encoding lacks, and bytes of a file's name that are no text, are printed as escapes."""
+def _escape_unprintable() -> None:
+    """Prints escapes for characters that the terminal's encoding lacks, and for file name bytes that are not UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -50,6 +51,6 @@ def _print_anything() -> None:
 def leave(code: int) -> NoReturn:
     """Ends the process."""
     if code == INTERRUPTED:
-        # At once: computations may be running in other threads, and Python would take down under them what they use.
+        # Not `sys.exit`: Python would tear down objects that computations in other threads may still use.
         os._exit(code)
     sys.exit(code)

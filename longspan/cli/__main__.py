@@ -1,4 +1,4 @@
-"""`python -m longspan.cli` is the command `longspan`."""
+"""`python -m longspan.cli` runs the command `longspan`."""
 
 from longspan.cli import leave, main
 

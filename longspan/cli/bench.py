@@ -1,4 +1,4 @@
-"""`longspan bench`: how long attention takes here, by engine and length, beside what else is installed."""
+"""`longspan bench`: the time of attention on this machine, by engine and length, and that of other libraries."""
 
 import datetime
 import json
@@ -10,46 +10,60 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli.expressions import parse
-from longspan.cli.files import check_writable, written
+from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.notices import compiling, say
-from longspan.cli.options import LONGEST, PLANNED, AsJson, print_json
+from longspan.cli.options import MAX_LENGTH, MAX_PLANNED, AsJson, print_json
 from longspan.optional import needs
 
 Rows = list[dict[str, Any]]
 
 
 def bench(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help="The mask.")] = "Causal() & Window(255, 0)",
-    lengths: Annotated[str, typer.Option("-T", "--lengths", help="Numbers of tokens.")] = "512,1024,2048",
-    heads: Annotated[int, typer.Option(min=1, max=LONGEST, help="Heads.")] = 4,
-    head_dim: Annotated[int, typer.Option(min=1, max=LONGEST, help="Size of a head.")] = 64,
-    engine: Annotated[list[str] | None, typer.Option(help="An engine; may be repeated. All by default.")] = None,
-    peers: Annotated[bool, typer.Option(help="Time other libraries too, where they are installed.")] = True,
-    backward: Annotated[bool, typer.Option("--backward", help="Time the gradients, with the forward pass.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, max=10**6, help="Rounds; the median counts.")] = 3,
+    expression: Annotated[
+        str, typer.Argument(metavar="EXPR", help="The mask, as for `longspan show`.")
+    ] = "Causal() & Window(255, 0)",
+    lengths: Annotated[
+        str, typer.Option("-T", "--lengths", help="Numbers of tokens, separated by commas.")
+    ] = "512,1024,2048",
+    heads: Annotated[int, typer.Option(min=1, max=MAX_LENGTH, help="Number of heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(min=1, max=MAX_LENGTH, help="Size of a head.")] = 64,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Time this engine; may be repeated. By default all engines are timed.")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Also time the other libraries that are installed.")] = True,
+    backward: Annotated[bool, typer.Option("--backward", help="Time the forward and the backward pass.")] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Number of timed rounds, of which the median is printed.")
+    ] = 3,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write JSON into this directory, named by machine, versions and date.", file_okay=False),
+        typer.Option(
+            help="Write JSON to this directory, in a file named by machine, versions and date.", file_okay=False
+        ),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(help="JSON of an earlier run, to compare with.", dir_okay=False)
+        Path | None, typer.Option(help="Compare with an earlier run, whose JSON this is.", dir_okay=False)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw time and memory by length (.png, .svg).", dir_okay=False)
+        Path | None,
+        typer.Option(help="Plot time and memory by length to this file (.png, .svg, .pdf).", dir_okay=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time attention on this machine, by engine and by length."""
-    numbers = _lengths(lengths)
+    """Time attention on this machine, by engine and length."""
+    numbers = _read_lengths(lengths)
     _check_memory(max(numbers), heads, head_dim)
-    before = None if compare is None else _earlier(compare)
+    before = None
+    if compare is not None:
+        before = _read_earlier(compare)
     if save is not None and not save.is_dir():
-        raise ValueError(f"--save: {save} is not a directory.")
+        raise ValueError(f"--save: {save} is not a directory. Create it, or name another one.")
     _check_plot(plot)
-    chosen = _engines(engine)
+    engines = _check_engines(engine)
     rows: Rows = []
     for length in numbers:
-        rows += _measured(expression, length, (heads, head_dim, backward), chosen, peers, rounds, quiet=as_json)
+        sizes = (heads, head_dim, backward)
+        rows += _measure(expression, length, sizes, engines, peers, rounds, quiet=as_json)
     from longspan.cli.timing import machine
 
     report = dict(
@@ -62,41 +76,41 @@ def bench(
         rows=rows,
     )
     if before is not None:
-        _compare(report, before)
+        _add_ratios(report, before)
     if as_json:
         print_json(report)
     else:
-        print(_text(report, compared=before is not None))
+        print(_table(report, compared=before is not None))
     if save is not None:
         path = save / file_name(report)
-        with written(path) as new:
+        with atomic_write(path) as new:
             new.write_text(json.dumps(report, indent=2), "utf-8")
         say(f"wrote {path}")
     if plot is not None:
-        _draw(report, plot)
+        _plot(report, plot)
         say(f"wrote {plot}")
 
 
-def _lengths(text: str) -> list[int]:
+def _read_lengths(text: str) -> list[int]:
     words = text.replace(",", " ").split()
-    if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= PLANNED for word in words):
+    if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) <= MAX_PLANNED for word in words):
         raise ValueError(
-            f"--lengths must be numbers of tokens from 1 to {PLANNED:,} between commas, such as 512,1024, got "
-            f"{text[:80]!r}."
+            f"--lengths must be numbers of tokens from 1 to {MAX_PLANNED:,}, separated by commas, such as 512,1024, "
+            f"got {text[:80]!r}."
         )
     return [int(word) for word in words]
 
 
 def _check_memory(length: int, heads: int, head_dim: int) -> None:
-    """q, k and v fit into memory, before anything is made: a system may promise more than it has."""
+    """Refuses sizes of q, k and v that exceed the machine's memory: a system may allocate more than it has."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 3 * 4 * length * heads * head_dim
-    if needed > there:
+    if needed > available:
         raise ValueError(
-            f"q, k and v of {length:,} tokens, {heads:,} heads of {head_dim:,}, take {needed / 1e9:,.0f} GB, and this "
-            f"machine has {there / 1e9:,.0f} GB. Give fewer tokens, heads, or a smaller head size."
+            f"q, k and v of {length:,} tokens and {heads:,} heads of size {head_dim:,} need {needed / 1e9:,.0f} GB, "
+            f"but this machine has {available / 1e9:,.0f} GB. Give fewer tokens, fewer heads, or a smaller head size."
         )
 
 
@@ -105,11 +119,12 @@ def _check_plot(path: Path | None) -> None:
         return
     needs("--plot", "matplotlib", extra="plot")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot: {path} must end in .png, .svg or .pdf.")
+        raise ValueError(f"--plot: the file name must end in .png, .svg or .pdf, got {path}.")
     check_writable(path)
 
 
-def _engines(names: list[str] | None) -> list[str]:
+def _check_engines(names: list[str] | None) -> list[str]:
+    """The engines to time, each once; by default all."""
     from longspan.cli.library import library
 
     library()
@@ -121,7 +136,7 @@ def _engines(names: list[str] | None) -> list[str]:
     return list(dict.fromkeys(names or ENGINES))
 
 
-def _measured(
+def _measure(
     expression: str,
     length: int,
     sizes: tuple[int, int, bool],
@@ -131,73 +146,79 @@ def _measured(
     *,
     quiet: bool,
 ) -> Rows:
-    """One row for everybody at one length."""
-    from longspan.cli.timing import Problem, contestants, seconds_of
+    """One row per engine and library, at one length."""
+    from longspan.cli.timing import Problem, implementations_of, median_seconds
 
     problem = Problem(parse(expression, length), length, *sizes)
     with compiling(f"attention for {length:,} tokens", quiet=quiet):
-        found = contestants(problem, engines, peers=peers)
-    seconds = seconds_of({name: who.run for name, who in found.items() if not isinstance(who, str)}, rounds)
-    return [
-        dict(length=length, name=name, seconds=None, temporary_bytes=None, left_out=who)
-        if isinstance(who, str)
-        else dict(length=length, name=name, seconds=seconds[name], temporary_bytes=who.temporary_bytes, left_out=None)
-        for name, who in found.items()
-    ]
+        found = implementations_of(problem, engines, peers=peers)
+    seconds = median_seconds({name: one.run for name, one in found.items() if not isinstance(one, str)}, rounds)
+    rows: Rows = []
+    for name, one in found.items():
+        row: dict[str, Any] = dict(length=length, name=name, seconds=None, temporary_bytes=None, left_out=None)
+        if isinstance(one, str):
+            row |= dict(left_out=one)
+        else:
+            row |= dict(seconds=seconds[name], temporary_bytes=one.temporary_bytes)
+        rows.append(row)
+    return rows
 
 
-def _earlier(path: Path) -> dict[tuple[int, str], float]:
-    """The seconds of an earlier run by length and name."""
+def _read_earlier(path: Path) -> dict[tuple[int, str], float]:
+    """The seconds of an earlier run, by length and name."""
     try:
         content = json.loads(path.read_text("utf-8"))
         rows = [(row["length"], row["name"], row["seconds"]) for row in content["rows"]]
         return {(int(length), str(name)): float(seconds) for length, name, seconds in rows if seconds is not None}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"--compare: {path} is not what `longspan bench --save` wrote.") from error
+        raise ValueError(f"--compare: {path} is not a file that `longspan bench --save` wrote.") from error
 
 
-def _compare(report: dict[str, Any], before: dict[tuple[int, str], float]) -> None:
+def _add_ratios(report: dict[str, Any], before: dict[tuple[int, str], float]) -> None:
+    """Adds to each row the earlier seconds divided by the new ones."""
     for row in report["rows"]:
-        then = before.get((row["length"], row["name"]))
-        row["times_as_fast"] = None if then is None or row["seconds"] is None else then / row["seconds"]
+        earlier = before.get((row["length"], row["name"]))
+        row["times_as_fast"] = None
+        if earlier is not None and row["seconds"] is not None:
+            row["times_as_fast"] = earlier / row["seconds"]
 
 
 def file_name(report: dict[str, Any]) -> str:
-    """A name that says where, with what and when."""
-    where = report["machine"]
-    words = (where["cpu"], f"{where['cores']}-cores", f"longspan-{where['longspan']}", f"jax-{where['jax']}")
+    """A file name of the machine, the versions and the date."""
+    machine = report["machine"]
+    words = (machine["cpu"], f"{machine['cores']}-cores", f"longspan-{machine['longspan']}", f"jax-{machine['jax']}")
     return "-".join(re.sub(r"[^\w.]+", "-", str(word)).strip("-") for word in (*words, report["date"])) + ".json"
 
 
-def _text(report: dict[str, Any], *, compared: bool) -> str:
-    where = report["machine"]
+def _table(report: dict[str, Any], *, compared: bool) -> str:
+    machine = report["machine"]
     passes = "forward and backward" if report["backward"] else "forward"
     head = [
-        f"{report['mask']}, {report['heads']} heads of {report['head_dim']}, float32, {passes}",
-        f"{where['cpu']}, {where['cores']} cores; longspan {where['longspan']}, jax {where['jax']}; {report['date']}",
+        f"{report['mask']}, {report['heads']} heads of size {report['head_dim']}, float32, {passes}",
+        f"{machine['cpu']}, {machine['cores']} cores; longspan {machine['longspan']}, jax {machine['jax']}; "
+        f"{report['date']}",
         "",
     ]
-    columns = ["tokens", "", "ms", "temporary MB", *(["times as fast"] if compared else [])]
-    cells = [columns, *([*_cells(row), *([_ratio(row)] if compared else [])] for row in report["rows"])]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
+    cells = [["tokens", "", "ms", "temporary MB", "times as fast"], *map(_cells, report["rows"])]
+    if not compared:
+        cells = [row[:-1] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
     left_out = {row["name"]: row["left_out"] for row in report["rows"] if row["left_out"]}
     return "\n".join([*head, *lines, *(f"{name}: {why}" for name, why in left_out.items())])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    time = "-" if row["seconds"] is None else f"{1e3 * row['seconds']:.2f}"
-    memory = "-" if row["temporary_bytes"] is None else f"{row['temporary_bytes'] / 1e6:.1f}"
-    return [f"{row['length']:,}", row["name"], time, memory]
+    numbers = [_cell(row["seconds"], 1e3, 2), _cell(row["temporary_bytes"], 1e-6, 1)]
+    return [f"{row['length']:,}", row["name"], *numbers, _cell(row.get("times_as_fast"), 1, 2)]
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    ratio = row["times_as_fast"]
-    return "-" if ratio is None else f"{ratio:.2f}"
+def _cell(number: float | None, unit: float, digits: int) -> str:
+    return "-" if number is None else f"{unit * number:.{digits}f}"
 
 
-def _draw(report: dict[str, Any], path: Path) -> None:
-    """Time and memory against the number of tokens."""
+def _plot(report: dict[str, Any], path: Path) -> None:
+    """Plots time and memory against the number of tokens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -218,5 +239,5 @@ def _draw(report: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
-    with written(path) as new:
+    with atomic_write(path) as new:
         figure.savefig(new, format=path.suffix[1:], dpi=150)

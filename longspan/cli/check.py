@@ -1,4 +1,4 @@
-"""`longspan check`: what is in a checkpoint's directory, and whether it can be run here."""
+"""`longspan check`: the contents of a checkpoint's directory, and whether the checkpoint loads."""
 
 import importlib
 import itertools
@@ -9,7 +9,7 @@ import typer
 
 from longspan.cli.library import library
 from longspan.cli.notices import compiling
-from longspan.cli.options import PLANNED, AsJson, print_json
+from longspan.cli.options import MAX_PLANNED, AsJson, print_json
 from longspan.optional import is_installed
 
 FAILED = 1
@@ -17,36 +17,48 @@ FAILED = 1
 
 def check(
     directory: Annotated[
-        Path, typer.Argument(help="With a config.json and a model.safetensors.", file_okay=False, exists=True)
+        Path,
+        typer.Argument(help="A directory with a config.json and a model.safetensors.", file_okay=False, exists=True),
     ],
     length: Annotated[
-        int | None, typer.Option("-T", "--length", min=1, max=PLANNED, help="Tokens to size a cache for.")
+        int | None,
+        typer.Option("-T", "--length", min=1, max=MAX_PLANNED, help="Tokens of the cache whose size is printed."),
     ] = None,
-    parity: Annotated[bool, typer.Option(help="Compare with PyTorch where transformers is installed.")] = True,
+    parity: Annotated[
+        bool, typer.Option(help="Compare the output with PyTorch's, if transformers is installed.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Look into a checkpoint: what loads, what is missing, how long inputs may be. Exits with 1 if it does not load."""
+    """Inspect a checkpoint: whether it loads, its layers, its longest input. Exits with 1 if it does not load."""
     facts = facts_of(directory, length, parity=parity, quiet=as_json)
     if as_json:
         print_json(facts)
     else:
         width = max(map(len, facts))
         for name, value in facts.items():
-            shown = value if isinstance(value, list) else [value]
-            for number, line in enumerate(shown or ["-"]):
-                print(f"{'' if number else name.replace('_', ' '):<{width}}  {_words(line)}")
+            label = name.replace("_", " ")
+            for line in _lines(value):
+                print(f"{label:<{width}}  {line}")
+                label = ""
     if facts["problem"] is not None:
         raise typer.Exit(FAILED)
 
 
-def _words(value: Any) -> str:
+def _lines(value: Any) -> list[str]:
+    """The text of a value, a line per item of a list."""
+    if isinstance(value, list):
+        return [str(item) for item in value] or ["-"]
+    if value is None:
+        return ["-"]
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+        return ["yes" if value else "no"]
+    if isinstance(value, int):
+        return [f"{value:,}"]
+    return [str(value)]
 
 
 def facts_of(directory: Path, length: int | None, *, parity: bool, quiet: bool = False) -> dict[str, Any]:
-    """Everything that `check` prints."""
+    """The names and values that `check` prints."""
     ls = library()
     facts: dict[str, Any] = dict(directory=str(directory), loads=False, problem=None, tokenizer=_tokenizer(directory))
     try:
@@ -64,19 +76,19 @@ def _facts_of_model(model: Any, length: int | None) -> dict[str, Any]:
     from flax import nnx
 
     config = model.config
-    decoder = hasattr(model, "init_cache")
+    is_decoder = hasattr(model, "init_cache")
     arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
-    longest = config.max_position_embeddings if decoder else config.max_tokens
+    longest = _longest_input(config)
     facts: dict[str, Any] = dict(
         family=config.model_type,
         task=type(model).task,
         parameters=sum(array.size for array in arrays),
         dtype=str(model.dtype),
         longest_input=longest,
-        layers=_layers(config, decoder),
+        layers=_layers(config, is_decoder),
     )
-    if decoder:
-        tokens = longest if length is None else length
+    if is_decoder:
+        tokens = length or longest
         _, kv_heads, size = config.heads
         plans = [library().cache.plan(config.mask(kind), tokens) for kind in config.kinds]
         facts["cache_length"] = tokens
@@ -84,24 +96,34 @@ def _facts_of_model(model: Any, length: int | None) -> dict[str, Any]:
     return facts
 
 
-def _layers(config: Any, decoder: bool) -> list[str]:
-    """Layers in a row that share a mask, and which."""
+def _longest_input(config: Any) -> int:
+    """The most tokens of an input: encoders may take fewer than they have position embeddings."""
+    return getattr(config, "max_tokens", config.max_position_embeddings)
+
+
+def _layers(config: Any, is_decoder: bool) -> list[str]:
+    """One line per run of consecutive layers with the same mask: their numbers, and the mask."""
     layers = range(config.num_hidden_layers)
-    rules = [repr(config.mask(kind)) for kind in config.kinds] if decoder else [config.rule(layer) for layer in layers]
+    if is_decoder:
+        masks = [repr(config.mask(kind)) for kind in config.kinds]
+    else:
+        masks = [config.rule(layer) for layer in layers]
     lines = []
-    for rule, run in itertools.groupby(zip(rules, layers, strict=True), key=lambda pair: pair[0]):
+    for mask, run in itertools.groupby(zip(masks, layers, strict=True), key=lambda pair: pair[0]):
         numbers = [number for _, number in run]
-        few = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        lines.append(f"{few}: {rule}")
+        label = f"{numbers[0]}"
+        if len(numbers) > 1:
+            label = f"{numbers[0]} to {numbers[-1]}"
+        lines.append(f"{label}: {mask}")
     return lines
 
 
 def _tokenizer(directory: Path) -> str | None:
-    """The tokenizer in a few words, what is wrong with it, or None."""
+    """The tokenizer's file and size, or the error of reading it; None without a tokenizer."""
     if not (directory / "tokenizer.json").is_file():
         return None
     if not is_installed("tokenizers"):
-        return "tokenizer.json; to read it: pip install 'longspan[hf]'"
+        return "tokenizer.json; to read it, run: pip install 'longspan[hf]'"
     from longspan.cli.texts import tokenizer_of
 
     try:
@@ -111,28 +133,27 @@ def _tokenizer(directory: Path) -> str | None:
 
 
 def _parity(model: Any, directory: Path, quiet: bool) -> str:
-    """How far PyTorch's output is from ours, on some random tokens."""
+    """The largest difference between PyTorch's output and Longspan's on random tokens, or why it was not computed."""
     if not (is_installed("torch") and is_installed("transformers")):
         return "not compared: torch and transformers are not installed"
     import numpy as np
 
-    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     size = min(model.config.vocab_size, 1000)
-    longest = getattr(model.config, "max_tokens", model.config.max_position_embeddings)
-    # From 5 on: what pads or begins a text may be treated differently.
-    ids = np.random.default_rng(0).integers(min(5, size - 1), size, (1, min(64, longest)))
-    decoder = hasattr(model, "init_cache")
-    kind = transformers.AutoModelForCausalLM if decoder else transformers.AutoModel
+    # Not the first five ids: models may treat padding and start tokens differently.
+    ids = np.random.default_rng(0).integers(min(5, size - 1), size, (1, min(64, _longest_input(model.config))))
+    run, loader, name = getattr(model, "encoder", model), transformers.AutoModel, "last_hidden_state"
+    if hasattr(model, "init_cache"):
+        run, loader, name = model, transformers.AutoModelForCausalLM, "logits"
     try:
-        theirs = kind.from_pretrained(str(directory), local_files_only=True, dtype=torch.float32).eval()
+        theirs = loader.from_pretrained(str(directory), local_files_only=True, dtype=torch.float32).eval()
         with torch.no_grad():
             output = theirs(torch.from_numpy(ids))
-    except Exception as error:  # another library's, of any kind
-        return f"not compared: transformers does not run it ({type(error).__name__}: {error})"
+    except Exception as error:  # transformers may raise any error
+        return f"not compared: transformers cannot run this checkpoint ({type(error).__name__}: {error})"
     with compiling("the model for the comparison", quiet=quiet):
-        ours = model(ids.astype(np.int32)) if decoder else getattr(model, "encoder", model)(ids.astype(np.int32))
-    name = "logits" if decoder else "last_hidden_state"
+        ours = run(ids.astype(np.int32))
     a, b = np.asarray(getattr(ours, name), np.float32), getattr(output, name).numpy()
-    return f"{name} differ by at most {np.abs(a - b).max():.2g}, of {np.abs(b).max():.2g}"
+    return f"{name} differs by at most {np.abs(a - b).max():.2g}; its largest value is {np.abs(b).max():.2g}"

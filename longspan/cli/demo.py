@@ -1,4 +1,4 @@
-"""`longspan demo`: what Longspan is for, computed here and now in under three minutes on two cores."""
+"""`longspan demo`: a demonstration of Longspan on this machine, in under three minutes on two cores."""
 
 import importlib.util
 import time
@@ -8,10 +8,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from longspan.cli.comparison import PARTS, Comparison, compare_with_dense
 from longspan.cli.info import facts_of_machine
 from longspan.cli.library import library
-from longspan.cli.notices import Held, compiling
-from longspan.cli.race import PARTS, Race, race
+from longspan.cli.notices import DelayedStream, compiling
 from longspan.cli.stage import Stage
 from longspan.cli.timing import machine
 from longspan.optional import needs
@@ -20,49 +20,51 @@ DEVICES = 8
 PROMPT = b"def main(self):\n    "
 
 
-class Sizes(NamedTuple):
-    """How much of everything."""
+class DemoSizes(NamedTuple):
+    """The sizes of the demo's parts."""
 
-    tokens: int = 32_768
-    window: int = 512  # keys that a token sees, its own included
-    document: int = 4096  # tokens that the encoder reads
-    near: int = 32  # keys on each side of a token that it sees there
-    steps: int = 40
-    width: int = 128  # of the decoder
-    answer: int = 600  # bytes that it writes
+    tokens: int = 32_768  # of the comparison with dense attention, and of the plan for devices
+    window: int = 512  # keys in the decoder mask's window, with the query's own
+    document_tokens: int = 4096  # of the encoder's documents
+    encoder_window: int = 32  # keys on each side of a query in the encoder
+    steps: int = 40  # of the encoder's training
+    decoder_width: int = 128
+    answer_bytes: int = 600  # that the decoder generates
 
 
-TOY = Sizes(tokens=512, window=32, document=128, near=4, steps=40, width=16, answer=20)
+TOY = DemoSizes(
+    tokens=512, window=32, document_tokens=128, encoder_window=4, steps=40, decoder_width=16, answer_bytes=20
+)
 
 
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for pictures; by default a new one, longspan-demo.", file_okay=False),
+        typer.Option(help="Folder for the pictures; by default a new folder, longspan-demo.", file_okay=False),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="How long the decoder is trained.")] = 60.0,
-    toy: Annotated[bool, typer.Option("--toy", help="Small sizes: just to see that everything runs.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Training time of the decoder.")] = 60.0,
+    toy: Annotated[bool, typer.Option("--toy", help="Use small sizes, to check that everything runs.")] = False,
 ) -> None:
-    """Show what this is for: masks, 32k tokens, an encoder, a decoder, eight devices."""
-    start, sizes = time.perf_counter(), TOY if toy else Sizes()
+    """Demonstrate Longspan on this machine: masks, 32k tokens, an encoder, a decoder, eight devices."""
+    start, sizes = time.perf_counter(), TOY if toy else DemoSizes()
     stage = Stage(_folder(out))
     ls = library()
     mask = ls.Causal() & (ls.Window(sizes.window - 1, 0) | ls.Prefix(4))
     _machine(stage)
     _masks(stage, mask, sizes)
-    _race(stage, mask, sizes)
+    _comparison(stage, mask, sizes)
     _clues(stage, sizes)
     _decoder(stage, sizes, seconds)
     _devices(stage, mask, sizes)
     _next(stage)
-    stage.say(f"\nThis took {time.perf_counter() - start:.0f} s.")
+    stage.say(f"\nThe demo took {time.perf_counter() - start:.0f} s.")
     if stage.failed:
-        stage.say(f"{len(stage.failed)} of its claims did not hold: {'; '.join(stage.failed)}.")
+        stage.say(f"{len(stage.failed)} of the demo's claims did not hold: {'; '.join(stage.failed)}.")
         raise typer.Exit(1)
 
 
 def _folder(wanted: Path | None) -> Path:
-    """The folder for pictures: the one that was named, or a new one here."""
+    """The folder for pictures: the given one, or a new one in the current directory."""
     if wanted is not None:
         wanted.mkdir(parents=True, exist_ok=True)
         return wanted
@@ -81,14 +83,14 @@ def _machine(stage: Stage) -> None:
     where, facts = machine(), facts_of_machine()
     stage.say(f"{where['cpu']}, {where['cores']} cores; {', '.join(facts['devices'])}")
     stage.say(f"longspan {where['longspan']}, jax {where['jax']}, Python {where['python']}")
-    for name, said in facts["engines"].items():
-        stage.say(f"  engine {name:<10} {said}")
+    for name, status in facts["engines"].items():
+        stage.say(f"  engine {name:<10} {status}")
     if facts["instruction_sets"]:
         stage.say(f"  instruction sets of the cpu engine: {', '.join(facts['instruction_sets'])}")
 
 
-def _masks(stage: Stage, mask: Any, sizes: Sizes) -> None:
-    """A rule each, drawn by asking about tiles."""
+def _masks(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
+    """Draws four masks."""
     ls = library()
     import numpy as np
 
@@ -97,61 +99,65 @@ def _masks(stage: Stage, mask: Any, sizes: Sizes) -> None:
     documents = np.repeat(np.arange(5), [length // 4, length // 8, length // 2, length // 16, length // 16])
     random = ls.bigbird_random_blocks(length, block_size=block, num_random_blocks=3, num_heads=2, seed=0)
     masks = {
-        "decoder": ("a window and the first four tokens", mask),
-        "documents": ("five documents in one row, each to itself", ls.Causal() & ls.Segments(documents[None])),
-        "encoder": ("Longformer: windows, and one token for all", ls.Window(block, block) | ls.Global((0,))),
-        "bigbird": ("BigBird: random blocks too", ls.bigbird(length, block_size=block, rand_attn=random)),
+        "decoder": ("Decoder: a window and the first four tokens", mask),
+        "documents": ("Five documents packed in one row, causal", ls.Causal() & ls.Segments(documents[None])),
+        "encoder": ("Longformer: windows and one global token", ls.Window(block, block) | ls.Global((0,))),
+        "bigbird": (
+            "BigBird: window, global and random blocks",
+            ls.bigbird(length, block_size=block, rand_attn=random),
+        ),
     }
-    stage.title(f"A mask is a rule, and draws itself ({length:,} tokens)")
+    stage.title(f"Masks, drawn from their rules ({length:,} tokens)")
     for name, (sentence, rule) in masks.items():
-        stage.say(f"{name.capitalize()}: {sentence}.\n")
+        stage.say(f"{sentence}.\n")
         head = dict(head=0) if name == "bigbird" else {}
         stage.say(rule.show(length, length, max_cells=16, **head))
         stage.draw(name, rule, length, tile=block)
         stage.say()
 
 
-def _race(stage: Stage, mask: Any, sizes: Sizes) -> None:
-    """Sparse against dense."""
+def _comparison(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
+    """Compares sparse with dense attention: time, memory and results."""
     from rich.table import Table
 
-    stage.title(f"{sizes.tokens:,} tokens, sparse against dense")
-    stage.say(f"{mask!r}, one head of 64, float32\n")
+    stage.title(f"Sparse and dense attention over {sizes.tokens:,} tokens")
+    stage.say(f"{mask!r}, one head of size 64, float32\n")
     with (
         compiling(f"sparse and dense attention for {sizes.tokens:,} tokens") as compiled,
-        stage.progress("computing every pair, to compare with", PARTS) as update,
+        stage.progress("computing dense attention", PARTS) as update,
     ):
-        result = race(mask, sizes.tokens, lambda done: (compiled(), update(completed=done)))
-    table = Table("", "time", "memory", "from float64")
+        result = compare_with_dense(mask, sizes.tokens, lambda done: (compiled(), update(completed=done)))
+    table = Table("", "time", "memory", "error")
     for one in (result.dense, result.sparse):
         table.add_row(one.name, f"{1e3 * one.seconds:,.1f} ms", f"{one.bytes / 1e6:,.1f} MB", f"{one.error:.1e}")
     stage.console.print(table)
-    stage.say(
-        "Memory is what XLA reserves for a compiled program besides q, k, v and the result. Dense ran in parts, and"
-    )
-    stage.say("was compiled, not run, for all tokens at once. Errors are those of some rows, computed by NumPy.\n")
-    faster, smaller = (a / max(b, 1e-9) for a, b in zip(result.dense[1:3], result.sparse[1:3], strict=True))
-    stage.say(f"Sparse takes 1/{faster:,.0f} of the time and 1/{smaller:,.0f} of the memory.")
-    stage.check(f"all {sizes.tokens:,} results are those of dense attention, within {result.apart:.0e}", _agree(result))
+    stage.say("Memory: the temporary memory of the compiled program, without q, k, v and the result. Dense attention")
+    stage.say("ran in parts of the queries; its memory is that of a program for all tokens, compiled but not run.")
+    stage.say("Error: the largest difference from NumPy's float64 in 64 rows.\n")
+    speedup = result.dense.seconds / max(result.sparse.seconds, 1e-9)
+    saving = result.dense.bytes / max(result.sparse.bytes, 1e-9)
+    stage.say(f"Sparse attention takes 1/{speedup:,.0f} of the time and 1/{saving:,.0f} of the memory.")
+    claim = f"sparse and dense attention differ by at most {result.difference:.0e} over all {sizes.tokens:,} tokens"
+    stage.check(claim, _agree(result))
 
 
-def _agree(result: Race) -> bool:
-    """Whether both are as exact as float32 makes them: NaN is not."""
-    return result.sparse.error <= 2e-6 and result.apart <= 1e-5
+def _agree(result: Comparison) -> bool:
+    """Whether both are as exact as float32 allows; False for NaN."""
+    return result.sparse.error <= 2e-6 and result.difference <= 1e-5
 
 
 def _example(stage: Stage, name: str) -> ModuleType | None:
-    """The program examples/NAME.py: of a checkout, or as wheels bring it along; None, and why, if neither is here."""
+    """The module examples/NAME.py of a checkout or a wheel; None, after printing the reason, if it cannot be used."""
     try:
         for module in ("flax", "optax"):
             needs("This section", module, extra="flax")
     except ImportError as error:
-        stage.say(f"Left out. {error}")
+        stage.say(f"Skipped. {error}")
         return None
     package = Path(__file__).parent.parent
     path = next((p for p in (package.parent, package) if (p / "examples" / f"{name}.py").is_file()), None)
     if path is None:
-        stage.say(f"Left out: examples/{name}.py is not beside this installation. It is in a checkout and in wheels.")
+        stage.say(f"Skipped: this installation has no examples/{name}.py. Checkouts and wheels have it.")
         return None
     spec = importlib.util.spec_from_file_location(f"longspan_demo_{name}", path / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -160,37 +166,37 @@ def _example(stage: Stage, name: str) -> ModuleType | None:
     return module
 
 
-def _clues(stage: Stage, sizes: Sizes) -> None:
-    """An encoder whose answer depends on both ends of a document."""
-    length, batch = sizes.document, 4
-    stage.title(f"An encoder answers from clues at both ends of {length:,} tokens")
+def _clues(stage: Stage, sizes: DemoSizes) -> None:
+    """Trains an encoder on documents whose class depends on both ends."""
+    length, batch = sizes.document_tokens, 4
+    stage.title(f"An encoder that needs both ends of {length:,} tokens")
     example = _example(stage, "long_documents")
     if example is None:
         return
     stage.say(
-        "A document opens with one of two topics and closes with one of two verdicts; in between are random words."
+        "Each document starts with one of two topics and ends with one of two verdicts; the rest is random words."
     )
-    stage.say("Which of the four is it? A small Longformer learns it here; its first token is global: it reads all.\n")
+    stage.say("A small Longformer learns to name both. Its first token is global: it attends to the whole document.\n")
     done = iter(range(0, sizes.steps + 10, 10))
     with stage.progress(f"training, {sizes.steps} steps", sizes.steps) as update:
         model = example.fit(
-            with_global_token=True, length=length, window=sizes.near, steps=sizes.steps, batch=batch,
+            with_global_token=True, length=length, window=sizes.encoder_window, steps=sizes.steps, batch=batch,
             learning_rate=1e-2, report=lambda line: update(completed=next(done), description=line.strip()),
         )  # fmt: skip
     test = dict(length=length, batch=batch, batches=10)
-    with stage.progress("40 new documents", None):
-        right, blind = (example.accuracy(model, with_global_token=yes, **test) for yes in (True, False))
-    reach = 2 * sizes.near
-    stage.say(
-        f"Right on new documents: {right:.0%}. The same model with windows alone, which reach {reach}: {blind:.0%}."
-    )
-    stage.check("it reads both ends", right >= 0.9)
-    stage.check("and only the global token carries it there", blind <= 0.75)
+    with stage.progress("testing on 40 new documents", None):
+        with_global = example.accuracy(model, with_global_token=True, **test)
+        without = example.accuracy(model, with_global_token=False, **test)
+    reach = 2 * sizes.encoder_window
+    stage.say(f"Accuracy on new documents: {with_global:.0%}.")
+    stage.say(f"Accuracy without the global token, when only windows reach {reach} tokens: {without:.0%}.")
+    stage.check("the encoder uses both ends of the documents (accuracy of at least 90%)", with_global >= 0.9)
+    stage.check("without the global token it cannot (accuracy of at most 75%)", without <= 0.75)
 
 
-def _decoder(stage: Stage, sizes: Sizes, seconds: float) -> None:
-    """A decoder of bytes: trained, then it goes on alone, from a cache that does not grow."""
-    stage.title(f"A decoder of bytes, trained for {seconds:g} s on Python's own library")
+def _decoder(stage: Stage, sizes: DemoSizes, seconds: float) -> None:
+    """Trains a decoder of bytes, and generates text with a cache of constant size."""
+    stage.title(f"A decoder of bytes, trained for {seconds:g} s on the source of Python's standard library")
     example = _example(stage, "byte_decoder")
     if example is None:
         return
@@ -199,28 +205,28 @@ def _decoder(stage: Stage, sizes: Sizes, seconds: float) -> None:
     import numpy as np
     from flax import nnx
 
-    config = example.Bytes(hidden_size=sizes.width, intermediate_size=3 * sizes.width)
+    config = example.Bytes(hidden_size=sizes.decoder_width, intermediate_size=3 * sizes.decoder_width)
     model = ls.models.CausalLM(config, rngs=nnx.Rngs(0))
     start = time.perf_counter()
     with stage.progress("compiling", seconds) as update:
         report = lambda line, **_: update(completed=time.perf_counter() - start, description=line.strip())  # noqa: E731
         losses = example.train(model, seconds, report)
-    few = max(1, min(20, len(losses) // 2))
-    first, last = losses[0], float(np.mean(losses[-few:]))
-    stage.say(f"{len(losses)} steps: from {first:.2f} to {last:.2f} bits per byte.")
+    last_few = max(1, min(20, len(losses) // 2))
+    first, last = losses[0], float(np.mean(losses[-last_few:]))
+    stage.say(f"{len(losses)} steps reduced the loss from {first:.2f} to {last:.2f} bits per byte.")
     _draw_losses(stage, losses)
-    kept = [model.init_cache(1, length) for length in (1000, 1_000_000)]
-    short, long = (cache.nbytes for cache in kept)
-    stage.say(f"Its cache takes {short / 1e3:,.0f} kB for 1,000 tokens and {long / 1e3:,.0f} kB for 1,000,000:")
-    stage.say(f"a layer keeps {kept[1][0].k.shape[1]} keys, since its mask will not look at others again.")
-    stage.check("the cache of a million tokens is no larger than that of a thousand", short == long)
-    stage.say("\nIt goes on from a prompt, byte by byte:\n")
+    short, long = model.init_cache(1, 1000), model.init_cache(1, 1_000_000)
+    both = f"{short.nbytes / 1e3:,.0f} kB for 1,000 tokens and {long.nbytes / 1e3:,.0f} kB for 1,000,000 tokens"
+    stage.say(f"The cache takes {both}:")
+    stage.say(f"each layer stores {long[0].k.shape[1]} keys, because later queries attend to no others.")
+    stage.check("the cache for 1,000,000 tokens is as large as that for 1,000 tokens", short.nbytes == long.nbytes)
+    stage.say("\nThe decoder continues a prompt, byte by byte:\n")
     draws = dict(temperature=0.7, key=jax.random.key(0), stop_tokens=())
     with compiling("the decoder") as compiled:
-        held = Held(lambda row, byte: stage.letter(byte), 1, compiled)
-        held.waiting += [(0, byte) for byte in PROMPT]  # the text begins with it
-        ls.generate(model, [list(PROMPT)], max_new_tokens=sizes.answer, stream=held, **draws)
-        held.release()
+        stream = DelayedStream(lambda row, byte: stage.letter(byte), 1, compiled)
+        stream.waiting += [(0, byte) for byte in PROMPT]  # print the prompt first
+        ls.generate(model, [list(PROMPT)], max_new_tokens=sizes.answer_bytes, stream=stream, **draws)
+        stream.release()
     stage.say()
 
 
@@ -239,25 +245,26 @@ def _draw_losses(stage: Stage, losses: list[float]) -> None:
     stage.save("training", figure)
 
 
-def _devices(stage: Stage, mask: Any, sizes: Sizes) -> None:
-    """What devices would send each other."""
+def _devices(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
+    """Prints the communication between devices that shard the sequence, without running anything."""
     ls = library()
-    stage.title(f"The same mask on {DEVICES} devices that share the {sizes.tokens:,} tokens")
-    ours, all_before = (ls.parallel.plan(rule, sizes.tokens, DEVICES) for rule in (mask, ls.Causal()))
-    stage.say(f"{ours.show()}\n\n{all_before}\n")
-    stage.say("A row is one token's key and value. What a window sends does not grow with the length.")
-    stage.check("less is sent than for causal attention", ours.sent_rows < all_before.sent_rows)
+    stage.title(f"The decoder's mask on {DEVICES} devices that shard the {sizes.tokens:,} tokens")
+    windowed = ls.parallel.plan(mask, sizes.tokens, DEVICES)
+    causal = ls.parallel.plan(ls.Causal(), sizes.tokens, DEVICES)
+    stage.say(f"{windowed.show()}\n\n{causal}\n")
+    stage.say("A row is the key and the value of one token. The rows that a window sends do not grow with the length.")
+    stage.check("the devices send fewer rows than for causal attention", windowed.sent_rows < causal.sent_rows)
 
 
 def _next(stage: Stage) -> None:
-    stage.title("What to try next")
+    stage.title("Next steps")
     if stage.files:
-        stage.say(f"Look at the pictures in {stage.folder}: {', '.join(stage.files)}")
-    for command, what in {
-        "longspan show 'Causal() & Window(255, 0)' -T 4096": "draw a mask of your own",
-        "longspan explain 'Causal() & Window(255, 0)' --shape 1,32768,8,64": "what attention would do with it",
-        "longspan bench": "engines and other libraries, timed here",
-        "longspan check DIR": "look into a checkpoint of Hugging Face's",
-        "longspan --help": "all commands",
+        stage.say(f"See the pictures in {stage.folder}: {', '.join(stage.files)}")
+    for command, purpose in {
+        "longspan show 'Causal() & Window(255, 0)' -T 4096": "draw a mask",
+        "longspan explain 'Causal() & Window(255, 0)' --shape 1,32768,8,64": "print its engine, tiles and FLOPs",
+        "longspan bench": "time the engines and other libraries",
+        "longspan check DIR": "inspect a Hugging Face checkpoint",
+        "longspan --help": "list all commands",
     }.items():
-        stage.say(f"  {command:<70} {what}")
+        stage.say(f"  {command:<70} {purpose}")

@@ -1,4 +1,4 @@
-"""`longspan encode`: one vector for each document, from an encoder's directory."""
+"""`longspan encode`: one vector per document, computed by an encoder's checkpoint."""
 
 import sys
 from collections.abc import Iterator
@@ -9,72 +9,74 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli.files import check_writable, written
+from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.library import library
 from longspan.cli.modules import modules_of
 from longspan.cli.notices import compiling, say
-from longspan.cli.options import LONGEST, AsJson, print_json
+from longspan.cli.options import MAX_LENGTH, AsJson, print_json
 from longspan.cli.texts import read_stdin, tokenizer_of
 
-STEP = 64  # lengths are padded to multiples of this or of an eighth: few programs, little padding
+MIN_STEP = 64  # lengths are padded to multiples of this, or of an eighth of a power of two: see `padded`
 
 
 class Pooling(StrEnum):
-    """How a document's tokens become one vector."""
+    """How the vectors of a document's tokens are reduced to one."""
 
     mean = "mean"
     cls = "cls"
 
 
-class Piece(NamedTuple):
-    """Tokens that are encoded together: a document, or a part of one."""
+class TextPiece(NamedTuple):
+    """A document or a part of one, which is encoded as one row."""
 
-    document: int
+    document: int  # its index
     tokens: list[int]
 
 
 def encode(
-    files: Annotated[list[Path], typer.Argument(help="Texts, one document each; - reads standard input.")],
+    files: Annotated[list[Path], typer.Argument(help="Text files, one document each; - reads standard input.")],
     model: Annotated[
-        Path, typer.Option(help="An encoder's directory, with a tokenizer.json.", file_okay=False, exists=True)
+        Path, typer.Option(help="Directory of an encoder with a tokenizer.json.", file_okay=False, exists=True)
     ],
     out: Annotated[
-        Path, typer.Option(help=r"Vectors, float32 \[documents, size], as NumPy saves them.", dir_okay=False)
+        Path, typer.Option(help=r"Write the vectors, float32 \[documents, size], to this .npy file.", dir_okay=False)
     ],
-    lines: Annotated[bool, typer.Option("--lines", help="Every line is a document.")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="Treat every line as a document.")] = False,
     pooling: Annotated[
         Pooling | None,
         typer.Option(
-            help="The mean over the tokens, or the first token; by default the mean. Given by name, it also runs a "
-            "sentence-transformers directory whose other modules are then ignored.",
+            help="Use the mean of the token vectors (the default) or the first one. Given explicitly, modules of a "
+            "sentence-transformers directory that are not supported are ignored instead of being an error.",
             show_default=False,
         ),
     ] = None,
     split: Annotated[
-        bool, typer.Option("--split", help="Encode longer documents in parts, and average these.")
+        bool, typer.Option("--split", help="Encode documents that are too long in parts, and average the parts.")
     ] = False,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Leave out what is longer than the model.")] = False,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Encode only the beginning of documents that are too long.")
+    ] = False,
     global_tokens: Annotated[
         int | None,
         typer.Option(
             min=0,
-            max=LONGEST,
-            help="First tokens that are global (Longformer only); by default 1 with --pooling cls, else 0.",
+            max=MAX_LENGTH,
+            help="Number of first tokens that are global (Longformer only); by default 1 with --pooling cls, else 0.",
         ),
     ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, max=LONGEST, help="Tokens that are encoded at once, at most.")
+        int, typer.Option(min=1, max=MAX_LENGTH, help="Maximum number of tokens in a batch.")
     ] = 16384,
     as_json: AsJson = False,
 ) -> None:
-    """Encode documents, one vector each."""
+    """Encode documents into one vector each."""
     if split and truncate:
-        raise ValueError("--split and --truncate are two answers to one question. Give one of them.")
+        raise ValueError("--split and --truncate were both given, but they exclude each other. Give one of them.")
     if [str(path) for path in files].count("-") > 1:
         raise ValueError("- is given more than once, but standard input is read once. Give it once.")
     check_writable(out)
     if out.resolve() in [path.resolve() for path in files]:
-        raise ValueError(f"--out: {out} is one of the documents, and would be overwritten.")
+        raise ValueError(f"--out: {out} is one of the documents and would be overwritten. Name another file.")
     modules, chosen = modules_of(model), pooling or Pooling.mean
     if pooling is None:
         _refuse(model, modules.not_run(chosen, None))
@@ -86,32 +88,32 @@ def encode(
     if pooling is None:
         _refuse(model, not_run)
     elif not_run:
-        say(f"longspan: warning: with --pooling {chosen}, this is ignored in {model}: {'; '.join(not_run)}.")
-    globals_ = _globals(encoder, chosen, global_tokens)
+        say(f"longspan: warning: with --pooling {chosen}, settings of {model} are ignored: {'; '.join(not_run)}.")
+    global_tokens = _check_global_tokens(encoder, chosen, global_tokens)
     pieces = _pieces(tokenizer, texts, encoder.config, split=split, truncate=truncate)
-    run = _Run(encoder, chosen, globals_, quiet=as_json)
-    vectors = _vectors(run, pieces, len(texts), batch_tokens)
-    with written(out) as new, new.open("wb") as file:
+    encode_batch = _BatchEncoder(encoder, chosen, global_tokens, quiet=as_json)
+    vectors = _vectors(encode_batch, pieces, len(texts), batch_tokens)
+    with atomic_write(out) as new, new.open("wb") as file:
         np.save(file, vectors)
     tokens = sum(len(piece.tokens) for piece in pieces)
     if as_json:
         print_json(dict(documents=len(texts), tokens=tokens, shape=list(vectors.shape), out=str(out)))
     else:
-        print(f"wrote {out}: {vectors.shape[0]:,} vectors of {vectors.shape[1]:,}, from {tokens:,} tokens")
+        print(f"wrote {out}: {vectors.shape[0]:,} vectors of size {vectors.shape[1]:,}, from {tokens:,} tokens")
 
 
 def _refuse(directory: Path, not_run: list[str]) -> None:
-    """Raises if vectors would not be those of the directory's own modules."""
+    """Raises a ValueError if the vectors would differ from those of sentence-transformers."""
     if not_run:
         raise ValueError(
-            f"{directory} is a sentence-transformers directory, and `longspan encode` would give other vectors: it "
-            f"runs a Transformer with mean pooling, but {'; '.join(not_run)}. To ignore that, give --pooling mean or "
-            "--pooling cls."
+            f"{directory} is a sentence-transformers directory, and the vectors of `longspan encode` would differ: it "
+            f"runs a Transformer with mean pooling, but {'; '.join(not_run)}. To ignore these settings, give "
+            "--pooling mean or --pooling cls."
         )
 
 
 def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
-    """The documents, each with a name."""
+    """The name and the text of each document."""
     texts = []
     for path in files:
         raw = read_stdin() if str(path) == "-" else path.read_bytes()
@@ -123,67 +125,78 @@ def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
             numbered = enumerate(text.splitlines(), start=1)
             texts += [(f"{path}, line {number},", line) for number, line in numbered if line.strip()]
         elif not text.strip():
-            raise ValueError(f"{path} is empty: it has no vector. Leave it out.")
+            raise ValueError(f"{path} is empty, and an empty document has no vector. Leave it out.")
         else:
             texts.append((str(path), text))
     if not texts:
-        raise ValueError("There is no document in these files.")
+        raise ValueError("The files contain no document. Give files with text.")
     return texts
 
 
 def _encoder(model: Any, directory: Path) -> Any:
-    """The encoder of a model, with a head or without."""
+    """The encoder of a model with or without a task head."""
     encoder = getattr(model, "encoder", model)
     if not hasattr(encoder.config, "max_tokens"):
-        raise ValueError(f"{directory} is a {type(model).__name__}, not an encoder.")
+        raise ValueError(f"{directory} is a {type(model).__name__}, not an encoder. Give an encoder's directory.")
     return encoder
 
 
-def _globals(encoder: Any, pooling: Pooling, wanted: int | None) -> int | None:
-    """How many first tokens are global; None: the model knows none."""
+def _check_global_tokens(encoder: Any, pooling: Pooling, given: int | None) -> int | None:
+    """The number of first tokens that are global; None if the model has no global tokens."""
     if not encoder.config.family.attention.has_globals:
-        if wanted:
+        if given:
             raise ValueError(f"--global-tokens: a {encoder.config.model_type} has no global tokens. Leave it out.")
         return None
-    return int(pooling is Pooling.cls) if wanted is None else wanted
+    if given is None:
+        return int(pooling is Pooling.cls)
+    return given
 
 
-def _pieces(tokenizer: Any, texts: list[tuple[str, str]], config: Any, *, split: bool, truncate: bool) -> list[Piece]:
-    """What is encoded, document by document."""
-    most, pieces = config.max_tokens, []
+def _pieces(
+    tokenizer: Any, texts: list[tuple[str, str]], config: Any, *, split: bool, truncate: bool
+) -> list[TextPiece]:
+    """The pieces of all documents: one each, or several with `split`."""
+    max_tokens, pieces = config.max_tokens, []
     for number, (name, text) in enumerate(texts):
         whole = tokenizer.encode(text)
         if not whole.ids:
-            raise ValueError(f"{name} has no tokens: the tokenizer leaves out all of it.")
-        if len(whole.ids) > most and not (split or truncate):
-            raise ValueError(
-                f"{name} has {len(whole.ids):,} tokens, and the model takes {most:,}. Encode it in "
-                "parts with --split, or its beginning with --truncate."
-            )
-        # Each part with the special tokens of a whole text.
-        parts = [whole] if len(whole.ids) <= most else _parts(tokenizer, text, most)
-        pieces += [Piece(number, part.ids) for part in (parts if split else parts[:1])]
+            raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave it out.")
+        parts = [whole]
+        if len(whole.ids) > max_tokens:
+            if not (split or truncate):
+                raise ValueError(
+                    f"{name} has {len(whole.ids):,} tokens, but the model takes at most {max_tokens:,}. Encode it in "
+                    "parts with --split, or only its beginning with --truncate."
+                )
+            parts = _parts(tokenizer, text, max_tokens)
+            if truncate:
+                parts = parts[:1]
+        pieces += [TextPiece(number, part.ids) for part in parts]
     largest = max(max(piece.tokens) for piece in pieces)
     if largest >= config.vocab_size:
         raise ValueError(
-            f"The tokenizer gives token {largest}, but the model knows only {config.vocab_size}: they do not belong "
-            "together."
+            f"The tokenizer gives token {largest}, but the model has only {config.vocab_size} tokens. Give the "
+            "tokenizer.json that belongs to the model."
         )
     return pieces
 
 
-def _parts(tokenizer: Any, text: str, most: int) -> list[Any]:
+def _parts(tokenizer: Any, text: str, max_tokens: int) -> list[Any]:
+    """The text in parts of at most `max_tokens`, each with the special tokens of a whole text."""
     special = tokenizer.num_special_tokens_to_add(is_pair=False)
-    if special >= most:
-        raise ValueError(f"The model takes {most} tokens, of which {special} are special: there is no room for text.")
-    tokenizer.enable_truncation(most)
+    if special >= max_tokens:
+        raise ValueError(
+            f"The model takes at most {max_tokens} tokens, and the tokenizer adds {special} special tokens. None is left "
+            "for text."
+        )
+    tokenizer.enable_truncation(max_tokens)
     first = tokenizer.encode(text)
     tokenizer.no_truncation()
     return [first, *first.overflowing]
 
 
-class _Run:
-    """An encoder that is called with pieces of one padded length, and says when it compiles."""
+class _BatchEncoder:
+    """Encodes batches of pieces that have one padded length, and prints a notice when a new shape is compiled."""
 
     def __init__(self, encoder: Any, pooling: Pooling, global_tokens: int | None, *, quiet: bool):
         from longspan.models import compiled
@@ -192,55 +205,60 @@ class _Run:
         self.pooling, self.global_tokens, self.quiet = pooling, global_tokens, quiet
         self.shapes: set[tuple[int, int]] = set()
 
-    def __call__(self, batch: list[Piece]) -> np.ndarray:
+    def __call__(self, batch: list[TextPiece]) -> np.ndarray:
         shape = len(batch), padded(len(batch[0].tokens), self.config.max_tokens)
-        rows = "1 row" if shape[0] == 1 else f"{shape[0]:,} rows"
+        rows = f"{shape[0]:,} rows"
+        if shape[0] == 1:
+            rows = "1 row"
         with compiling(f"the encoder for {rows} of {shape[1]:,} tokens", quiet=self.quiet or shape in self.shapes):
             self.shapes.add(shape)
             return _pooled(self.call, batch, self.config, self.pooling, self.global_tokens)
 
 
-def _vectors(run: _Run, pieces: list[Piece], documents: int, batch_tokens: int) -> np.ndarray:
-    """One vector per document: of parts, the mean, each counting by its tokens."""
+def _vectors(encode_batch: _BatchEncoder, pieces: list[TextPiece], documents: int, batch_tokens: int) -> np.ndarray:
+    """One vector per document: the mean of its parts, weighted by their numbers of tokens."""
     from rich.console import Console
     from rich.progress import Progress
 
-    total, weight = np.zeros((documents, run.config.hidden_size), np.float64), np.zeros((documents, 1))
-    watched = sys.stderr is not None and sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=not watched) as progress:
+    total, weight = np.zeros((documents, encode_batch.config.hidden_size), np.float64), np.zeros((documents, 1))
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not on_terminal) as progress:
         task = progress.add_task("encoding", total=sum(len(piece.tokens) for piece in pieces))
-        for batch in _batches(pieces, batch_tokens, run.config.max_tokens):
-            for piece, vector in zip(batch, run(batch), strict=True):
+        for batch in _batches(pieces, batch_tokens, encode_batch.config.max_tokens):
+            for piece, vector in zip(batch, encode_batch(batch), strict=True):
                 total[piece.document] += len(piece.tokens) * vector
                 weight[piece.document] += len(piece.tokens)
             progress.advance(task, sum(len(piece.tokens) for piece in batch))
     return (total / weight).astype(np.float32)
 
 
-def _batches(pieces: list[Piece], batch_tokens: int, most: int) -> Iterator[list[Piece]]:
-    """Pieces of one padded length side by side, the longest first: if memory is short, that shows at once."""
+def _batches(pieces: list[TextPiece], batch_tokens: int, max_tokens: int) -> Iterator[list[TextPiece]]:
+    """Batches of pieces with the same padded length, the longest first: a lack of memory shows in the first batch."""
     ordered = sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
     while ordered:
-        length = padded(len(ordered[0].tokens), most)
-        alike = [piece for piece in ordered if padded(len(piece.tokens), most) == length]
+        length = padded(len(ordered[0].tokens), max_tokens)
+        alike = [piece for piece in ordered if padded(len(piece.tokens), max_tokens) == length]
         rows = max(1, batch_tokens // length)
         for at in range(0, len(alike), rows):
             yield alike[at : at + rows]
         ordered = ordered[len(alike) :]
 
 
-def padded(length: int, most: int) -> int:
+def padded(length: int, max_tokens: int) -> int:
     """The length that a piece is padded to.
+
+    Lengths are rounded up to a multiple of an eighth of the next power of two, so that there are few programs to
+    compile and little padding.
 
     Example:
         >>> [padded(n, 4096) for n in (1, 64, 65, 700, 1500, 4090)]
         [64, 64, 128, 768, 1536, 4096]
     """
-    step = max(STEP, 1 << max(0, (length - 1).bit_length() - 3))
-    return min(most, -(-length // step) * step)
+    step = max(MIN_STEP, 1 << max(0, (length - 1).bit_length() - 3))
+    return min(max_tokens, -(-length // step) * step)
 
 
-def _pooled(run: Any, batch: list[Piece], config: Any, pooling: Pooling, global_tokens: int | None) -> np.ndarray:
+def _pooled(run: Any, batch: list[TextPiece], config: Any, pooling: Pooling, global_tokens: int | None) -> np.ndarray:
     """The vector of each piece of a batch."""
     length = padded(len(batch[0].tokens), config.max_tokens)
     ids = np.full((len(batch), length), max(config.pad_token_id, 0), np.int32)

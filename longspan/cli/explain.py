@@ -1,4 +1,4 @@
-"""`longspan explain`: what `attention` would do with a mask and a shape."""
+"""`longspan explain`: the engine, tiles, FLOPs and bytes of a call of `attention`, without running it."""
 
 import dataclasses
 from typing import Annotated
@@ -7,21 +7,24 @@ import typer
 
 from longspan.cli.expressions import parse
 from longspan.cli.library import library
-from longspan.cli.options import KEYS, LONGEST, PLANNED, AsJson, Expression, print_json
+from longspan.cli.options import KEYS, MAX_LENGTH, MAX_PLANNED, AsJson, Expression, print_json
 
 
 def explain(
     expression: Expression,
-    shape: Annotated[str, typer.Option(help="Of the queries: batch, tokens, heads, head size, such as 1,4096,8,64.")],
-    keys: Annotated[int | None, typer.Option("-S", "--keys", min=0, max=PLANNED, help=KEYS)] = None,
+    shape: Annotated[
+        str, typer.Option(help="Shape of the queries: batch, tokens, heads, head size, such as 1,4096,8,64.")
+    ],
+    keys: Annotated[int | None, typer.Option("-S", "--keys", min=0, max=MAX_PLANNED, help=KEYS)] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, max=LONGEST, help="Key/value heads; as many as query heads by default.")
+        int | None,
+        typer.Option(min=1, max=MAX_LENGTH, help="Number of key/value heads; by default that of query heads."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    engine: Annotated[str, typer.Option(help="auto, or the name of an engine.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of the arrays: float32, bfloat16, float16 or float64.")] = "float32",
+    engine: Annotated[str, typer.Option(help="Name of an engine; auto chooses one.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Say what attention would do: the engine and why, tiles, FLOPs, bytes."""
+    """Print how attention would run: the engine and why, tiles, FLOPs, bytes."""
     B, T, N, H = _sizes(shape)
     ls = library()
     mask = parse(expression, T)
@@ -30,8 +33,12 @@ def explain(
     from longspan.checks import FLOATS, check_choice
 
     check_choice("--dtype", dtype, FLOATS)
+    if keys is None:
+        keys = T
+    if kv_heads is None:
+        kv_heads = N
     q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
-    k = jax.ShapeDtypeStruct((B, T if keys is None else keys, N if kv_heads is None else kv_heads, H), dtype)
+    k = jax.ShapeDtypeStruct((B, keys, kv_heads, H), dtype)
     report = ls.explain(q, k, k, mask=mask, engine=engine)
     if as_json:
         print_json(dataclasses.asdict(report))
@@ -40,13 +47,13 @@ def explain(
 
 
 def _sizes(shape: str) -> list[int]:
-    """The four numbers of a shape, between commas, x or spaces, with or without brackets."""
+    """The four numbers of a shape, separated by commas, x or spaces, with or without brackets."""
     words = shape.strip("()[] ").replace(",", " ").replace("x", " ").split()
     if len(words) != 4 or not all(word.isascii() and word.isdigit() and len(word) < 12 for word in words):
         raise ValueError(
-            f"--shape must be four numbers, batch, tokens, heads and head size, such as 1,4096,8,64, got {shape!r}."
+            f"--shape must be four numbers (batch, tokens, heads, head size), such as 1,4096,8,64, got {shape!r}."
         )
     sizes = [int(word) for word in words]
-    if sizes[1] > PLANNED:
-        raise ValueError(f"--shape: {sizes[1]:,} tokens are over {PLANNED:,}. Give at most so many.")
+    if sizes[1] > MAX_PLANNED:
+        raise ValueError(f"--shape: the number of tokens must be at most {MAX_PLANNED:,}, got {sizes[1]:,}.")
     return sizes

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writing files completely or not at all."""
 
 import os
 import shutil
@@ -7,56 +7,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SHORT = 40  # characters of a temporary name that come from the file's: file systems allow about 255
+MAX_STEM = 40  # characters that a temporary name takes from the file's name: file systems allow about 255 in total
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, with the same ending, that takes its place if all goes well and else leaves no trace.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A temporary file in the same directory that replaces `path` if the block succeeds, and is deleted otherwise.
 
-    An existing file keeps its permissions, and a link stays a link. A device or a pipe receives the bytes.
+    It has the same suffix. An existing file keeps its permissions, and a link stays a link. A device or a pipe receives
+    the bytes.
 
     Example:
         >>> from pathlib import Path
         >>> target = Path(tempfile.mkdtemp()) / "a.txt"
-        >>> with written(target) as new:
+        >>> with atomic_write(target) as new:
         ...     _ = new.write_text("whole")
         >>> target.read_text(), [path.name for path in target.parent.iterdir()]
         ('whole', ['a.txt'])
     """
     check_writable(path)
     if path.exists() and not path.is_file():
-        with _copied_to(path) as new:
+        with _copy_to(path) as new:
             yield new
         return
     target = path.resolve()
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{path.stem[:SHORT]}-", suffix=path.suffix[:SHORT])
+    prefix, suffix = f".{path.stem[:MAX_STEM]}-", path.suffix[:MAX_STEM]
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=prefix, suffix=suffix)
     os.close(handle)
     new = Path(name)
     try:
-        with _named(path):
+        with _name_in_errors(path):
             yield new
-        # A temporary file is readable by its owner only.
-        new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+        # Only the owner may read a temporary file, so the permissions are set here.
+        mode = 0o666 & ~_umask()
+        if target.exists():
+            mode = target.stat().st_mode & 0o777
+        new.chmod(mode)
         new.replace(target)
     finally:
         new.unlink(missing_ok=True)
 
 
 @contextmanager
-def _copied_to(path: Path) -> Iterator[Path]:
-    """A temporary file that is copied to a device or a pipe, which a rename would replace."""
+def _copy_to(path: Path) -> Iterator[Path]:
+    """A temporary file whose bytes are copied to a device or a pipe, which a rename would replace."""
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder) / f"new{path.suffix}"
-        with _named(path):
+        with _name_in_errors(path):
             yield new
             with new.open("rb") as source, path.open("wb") as device:
                 shutil.copyfileobj(source, device)
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An error while the file is written names it: a full disk is one without a name, or one of the temporary file."""
+def _name_in_errors(path: Path) -> Iterator[None]:
+    """Adds the file's name to errors while it is written: those of a full disk have none, or the temporary one."""
     try:
         yield
     except BrokenPipeError:
@@ -66,7 +71,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises unless a file can be written there: before the work for it is done."""
+    """Raises an OSError if a file cannot be written there. Commands call it before they compute."""
     if path is None:
         return
     if path.is_dir():

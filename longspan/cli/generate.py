@@ -1,4 +1,4 @@
-"""`longspan generate`: a decoder's answer to a prompt, as it comes; or the answers to several."""
+"""`longspan generate`: a decoder's answers to prompts; the answer to a single prompt is printed token by token."""
 
 import sys
 from pathlib import Path
@@ -7,35 +7,49 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from longspan.cli.library import library
-from longspan.cli.notices import Held, compiling
-from longspan.cli.options import LONGEST, AsJson, print_json
-from longspan.cli.texts import Stream, read_stdin, stop_tokens, tokenizer_of
+from longspan.cli.notices import DelayedStream, compiling
+from longspan.cli.options import MAX_LENGTH, AsJson, print_json
+from longspan.cli.texts import TextStream, read_stdin, stop_tokens, tokenizer_of
 
-TITLE = 60  # characters of a prompt above its answer
+MAX_TITLE = 60  # characters of a prompt that are printed above its answer
 
 
 def generate(
     model: Annotated[
-        Path, typer.Option(help="A checkpoint's directory, with a tokenizer.json.", file_okay=False, exists=True)
+        Path, typer.Option(help="Directory of a checkpoint with a tokenizer.json.", file_okay=False, exists=True)
     ],
     prompt: Annotated[
         list[str],
-        typer.Option(help="The text to go on from; - reads standard input. May be repeated: each gets an answer."),
+        typer.Option(help="Text to continue; - reads standard input. May be repeated: every prompt gets an answer."),
     ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Tokens to write, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Draw from so many of the likeliest.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_LENGTH, help="Maximum number of tokens to generate.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=MAX_LENGTH, help="Sample only from the k most likely tokens.")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest with this share.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample only from the most likely tokens whose probabilities sum to p."),
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw from those with this share of the best.")
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Sample only from tokens with at least p times the most likely token's probability."
+        ),
     ] = None,
-    repetition_penalty: Annotated[float, typer.Option(min=0.0, help="Over 1: what was said is less likely.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="What is drawn, if the temperature is over 0.")] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(min=0.0, help="Makes tokens that already occurred less likely if it is over 1.")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random sampling; unused at temperature 0.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Write on from a prompt, token by token. Answers to several prompts are printed when all of them are done."""
+    """Generate text from a prompt, token by token. With several prompts, print all answers at the end."""
     tokenizer = tokenizer_of(model)
     texts = _read_prompts(prompt)
     rows = [_tokens(tokenizer, text) for text in texts]
@@ -45,25 +59,28 @@ def generate(
 
     decoder = ls.hf.load(model)
     if not hasattr(decoder, "init_cache"):
-        raise ValueError(f"{model} is a {type(decoder).__name__}, which writes no text: give a decoder.")
-    answers = [Answer(text, Stream(tokenizer, row), []) for text, row in zip(texts, rows, strict=True)]
-    live = len(rows) == 1 and not as_json
+        raise ValueError(f"{model} is a {type(decoder).__name__}, which generates no text. Give a decoder.")
+    answers = [Answer(text, TextStream(tokenizer, row), []) for text, row in zip(texts, rows, strict=True)]
+    prints_tokens = len(rows) == 1 and not as_json
 
-    def said(row: int, token: Any) -> None:
-        answers[row].pieces.append(answers[row].stream.push(int(token)))
-        if live:
-            _print(answers[row].pieces[-1])
+    def add_token(row: int, token: Any) -> None:
+        piece = answers[row].stream.push(int(token))
+        answers[row].pieces.append(piece)
+        if prints_tokens:
+            _print(piece)
 
     options: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     options |= dict(repetition_penalty=repetition_penalty, stop_tokens=stop_tokens(model))
-    options |= dict(key=jax.random.key(seed) if temperature > 0 else None, max_new_tokens=max_new_tokens)
+    options |= dict(key=None, max_new_tokens=max_new_tokens)
+    if temperature > 0:
+        options |= dict(key=jax.random.key(seed))
     with compiling("the decoder", quiet=as_json) as compiled:
-        held = Held(said, len(rows), compiled)
-        ls.generate(decoder, [np.array(row, np.int32) for row in rows], **options, stream=held)
-        held.release()
+        stream = DelayedStream(add_token, len(rows), compiled)
+        ls.generate(decoder, [np.array(row, np.int32) for row in rows], **options, stream=stream)
+        stream.release()
     for answer in answers:
         answer.pieces.append(answer.stream.rest())
-    if live:
+    if prints_tokens:
         _print(answers[0].pieces[-1] + "\n")
     elif as_json:
         found = [answer.facts(len(row)) for answer, row in zip(answers, rows, strict=True)]
@@ -73,10 +90,10 @@ def generate(
 
 
 class Answer(NamedTuple):
-    """What was said so far after a prompt."""
+    """A prompt, and the pieces of text that were generated so far."""
 
     prompt: str
-    stream: Stream
+    stream: TextStream
     pieces: list[str]
 
     def facts(self, prompt_tokens: int) -> dict[str, Any]:
@@ -84,8 +101,9 @@ class Answer(NamedTuple):
         return dict(prompt=self.prompt, prompt_tokens=prompt_tokens, text=text, tokens=tokens)
 
     def printed(self, place: str) -> str:
-        line = " ".join(self.prompt.split())
-        title = line if len(line) <= TITLE else f"{line[: TITLE - 3]}..."
+        title = " ".join(self.prompt.split())
+        if len(title) > MAX_TITLE:
+            title = f"{title[: MAX_TITLE - 3]}..."
         return f"== {place}: {title}\n{''.join(self.pieces)}\n"
 
 
@@ -98,7 +116,7 @@ def _read_prompts(prompts: list[str]) -> list[str]:
 def _read_prompt(prompt: str) -> str:
     if prompt != "-":
         try:
-            prompt.encode("utf-8")  # Python keeps other bytes of a command line as surrogates
+            prompt.encode("utf-8")  # fails for bytes that are not UTF-8, which Python keeps as surrogates
         except UnicodeEncodeError as error:
             raise ValueError(f"--prompt is not UTF-8 text, at character {error.start}.") from error
         return prompt
@@ -111,12 +129,12 @@ def _read_prompt(prompt: str) -> str:
 def _tokens(tokenizer: Any, text: str) -> list[int]:
     tokens = tokenizer.encode(text).ids
     if not tokens:
-        raise ValueError("--prompt is empty, and there is nothing to go on from.")
+        raise ValueError("--prompt is empty. Give a text to continue.")
     return tokens
 
 
 def _print(piece: str) -> None:
-    """At once, whatever the terminal's encoding can show of it."""
+    """Prints a piece at once; characters that the terminal's encoding lacks are replaced."""
     if piece and sys.stdout is not None:
         encoding = sys.stdout.encoding or "utf-8"
         print(piece.encode(encoding, errors="replace").decode(encoding), end="", flush=True)

@@ -1,4 +1,4 @@
-"""`longspan info`: what is installed here, and which engines can run."""
+"""`longspan info`: versions, devices, engines and installed packages."""
 
 import platform
 import sys
@@ -8,14 +8,14 @@ from typing import Any
 from longspan.cli.library import library
 from longspan.cli.options import AsJson, print_json
 
-BESIDE = (
+PACKAGES = (
     *("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "safetensors", "tokenizers"),
     *("typer", "rich", "matplotlib", "torch", "transformers"),
 )
 
 
 def info(as_json: AsJson = False) -> None:
-    """Say what runs here: versions, devices, engines and why not, instruction set, what is installed."""
+    """Print versions, devices, engines (with the reason if one cannot run), instruction sets, installed packages."""
     facts = facts_of_machine()
     if as_json:
         print_json(facts)
@@ -25,16 +25,16 @@ def info(as_json: AsJson = False) -> None:
         print(facts["untested_jax"])
     print("devices: " + ", ".join(facts["devices"]))
     print("engines:")
-    for name, said in facts["engines"].items():
-        print(f"  {name:<10} {said}")
-    print(f"instruction sets: {', '.join(facts['instruction_sets']) or 'none, without the native library'}")
-    print("installed:")
+    for name, status in facts["engines"].items():
+        print(f"  {name:<10} {status}")
+    print(f"instruction sets: {', '.join(facts['instruction_sets']) or 'none (the native library is missing)'}")
+    print("installed packages:")
     for name, number in facts["installed"].items():
         print(f"  {name:<18} {number or '-'}")
 
 
 def facts_of_machine() -> dict[str, Any]:
-    """Everything that `info` prints."""
+    """The values that `info` prints."""
     ls = library()
     import jax
     import jax.numpy as jnp
@@ -56,7 +56,7 @@ def facts_of_machine() -> dict[str, Any]:
         engines={name: engine.unsupported(request) or "runs" for name, engine in ENGINES.items()},
         native=missing or "built",
         instruction_sets=[] if missing else list(native.instruction_sets()),
-        installed={name: _version(name) for name in BESIDE},
+        installed={name: _version(name) for name in PACKAGES},
     )
 
 

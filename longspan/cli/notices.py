@@ -1,4 +1,4 @@
-"""Lines on stderr for people who watch: warnings, and what is compiled and for how long. Data goes to stdout."""
+"""Lines on stderr: warnings, and the programs that JAX compiles with their compile times. Results go to stdout."""
 
 import sys
 import time
@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-COMPILING = "/jax/core/compile/"  # how JAX names the events of tracing, lowering and compiling
+COMPILING = "/jax/core/compile/"  # the prefix of JAX's events for tracing, lowering and compiling
 
 
 def say(line: str) -> None:
-    """One line on stderr, if somebody reads it."""
-    if sys.stderr is not None:  # None: it was closed before we began, and print would write to stdout
+    """Prints one line on stderr, if it is open."""
+    if sys.stderr is not None:  # None: it was closed before the process started, and print would write to stdout
         with suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def compiling(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """Says what is compiled in this block once JAX compiles, and at the end how long that took. Else it says nothing.
+    """Prints a line when JAX starts to compile in this block, and another with the seconds at the end of the block.
 
     Args:
         what: a noun, such as "the encoder".
-        quiet: says nothing: for commands whose output is read by programs.
+        quiet: whether to print nothing, for commands with JSON output.
 
     Yields:
-        A function for a block that goes on after everything is compiled: called there, it says so at once.
+        A function that prints the second line at once, for a block that continues after everything is compiled.
     """
     if quiet:
         yield lambda: None
@@ -36,7 +36,7 @@ def compiling(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]
     done: list[bool] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
-        # Tracing comes first, and a program traces many small functions: the first event is soon there.
+        # JAX reports each event when it ends. Small traced functions end early, so the first line appears early.
         if event.startswith(COMPILING) and not done:
             now = time.perf_counter()
             spans.append((now - duration_secs, now))
@@ -57,28 +57,29 @@ def compiling(what: str, *, quiet: bool = False) -> Iterator[Callable[[], None]]
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The seconds that spans cover together: a function that is traced inside of another counts once.
+    """The total length of the union of time spans: a function that is traced inside another one counts once.
 
     Example:
         >>> covered([(1.0, 2.0), (0.0, 3.0), (5.0, 6.0)])
         4.0
     """
-    total, until = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, until))
-        until = max(until, stop)
+        total += max(0.0, stop - max(start, covered_until))
+        covered_until = max(covered_until, stop)
     return total
 
 
-class Held:
-    """A stream of tokens that begins when both programs of a decoder are compiled.
+class DelayedStream:
+    """Delays a decoder's first tokens until both of its programs are compiled.
 
-    The first token of each row comes from one program and the next from another, so the first ones wait for those.
+    The prefill program gives the first token of each row, and the decode program all others. So the first tokens wait
+    until a second one arrives.
 
     Args:
-        stream: called as stream(row, token), as `ls.generate` does.
-        rows: how many there are.
-        compiled: called once, before the first token is passed on.
+        stream: called as stream(row, token), as by `ls.generate`.
+        rows: the number of rows.
+        compiled: called before the first token is passed on.
     """
 
     def __init__(self, stream: Callable[[int, Any], Any], rows: int, compiled: Callable[[], None]):
@@ -93,7 +94,7 @@ class Held:
             self.release()
 
     def release(self) -> None:
-        """Passes on what still waits: at the end, an answer may be of one token."""
+        """Passes on all waiting tokens; needed at the end too, since every answer may be of one token."""
         self.compiled()
         waiting, self.waiting = self.waiting, []
         for row, token in waiting:

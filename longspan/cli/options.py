@@ -1,29 +1,29 @@
-"""Options that several commands have, and how they print."""
+"""Options that several commands share, and JSON output."""
 
 import json
 from typing import Annotated, Any
 
 import typer
 
-LONGEST = 2**30 - 1  # positions are no larger
-PLANNED = 2**24  # tokens up to which `explain`, `diff` and others plan tile by tile: under a minute, and a few GB
-KEYS = "Number of keys; as many as queries by default."
+MAX_LENGTH = 2**30 - 1  # the largest position
+MAX_PLANNED = 2**24  # the most tokens that `explain`, `diff` and others plan by tiles: under a minute, and some GB
+KEYS = "Number of keys; by default the number of queries."
 
 Expression = Annotated[
     str,
     typer.Argument(
         metavar="EXPR",
-        help="A mask as it prints itself, such as 'Causal() & Window(511, 0)'; bigbird(...) and longformer(...) too. "
-        "Arrays are lists or files: 'Segments(\"ids.npy\")'.",
+        help="A mask, written as its Python repr: 'Causal() & Window(511, 0)'. bigbird(...) and longformer(...) work "
+        "too. An array is a list or a .npy file: 'Segments(\"ids.npy\")'.",
     ),
 ]
 Queries = Annotated[
-    int | None, typer.Option("-T", "--queries", min=0, max=LONGEST, help="Number of queries.", show_default=False)
+    int | None, typer.Option("-T", "--queries", min=0, max=MAX_LENGTH, help="Number of queries.", show_default=False)
 ]
-Keys = Annotated[int | None, typer.Option("-S", "--keys", min=0, max=LONGEST, help=KEYS, show_default=False)]
+Keys = Annotated[int | None, typer.Option("-S", "--keys", min=0, max=MAX_LENGTH, help=KEYS, show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def print_json(content: Any) -> None:
-    """Content for programs."""
+    """Prints a value as JSON; NaN and infinities are errors."""
     print(json.dumps(content, indent=2, allow_nan=False))

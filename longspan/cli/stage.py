@@ -1,4 +1,4 @@
-"""`Stage`: where the demo speaks, draws, and keeps count of what it promised."""
+"""`Stage`: the demo's printed lines, progress bars, pictures and checks."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.files import written
+from longspan.cli.files import atomic_write
 from longspan.optional import is_installed
 
 
 class Stage:
-    """Titles, lines, progress and pictures of a run; and the checks that failed.
+    """Prints sections, writes pictures, and records the checks that failed.
 
     Args:
-        folder: where pictures go.
+        folder: the folder for pictures.
     """
 
     def __init__(self, folder: Path):
@@ -24,25 +24,28 @@ class Stage:
         self.sections, self.failed, self.files = 0, [], []
 
     def title(self, text: str) -> None:
-        """A new section."""
+        """Starts a section."""
         self.sections += 1
         self.console.print(f"\n{self.sections}. {text}\n", style="bold", soft_wrap=True)
 
     def say(self, text: object = "") -> None:
-        """Lines, as they are."""
+        """Prints text without changing its lines."""
         self.console.print(str(text), soft_wrap=True)
 
     def check(self, claim: str, holds: bool) -> None:
-        """A claim that was put to the test; the demo fails in the end if one did not hold."""
-        self.console.print(
-            f"{'✓' if holds else '✗ NOT SO:'} {claim}", style="green" if holds else "red", soft_wrap=True
-        )
-        if not holds:
+        """Prints whether a claim holds. The demo exits with 1 if one does not."""
+        if holds:
+            self.console.print(f"✓ {claim}", style="green", soft_wrap=True)
+        else:
+            self.console.print(f"✗ NOT TRUE: {claim}", style="red", soft_wrap=True)
             self.failed.append(claim)
 
     @contextmanager
     def progress(self, what: str, total: float | None) -> Iterator[Callable[..., None]]:
-        """A bar that is gone at the end; gives `update(completed=..., description=...)`. Without a terminal, a line."""
+        """A progress bar that disappears at the end; a line if there is no terminal.
+
+        Yields `update(completed=..., description=...)`.
+        """
         from rich.progress import Progress, TimeElapsedColumn
 
         if not self.console.is_terminal:
@@ -53,20 +56,20 @@ class Stage:
             yield lambda **changes: bar.update(task, **changes)
 
     def draw(self, name: str, mask: Any, length: int, *, tile: int) -> None:
-        """A mask's picture: a PNG where matplotlib is there, else a page."""
+        """Writes a mask's picture: a PNG if matplotlib is installed, otherwise an HTML page."""
         if is_installed("matplotlib"):
             self.save(name, mask.plot(length, length, tile=tile))
             return
         from longspan.render.html import document
         from longspan.render.notebook import mask_html
 
-        with written(self.folder / f"{name}.html") as new:
+        with atomic_write(self.folder / f"{name}.html") as new:
             new.write_text(document(mask_html(mask, length, length), repr(mask)), "utf-8")
         self._wrote(f"{name}.html")
 
     def save(self, name: str, figure: Any) -> None:
-        """A figure of matplotlib's."""
-        with written(self.folder / f"{name}.png") as new:
+        """Writes a matplotlib figure as a PNG."""
+        with atomic_write(self.folder / f"{name}.png") as new:
             figure.savefig(new, format="png", dpi=110)
         self._wrote(f"{name}.png")
 
@@ -75,8 +78,10 @@ class Stage:
         self.say(f"  → {self.folder / name}")
 
     def letter(self, byte: int) -> None:
-        """One byte of a text as it comes; what is no letter of ASCII is a dot."""
+        """Prints one byte of a text at once; bytes that are not printable ASCII as a dot."""
         letter = chr(byte)
-        if sys.stdout is not None:  # None: it was closed before we began
-            sys.stdout.write(letter if (letter.isascii() and letter.isprintable()) or letter == "\n" else "·")
+        if not (letter.isascii() and letter.isprintable()) and letter != "\n":
+            letter = "·"
+        if sys.stdout is not None:  # None: it was closed before the process started
+            sys.stdout.write(letter)
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Text in and out of models: the tokenizer of a checkpoint, and tokens that become text as they come."""
+"""Text in and out of models: a checkpoint's tokenizer, and the decoding of generated tokens one by one."""
 
 import json
 import sys
@@ -8,8 +8,8 @@ from typing import Any
 
 from longspan.optional import needs
 
-FEW = 16  # tokens
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are not yet a character
+CONTEXT = 16  # tokens of the prompt that are decoded with the answer, and the most that wait for a whole character
+INCOMPLETE = "\ufffd"  # the replacement character, which a tokenizer returns for an incomplete character
 
 
 def tokenizer_of(directory: Path) -> Any:
@@ -26,7 +26,7 @@ def tokenizer_of(directory: Path) -> Any:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
-    # What they were saved with is for training; here long texts are refused, split or truncated by name.
+    # A tokenizer may have been saved with settings for training. Here options decide what happens to long texts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -34,13 +34,13 @@ def tokenizer_of(directory: Path) -> Any:
 
 def read_stdin() -> bytes:
     """Everything on standard input."""
-    if sys.stdin is None:  # it was closed before we began
+    if sys.stdin is None:  # it was closed before the process started
         raise ValueError("Standard input is closed, so `-` cannot be read. Name a file, or pipe text in.")
     return sys.stdin.buffer.read()
 
 
 def stop_tokens(directory: Path) -> list[int] | None:
-    """The ids that end a text, as a checkpoint's files say."""
+    """The ids of a checkpoint's end-of-text tokens; None if its files name none."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if not path.is_file():
@@ -50,40 +50,43 @@ def stop_tokens(directory: Path) -> list[int] | None:
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a JSON object. Download or save it again.") from error
         if found is not None:
-            tokens = found if isinstance(found, list) else [found]
-            if not all(type(token) is int for token in tokens):
-                raise ValueError(f"{path}: 'eos_token_id' must be a token's number or a list, got {str(found)[:80]}.")
-            return tokens
+            if not isinstance(found, list):
+                found = [found]
+            if not all(type(token) is int for token in found):
+                raise ValueError(f"{path}: 'eos_token_id' must be a token id or a list of them, got {str(found)[:80]}.")
+            return found
     return None
 
 
-class Stream:
-    """Tokens as text, piece by piece: each piece is complete characters, and all of them together the whole text.
+class TextStream:
+    """Decodes tokens one by one into pieces of text. Pieces have whole characters; joined, they are the whole text.
 
-    A character may be made of several tokens, and a decoder may treat the first token of a text differently. So a few
-    tokens before the new ones are decoded with them, and what ends in the middle of a character waits.
+    A character may consist of several tokens, and a tokenizer may decode the first token of a text differently. So each
+    token is decoded together with some tokens before it, and text that ends within a character waits for more tokens.
 
     Args:
-        tokenizer: with a `decode`.
-        prompt: the tokens that the new ones go on from.
+        tokenizer: an object with a method `decode`.
+        prompt: the tokens before the new ones.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
-        self.tokenizer, self.tokens = tokenizer, list(prompt[-FEW:])
-        self.before, self.shown = 0, len(self.tokens)  # tokens[before:shown] are decoded again with what follows
+        self.tokenizer, self.tokens = tokenizer, list(prompt[-CONTEXT:])
+        # tokens[:shown] have been returned as text; tokens[before:shown] are decoded again with the new ones.
+        self.before, self.shown = 0, len(self.tokens)
         self.count = 0
 
     def push(self, token: int) -> str:
-        """The text that a new token completes, which may be none."""
+        """The text that a new token completes; it may be empty."""
         self.tokens.append(token)
         self.count += 1
         text = self._text(self.before, len(self.tokens))
-        # What is still broken after so many tokens is so for good.
-        waits = text.endswith(BROKEN) and len(self.tokens) - self.shown < FEW
-        return "" if waits else self._advance(text)
+        # A character that is incomplete after so many tokens is not text at all, and is returned as it is.
+        if text.endswith(INCOMPLETE) and len(self.tokens) - self.shown < CONTEXT:
+            return ""
+        return self._advance(text)
 
     def rest(self) -> str:
-        """What still waits at the end, broken as it is."""
+        """The text that still waits at the end, with its incomplete character."""
         return self._advance(self._text(self.before, len(self.tokens)))
 
     def _advance(self, text: str) -> str:

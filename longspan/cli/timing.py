@@ -1,4 +1,4 @@
-"""What `bench` measures: our engines and what is installed beside them, one after the other, round by round."""
+"""The implementations of attention that `bench` times: Longspan's engines, `jax.nn` and PyTorch's."""
 
 import functools
 import importlib
@@ -14,12 +14,14 @@ import numpy as np
 from longspan.cli.library import library
 from longspan.optional import is_installed
 
-SETTLE = 0.05  # seconds between two contestants: thread pools spin for a while after their work is done
-MOST_DENSE = 1 << 30  # bytes of scores up to which what is dense takes part
+PAUSE = 0.05  # seconds between two implementations: thread pools spin for a while after their work is done
+MAX_DENSE_BYTES = 1 << 30  # dense implementations are skipped if their scores take more
+TOO_LARGE = "dense scores would need more than 1 GiB"
+NOT_INSTALLED = "not installed"
 
 
 class Problem(NamedTuple):
-    """What everybody computes."""
+    """One attention that all implementations compute."""
 
     mask: Any
     length: int
@@ -32,15 +34,15 @@ class Problem(NamedTuple):
         return 4 * self.heads * self.length**2
 
 
-class Contestant(NamedTuple):
-    """Somebody who can compute it, and the bytes that it takes for itself, if they are known."""
+class Implementation(NamedTuple):
+    """A compiled implementation, and the bytes of its temporary memory, if known."""
 
     run: Callable[[], Any]
     temporary_bytes: int | None
 
 
 def machine() -> dict[str, Any]:
-    """What this runs on."""
+    """The processor, the device and the versions."""
     import jax
 
     model = platform.processor() or platform.machine()
@@ -57,22 +59,22 @@ def machine() -> dict[str, Any]:
     )
 
 
-def contestants(problem: Problem, engines: list[str], *, peers: bool) -> dict[str, Contestant | str]:
-    """Everybody by name, or why somebody does not take part."""
+def implementations_of(problem: Problem, engines: list[str], *, peers: bool) -> dict[str, Implementation | str]:
+    """The implementations by name; a string if one cannot compute the problem, with the reason."""
     import jax.numpy as jnp
 
     from longspan.testing import Shape, make_qkv
 
     sizes = Shape(1, problem.length, problem.length, problem.heads, problem.heads, problem.head_dim)
     qkv = make_qkv(sizes, jnp.float32)
-    found: dict[str, Contestant | str] = {name: _engine(problem, name, qkv) for name in engines}
+    found: dict[str, Implementation | str] = {name: _engine(problem, name, qkv) for name in engines}
     if peers:
         found |= {"jax.nn": _jax_nn(problem, qkv), "torch sdpa": _torch_sdpa(problem, qkv)}
         found |= {"FlexAttention": _flex_attention(problem, qkv)}
     return found
 
 
-def _engine(problem: Problem, name: str, qkv: Any) -> Contestant | str:
+def _engine(problem: Problem, name: str, qkv: Any) -> Implementation | str:
     ls = library()
     from longspan.engines import ENGINES, Request
 
@@ -80,67 +82,72 @@ def _engine(problem: Problem, name: str, qkv: Any) -> Contestant | str:
     reason = ENGINES[name].unsupported(Request.of(q=q, k=k, v=v, mask=problem.mask))
     if reason is not None:
         return reason
-    if name == "reference" and problem.dense_bytes > MOST_DENSE:
-        return "dense scores would be too large"
+    if name == "reference" and problem.dense_bytes > MAX_DENSE_BYTES:
+        return TOO_LARGE
     return _compiled(problem, qkv, lambda q, k, v, mask: ls.attention(q, k, v, mask=mask, engine=name), problem.mask)
 
 
-def _jax_nn(problem: Problem, qkv: Any) -> Contestant | str:
+def _jax_nn(problem: Problem, qkv: Any) -> Implementation | str:
     """`jax.nn.dot_product_attention` under the dense mask."""
     import jax
 
-    if problem.dense_bytes > MOST_DENSE:
-        return "dense scores would be too large"
+    if problem.dense_bytes > MAX_DENSE_BYTES:
+        return TOO_LARGE
     mask = problem.mask.dense(problem.length, problem.length)
     return _compiled(problem, qkv, lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask), mask)
 
 
-def _compiled(problem: Problem, qkv: Any, attend: Callable[..., Any], mask: Any) -> Contestant:
+def _compiled(problem: Problem, qkv: Any, attend: Callable[..., Any], mask: Any) -> Implementation:
     import jax
 
-    def both(q, k, v, mask):
+    def gradients(q, k, v, mask):
         return jax.grad(lambda *x: attend(*x, mask).sum(), argnums=(0, 1, 2))(q, k, v)
 
-    program = jax.jit(both if problem.backward else attend).lower(*qkv, mask).compile()
+    program = jax.jit(gradients if problem.backward else attend).lower(*qkv, mask).compile()
     analysis = program.memory_analysis()
     temporary = getattr(analysis, "temp_size_in_bytes", None)
-    return Contestant(lambda: jax.block_until_ready(program(*qkv, mask)), temporary)
+    return Implementation(lambda: jax.block_until_ready(program(*qkv, mask)), temporary)
 
 
-def _torch_sdpa(problem: Problem, qkv: Any) -> Contestant | str:
+def _torch_sdpa(problem: Problem, qkv: Any) -> Implementation | str:
     """PyTorch's `scaled_dot_product_attention` under the dense mask."""
     if not is_installed("torch"):
-        return "not installed"
-    if problem.dense_bytes > MOST_DENSE:
-        return "dense scores would be too large"
+        return NOT_INSTALLED
+    if problem.dense_bytes > MAX_DENSE_BYTES:
+        return TOO_LARGE
     torch = importlib.import_module("torch")
-    q, k, v = (x.requires_grad_(problem.backward) for x in _tensors(torch, qkv))
+    q, k, v = _tensors(torch, qkv)
+    for x in (q, k, v):
+        x.requires_grad_(problem.backward)
     mask = torch.from_numpy(np.array(problem.mask.dense(problem.length, problem.length)))
 
     def run() -> Any:
         with torch.set_grad_enabled(problem.backward):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
-            return torch.autograd.grad(out, (q, k, v)) if problem.backward else out.item()
+            if problem.backward:
+                return torch.autograd.grad(out, (q, k, v))
+            return out.item()
 
-    return Contestant(run, None)
+    return Implementation(run, None)
 
 
 def _tensors(torch: Any, qkv: Any) -> list[Any]:
     return [torch.from_numpy(np.asarray(x).swapaxes(1, 2).copy()) for x in qkv]
 
 
-def _flex_attention(problem: Problem, qkv: Any) -> Contestant | str:
-    """PyTorch's FlexAttention, compiled, under blocks that it makes of the mask."""
+def _flex_attention(problem: Problem, qkv: Any) -> Implementation | str:
+    """PyTorch's FlexAttention, compiled, with the block mask that it derives from the mask's function."""
     if not is_installed("torch"):
-        return "not installed"
+        return NOT_INSTALLED
     if problem.backward:
-        return "has no backward pass on CPUs"
-    torch, flex = (importlib.import_module(name) for name in ("torch", "torch.nn.attention.flex_attention"))
-    function, heads, length = _as_function(torch, problem), problem.mask.heads, problem.length
+        return "it has no backward pass on CPUs"
+    torch, flex = importlib.import_module("torch"), importlib.import_module("torch.nn.attention.flex_attention")
+    function, heads, length = _mask_function(torch, problem), problem.mask.heads, problem.length
     if function is None:
-        return "the mask would be a table, and too large"
+        return "the table of the mask would need more than 1 GiB"
     q, k, v = _tensors(torch, qkv)
-    blocks = flex.create_block_mask(function, None, heads if heads > 1 else None, length, length, device="cpu")
+    block_heads = heads if heads > 1 else None  # None: one mask for all heads
+    blocks = flex.create_block_mask(function, None, block_heads, length, length, device="cpu")
     compiled = torch.compile(flex.flex_attention)
 
     def run() -> Any:
@@ -149,13 +156,13 @@ def _flex_attention(problem: Problem, qkv: Any) -> Contestant | str:
 
     try:
         run()
-    except Exception as error:  # compilers fail in many ways: the row says in which
+    except Exception as error:  # a compiler may raise any error; the table shows it
         return f"torch.compile: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    return Contestant(run, None)
+    return Implementation(run, None)
 
 
-class _Slots(NamedTuple):
-    """What a rule by position reads of a side, of PyTorch's tensors: so FlexAttention gets the rule as arithmetic."""
+class _TorchSlots(NamedTuple):
+    """The slots of one side as PyTorch tensors, with which `Mask.allowed` computes its rule inside FlexAttention."""
 
     index: Any
 
@@ -170,8 +177,11 @@ class _Slots(NamedTuple):
         return functools.reduce(operator.or_, (self.index == position for position in positions)) * 1
 
 
-def _as_function(torch: Any, problem: Problem) -> Callable[..., Any] | None:
-    """The mask as FlexAttention wants it: the rule itself, or a look into a table where it holds arrays or heads."""
+def _mask_function(torch: Any, problem: Problem) -> Callable[..., Any] | None:
+    """The mask as FlexAttention's `mask_mod`: its rule, or a table lookup if it holds arrays or differs by head.
+
+    None if the table would be too large.
+    """
     import jax
 
     from longspan.masks import Empty, Full
@@ -181,21 +191,23 @@ def _as_function(torch: Any, problem: Problem) -> Callable[..., Any] | None:
         return lambda b, h, q, kv: q == q
     constant = any(isinstance(part, Full | Empty) for part in mask.atoms().walk())
     if not jax.tree.leaves(mask) and not constant and mask.heads == 1 and mask.reads <= {"position"}:
-        return lambda b, h, q, kv: mask.allowed(_Slots(q), _Slots(kv))
-    if mask.heads * problem.length**2 > MOST_DENSE:
+        return lambda b, h, q, kv: mask.allowed(_TorchSlots(q), _TorchSlots(kv))
+    if mask.heads * problem.length**2 > MAX_DENSE_BYTES:
         return None
     table = torch.from_numpy(np.array(mask.dense(problem.length, problem.length))[0])
-    return lambda b, h, q, kv: table[h if mask.heads > 1 else 0, q, kv]
+    if mask.heads == 1:
+        return lambda b, h, q, kv: table[0, q, kv]
+    return lambda b, h, q, kv: table[h, q, kv]
 
 
-def seconds_of(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median of each one's seconds, all of them in every round."""
+def median_seconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median seconds of each implementation. Every round runs all of them, one after the other."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(rounds):
         for name, run in runs.items():
-            time.sleep(SETTLE)
+            time.sleep(PAUSE)
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)

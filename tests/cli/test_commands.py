@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 import longspan as ls
 from longspan import hf, models
 from longspan.cli.diff import difference
-from longspan.cli.texts import Stream
+from longspan.cli.texts import TextStream
 from tests.cli import checkpoints
 from tests.cli.asserts import assert_one_line
 
@@ -39,7 +39,7 @@ def test_show_writes_files_whole(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.html", "mask.png", "mask.svg"]
 
 
-def test_show_tells_programs(run):
+def test_show_prints_json(run):
     code, out, _ = run("show", "PerHead((Causal(), Full()))", "-T", 4, "--json")
     facts = json.loads(out)
     assert code == 0
@@ -57,10 +57,14 @@ def test_explain_is_that_of_the_library(run):
 
 
 def test_diff_says_where_masks_first_differ(run):
-    assert run("diff", "Causal() & Window(3, 0)", "Window(3, 0)", "-T", 99) == (0, "same: 99 queries x 99 keys\n", "")
+    assert run("diff", "Causal() & Window(3, 0)", "Window(3, 0)", "-T", 99) == (
+        0,
+        "The masks are the same for 99 queries and 99 keys.\n",
+        "",
+    )
     code, out, _ = run("diff", "Causal()", "Causal() & Window(800, 0)")
     assert code == 1
-    assert out == "different: query 801, key 0 is allowed by the first only; 2.4% of the pairs differ\n"
+    assert out == ("The masks differ: only the first mask allows query 801 and key 0. 2.4% of the pairs differ.\n")
     code, out, _ = run("diff", "Chunk(7)", "PerHead((Chunk(7), Chunk(8)))", "-T", 20, "-S", 30, "--json")
     found = json.loads(out)
     assert code == 1 and not found["same"]
@@ -148,7 +152,9 @@ def test_check_looks_into_a_checkpoint(run, saved, monkeypatch):
 @pytest.mark.parametrize("name", ["bert", "llama", "mistral"])
 def test_check_compares_with_pytorch(run, saved, name):
     facts = json.loads(run("check", saved(name), "--json")[1])
-    found = re.fullmatch(r"(logits|last_hidden_state) differ by at most (\S+), of (\S+)", facts["parity"])
+    found = re.fullmatch(
+        r"(logits|last_hidden_state) differs by at most (\S+); its largest value is (\S+)", facts["parity"]
+    )
     assert found and float(found[2]) < 1e-5 * float(found[3])
 
 
@@ -190,7 +196,7 @@ def test_encode_gives_one_vector_per_document_whatever_it_is_batched_with(run, s
     files = [tmp_path / f"{number}.txt" for number in range(len(counts))]
     out = tmp_path / "vectors.npy"
     code, printed, err = run("encode", "--model", saved(name), *files, "--out", out, "--pooling", pooling)
-    assert code == 0 and printed == f"wrote {out}: 3 vectors of 6, from {sum(counts) + 6} tokens\n"
+    assert code == 0 and printed == f"wrote {out}: 3 vectors of size 6, from {sum(counts) + 6} tokens\n"
     assert all(line.startswith(("compiling the encoder", "compiled the encoder")) for line in err.splitlines())
     model = hf.load(saved(name))
     more = dict(global_attention_mask=first_is_global) if (name, pooling) == ("longformer", "cls") else {}
@@ -203,7 +209,8 @@ def test_encode_reads_lines_and_splits_or_truncates_what_is_too_long(run, saved,
     path.write_text(f"{text_of(5)}\n\n{text_of(200)}\n")
     command = ("encode", "--model", saved("bert"), path, "--lines", "--out", out)
     assert_one_line(
-        run(*command), f"{path}, line 3, has 202 tokens, and the model takes 90. Encode it in parts with --split"
+        run(*command),
+        f"{path}, line 3, has 202 tokens, but the model takes at most 90. Encode it in parts with --split",
     )
     assert not out.exists()
     model = hf.load(saved("bert"))
@@ -275,7 +282,7 @@ def test_generate_streams_whole_characters(run, saved, monkeypatch):
     assert isinstance(asked["model"], models.CausalLM)
 
 
-def test_generate_tells_programs_and_passes_its_options_on(run, saved, monkeypatch):
+def test_generate_prints_json_and_passes_its_options_on(run, saved, monkeypatch):
     generate, asked = speaking(checkpoints.byte_level().encode("日").ids[:2])
     monkeypatch.setattr(ls, "generate", generate, raising=False)
     monkeypatch.setattr("sys.stdin", type("In", (), {"buffer": type("B", (), {"read": lambda self: b"hello\n"})()}))
@@ -294,7 +301,7 @@ def test_tokens_become_text_as_a_whole_would():
     tokenizer = checkpoints.byte_level()
     for text in ("plain", "日本語", "👩‍🚀", "a\n b\n\n", "\ufffd kept", "ß" * 50):
         tokens = tokenizer.encode(text).ids
-        stream = Stream(tokenizer)
+        stream = TextStream(tokenizer)
         pieces = [stream.push(token) for token in tokens] + [stream.rest()]
         assert "".join(pieces) == text
 
@@ -302,14 +309,14 @@ def test_tokens_become_text_as_a_whole_would():
 def test_a_decoder_that_drops_the_first_space_keeps_that_of_the_answer():
     words = Tokenizer(WordLevel({"▁once": 0, "▁upon": 1, "▁a": 2, "?": 3}, unk_token="?"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    stream = Stream(words, words.encode("once").ids)
+    stream = TextStream(words, words.encode("once").ids)
     assert [stream.push(token) for token in (1, 2)] == [" upon", " a"]
 
 
 def test_what_never_becomes_a_character_does_not_wait_forever():
     tokenizer = checkpoints.byte_level()
     broken = tokenizer.encode("日").ids[0]
-    stream = Stream(tokenizer)
+    stream = TextStream(tokenizer)
     pieces = [stream.push(broken) for _ in range(100)]
     assert "".join(pieces) + stream.rest() == "\ufffd" * 100 and pieces[50:].count("") < 50
 
@@ -326,7 +333,7 @@ BAD = {
     "too long": (["show", "Causal()", "-T", "99999999999999"], "Invalid value for '-T' / '--queries'"),
     "no folder": (["show", "Causal()", "-T", "4", "--html", "no/such/folder/a.html"], "is not a directory"),
     "no file": (["show", "Causal()", "-T", "4", "--png", "."], "is a directory"),
-    "plot": (["bench", "--plot", "times.xyz"], "--plot: times.xyz must end in .png, .svg or .pdf."),
+    "plot": (["bench", "--plot", "times.xyz"], "--plot: the file name must end in .png, .svg or .pdf, got times.xyz."),
     "plot folder": (["bench", "--plot", "no/times.png"], "no is not a directory"),
     "shape": (["explain", "Causal()", "--shape", "1,2,3"], "--shape must be four numbers"),
     "no shape": (["explain", "Causal()"], "Missing option '--shape'"),
@@ -363,17 +370,21 @@ def test_bad_documents_are_one_line(run, saved, tmp_path):
     assert_one_line(run(*command, tmp_path / "binary"), "is not UTF-8 text, at byte 0")
     assert_one_line(run(*command, tmp_path / "missing"), "missing: No such file or directory")
     assert_one_line(run(*command, tmp_path), "Is a directory")
-    assert_one_line(run(*command, tmp_path / "good", tmp_path / "blank"), "blank is empty: it has no vector")
+    assert_one_line(
+        run(*command, tmp_path / "good", tmp_path / "blank"), "blank is empty, and an empty document has no vector"
+    )
     (tmp_path / "link").symlink_to(tmp_path / "good")
     assert_one_line(run(*command[:-1], tmp_path / "link", tmp_path / "good"), "link is one of the documents")
     assert (tmp_path / "good").read_text() == "w1"
-    assert_one_line(run(*command, tmp_path / "blank", "--lines"), "There is no document in these files")
+    assert_one_line(
+        run(*command, tmp_path / "blank", "--lines"), "The files contain no document. Give files with text."
+    )
     assert_one_line(run(*command, tmp_path / "good", "--split", "--truncate"), "Give one of them")
     assert_one_line(run(*command, tmp_path / "good", "--pooling", "max"), "max")
     assert_one_line(run(*command, tmp_path / "good", "--global-tokens", 2), "a bert has no global tokens")
     other = ("encode", "--model", saved("llama"), "--out", tmp_path / "out.npy")
     assert_one_line(run(*other, tmp_path / "good"), "is a CausalLM, not an encoder")
-    assert_one_line(run("generate", "--model", saved("bert"), "--prompt", "w1"), "writes no text: give a decoder")
+    assert_one_line(run("generate", "--model", saved("bert"), "--prompt", "w1"), "generates no text. Give a decoder")
     assert_one_line(run("generate", "--model", saved("llama"), "--prompt", ""), "--prompt is empty")
     assert not (tmp_path / "out.npy").exists()
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspan.cli.notices import Held, compiling, covered
+from longspan.cli.notices import DelayedStream, compiling, covered
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -61,7 +61,7 @@ def test_nothing_is_left_listening_and_an_error_says_nothing_more(capsys):
 
 def test_tokens_wait_until_both_programs_are_compiled():
     events = []
-    held = Held(lambda row, token: events.append((row, token)), 2, lambda: events.append("compiled"))
+    held = DelayedStream(lambda row, token: events.append((row, token)), 2, lambda: events.append("compiled"))
     held(0, 5)
     held(1, 6)
     assert events == []

@@ -9,7 +9,7 @@ import pytest
 import longspan as ls
 from longspan.cli import demo as command
 from longspan.cli import main
-from longspan.cli.race import race
+from longspan.cli.comparison import compare_with_dense
 from longspan.cli.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -36,11 +36,11 @@ def leave_out(monkeypatch, *sections):
 def test_every_section_runs_and_every_claim_holds(here, capsys):
     assert main(["demo", "--toy", "--seconds", "0.1"]) == 0
     out = capsys.readouterr().out
-    for line in ("engine cpu", "512 tokens, sparse against dense", "Right on new documents", "bits per byte",
-                 "A layer keeps 132 keys".lower(), "What to try next"):  # fmt: skip
+    for line in ("engine cpu", "Sparse and dense attention over 512 tokens", "Accuracy on new documents: ",
+                 "bits per byte", "each layer stores 132 keys", "Next steps"):  # fmt: skip
         assert line in out
-    assert "NOT SO" not in out and out.count("✓") >= 4
-    assert re.search(r"This took \d+ s\.", out)
+    assert "NOT TRUE" not in out and out.count("✓") >= 4
+    assert re.search(r"The demo took \d+ s\.", out)
     names = {path.name for path in (here / "longspan-demo").iterdir()}
     assert names == {f"{name}.png" for name in ("decoder", "documents", "encoder", "bigbird", "training")}
     answer = out.split("def main(self):\n    ")[1]
@@ -52,26 +52,26 @@ def test_a_claim_that_does_not_hold_fails_it(here, capsys, monkeypatch):
     monkeypatch.setattr(command, "_agree", lambda result: False)
     assert main(["demo", "--toy"]) == 1
     out = capsys.readouterr().out
-    assert "✗ NOT SO: all 512 results" in out and "1 of its claims did not hold" in out
+    assert "✗ NOT TRUE: sparse and dense attention differ" in out and "1 of the demo's claims did not hold" in out
 
 
-def test_the_race_notices_another_mask(monkeypatch):
+def test_the_comparison_notices_another_mask(monkeypatch):
     """What sparse attention computes is compared with the mask's own truth: a wrong result cannot pass."""
     mask = ls.Causal() & (ls.Window(6, 0) | ls.Prefix(2))
     done = []
-    right = race(mask, 101, done.append)
+    right = compare_with_dense(mask, 101, done.append)
     assert command._agree(right) and done[-1] == len(done)
     assert right.dense.bytes > 4 * 101**2 > right.sparse.bytes
     assert np.isfinite([right.dense.seconds, right.sparse.seconds]).all()
     attention = ls.attention
     monkeypatch.setattr(ls, "attention", lambda q, k, v, mask: attention(q, k, v, mask=ls.Causal() & ls.Window(6, 0)))
-    wrong = race(mask, 101, done.append)
-    assert not command._agree(wrong) and wrong.apart > 0.01
+    wrong = compare_with_dense(mask, 101, done.append)
+    assert not command._agree(wrong) and wrong.difference > 0.01
 
 
 def test_numbers_that_are_none_do_not_agree():
-    race_of_nan = race(ls.Causal(), 40, lambda done: None)._replace(apart=float("nan"))
-    assert not command._agree(race_of_nan)
+    not_a_number = compare_with_dense(ls.Causal(), 40, lambda done: None)._replace(difference=float("nan"))
+    assert not command._agree(not_a_number)
 
 
 def test_without_matplotlib_masks_are_pages(here, monkeypatch, capsys):
@@ -85,14 +85,14 @@ def test_without_matplotlib_masks_are_pages(here, monkeypatch, capsys):
 def test_without_flax_or_examples_a_section_says_why_it_is_left_out(here, monkeypatch, capsys):
     stage = Stage(here)
     assert command._example(stage, "no_such_example") is None
-    assert "Left out: examples/no_such_example.py is not beside this installation" in capsys.readouterr().out
+    assert "Skipped: this installation has no examples/no_such_example.py." in capsys.readouterr().out
 
     def missing(room, module, extra):
         raise ImportError(f"{room} needs {module}: pip install 'longspan[{extra}]'")
 
     monkeypatch.setattr(command, "needs", missing)
     assert command._example(stage, "byte_decoder") is None
-    assert "Left out. This section needs flax: pip install 'longspan[flax]'" in capsys.readouterr().out
+    assert "Skipped. This section needs flax: pip install 'longspan[flax]'" in capsys.readouterr().out
 
 
 def test_each_run_has_a_folder_of_its_own_unless_one_is_named(here):

@@ -66,9 +66,9 @@ def test_arrays_come_from_files(tmp_path, monkeypatch):
     (tmp_path / "arrays.npz").rename("arrays.npy")
     (tmp_path / "text.npy").write_text("hello")
     for name in ("objects.npy", "text.npy", "arrays.npy"):
-        with pytest.raises(ValueError, match=f"{name}: it holds no array that `np.save` wrote, or one of Python obje"):
+        with pytest.raises(ValueError, match=f"{name}: it is not a file of `np.save`, or it contains Python obje"):
             parse(f"Segments('{name}')")
-    with pytest.raises(ValueError, match=r"^other.npy: there is no such file.$"):
+    with pytest.raises(ValueError, match=r"^other.npy: the file does not exist.$"):
         parse("Segments('other.npy')")
 
 
@@ -86,18 +86,18 @@ def test_bigbird_draws_its_blocks_and_takes_the_length():
     expected = ls.bigbird(1024, block_size=64, rand_attn=drawn)
     assert parse("bigbird(1024, num_heads=2, seed=5)") == expected
     assert parse("bigbird(num_heads=2, seed=5)", 1024) == expected
-    with pytest.raises(ValueError, match=re.escape("bigbird: how long is it? Write bigbird(4096), or give -T.")):
+    with pytest.raises(ValueError, match=re.escape("bigbird: its length is missing. Write bigbird(4096), or give -T.")):
         parse("bigbird()")
 
 
 BIGBIRDS = {
-    "bigbird(64000000, block_size=1)": "bigbird: 64,000,000 tokens in blocks of 1 are 64,000,000 blocks, over 16,384. "
-    "Give block_size=4000, or fewer tokens.",
-    "bigbird(1000000007, block_size=1)": "are 1,000,000,007 blocks, over 16,384. Give fewer tokens.",
+    "bigbird(64000000, block_size=1)": "bigbird: 64,000,000 tokens in blocks of 1 are 64,000,000 blocks, more than "
+    "16,384. Give block_size=4000, or fewer tokens.",
+    "bigbird(1000000007, block_size=1)": "are 1,000,000,007 blocks, more than 16,384. Give fewer tokens.",
     "bigbird(4096, num_heads=100000000)": "100,000,000 heads of 64 blocks with 3 random blocks each draw "
-    "70,400,000,000 numbers, over 4,194,304. Give fewer heads or random blocks, or a larger block_size.",
-    "bigbird(4096, num_random_blocks=1000000000)": "draw 128,000,000,320 numbers, over 4,194,304.",
-    "bigbird(1000000000, block_size=200000000)": "bigbird: block_size=200,000,000 is over 16,384. Give a smaller one.",
+    "70,400,000,000 numbers, more than 4,194,304. Give fewer heads or random blocks, or a larger block_size.",
+    "bigbird(4096, num_random_blocks=1000000000)": "draw 128,000,000,320 numbers, more than 4,194,304.",
+    "bigbird(1000000000, block_size=200000000)": "bigbird: block_size must be at most 16,384, got 200,000,000. Give a smaller one.",
 }
 
 
@@ -138,8 +138,8 @@ HOSTILE = {
     "[open('x')]": "is not an array",
     "[1, 'a']": "is not an array",
     "[[1, 2], [3]]": "is not an array",
-    "Window(*[1, 2])": "without '*'",
-    "Window(**{'left': 1})": "without '*'",
+    "Window(*[1, 2])": "'*' is not allowed in arguments",
+    "Window(**{'left': 1})": "'*' is not allowed in arguments",
     "Window(2**70, 0)": "is neither a mask nor",
     "Window(10**10**10, 0)": "is neither a mask nor",
     "Window(f'{1}', 0)": "is neither a mask nor",
@@ -148,7 +148,7 @@ HOSTILE = {
     "Causal() and Window(3, 0)": "not with 'and', 'or' and 'not'",
     "not Causal()": "not with 'and', 'or' and 'not'",
     "Causal() + Causal()": "is neither a mask nor",
-    "Causal": "names are followed by arguments",
+    "Causal": "is a name without arguments",
     "Causal() & 3": "'3' is not a mask, and only masks compose",
     "~3": "'3' is not a mask",
     "3": "is not a mask. Write one",
@@ -158,7 +158,7 @@ HOSTILE = {
     "Causal(": "is not an expression",
     "Causal()\nimport os": "is not an expression",
     "Causal()\0": "is not an expression",
-    "Segments(i32[1,7])": "is how an array prints",
+    "Segments(i32[1,7])": "is the printed form of an array",
     "Custom(lambda q, k: k <= q)": "Custom takes a function",
     "Causal(offset=1, offset=2)": "Causal: offset= is given more than once. Give it once.",
     "Causal(offset=1, offset=1)": "Causal: offset= is given more than once. Give it once.",
@@ -188,7 +188,7 @@ HOSTILE = {
     "(" * 5_000 + "Causal()" + ")" * 5_000: "",
     " & ".join(["Causal()"] * 2_200): "",
     "Causal()" + " " * 30_000: "",
-    "Causal() & " + "Causal()" * 9_000: "characters, over",
+    "Causal() & " + "Causal()" * 9_000: "The expression must have at most 20,000 characters",
     "Gl\N{CYRILLIC SMALL LETTER O}bal((0,))": "is not a mask",
 }
 

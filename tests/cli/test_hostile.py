@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.cli import _print_anything, library
-from longspan.cli.files import check_writable, written
+from longspan.cli import _escape_unprintable, library
+from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.notices import say
 from longspan.cli.texts import read_stdin, stop_tokens
 from tests.cli.asserts import assert_one_line
@@ -29,14 +29,14 @@ TOO_LARGE = {
     "show tile": (["show", "Causal()", "-T", 64, "--tile", 99999999999, "--png", "a.png"], AT_MOST),
     "show tiles": (
         ["show", "Causal()", "-T", 10**9, "--tile", 1, "--png", "a.png"],
-        "--tile: 1,000,000,000 tokens in tiles of 1 are 1,000,000,000 tiles along a side, over 65,536. Give a tile of "
-        "at least 15,259.",
+        "--tile: 1,000,000,000 tokens in tiles of 1 are 1,000,000,000 tiles along a side, more than 65,536. Give a tile "
+        "of at least 15,259.",
     ),
     "show head": (["show", "Causal()", "-T", 4, "--head", HUGE], AT_MOST),
     "show batch": (["show", "Causal()", "-T", 4, "--batch", HUGE], AT_MOST),
     "explain tokens": (
         ["explain", "Causal()", "--shape", "1,99999999999,1,1"],
-        "--shape: 99,999,999,999 tokens are over 16,777,216.",
+        "--shape: the number of tokens must be at most 16,777,216, got 99,999,999,999.",
     ),
     "explain keys": (["explain", "Causal()", "--shape", "1,8,1,8", "-S", HUGE], AT_MOST),
     "explain kv heads": (["explain", "Causal()", "--shape", "1,8,1,8", "--kv-heads", HUGE], AT_MOST),
@@ -48,7 +48,7 @@ TOO_LARGE = {
     "bench rounds": (["bench", "-T", 64, "--rounds", HUGE], AT_MOST),
     "bench memory": (
         ["bench", "-T", 64, "--heads", 10**9],
-        "q, k and v of 64 tokens, 1,000,000,000 heads of 64, take 49,152 GB, and this machine has",
+        "q, k and v of 64 tokens and 1,000,000,000 heads of size 64 need 49,152 GB, but this machine has",
     ),
     "new tokens": (["generate", "--model", ".", "--prompt", "a", "--max-new-tokens", HUGE], AT_MOST),
     "seed": (["generate", "--model", ".", "--prompt", "a", "--seed", HUGE], AT_MOST),
@@ -56,10 +56,10 @@ TOO_LARGE = {
     "batch tokens": (["encode", "a", "--model", ".", "--out", "b.npy", "--batch-tokens", HUGE], AT_MOST),
     "bigbird": (
         ["show", "bigbird(64000000, block_size=1)"],
-        "64,000,000 blocks, over 16,384. Give block_size=4000, or",
+        "64,000,000 blocks, more than 16,384. Give block_size=4000, or",
     ),
     "stdin twice": (["encode", "-", "-", "--model", ".", "--out", "b.npy"], "- is given more than once, but standard"),
-    "long": (["show", "x" * 100_000], "The expression has 100,000 characters, over 20,000."),
+    "long": (["show", "x" * 100_000], "The expression must have at most 20,000 characters, got 100,000."),
     "nul": (["show", "Causal()\0"], "is not an expression"),
     "nul in a path": (["show", "Causal()", "-T", 4, "--html", "a\0.html"], "embedded null byte"),
     "not utf-8": (["show", "Causal(\udcff)"], "is not UTF-8 text, at character 7."),
@@ -79,12 +79,12 @@ def test_what_would_not_end_is_refused_before_it_begins(run, name, tmp_path, mon
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (MemoryError(), "This does not fit into memory. Give smaller sizes."),
+        (MemoryError(), "There is not enough memory. Give smaller sizes."),
         (
             MemoryError("Unable to allocate 9 EiB"),
-            "This does not fit into memory (Unable to allocate 9 EiB). Give smaller",
+            "There is not enough memory (Unable to allocate 9 EiB). Give smaller",
         ),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "This does not fit into memory (RESOURCE_EXHAUSTED: Out"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "There is not enough memory (RESOURCE_EXHAUSTED: Out"),
         (RecursionError("maximum recursion depth exceeded"), "The input is nested too deeply."),
         (OSError(28, "No space left on device"), "standard output: No space left on device"),
         (PermissionError(13, "Permission denied", "ids.npy"), "ids.npy: Permission denied"),
@@ -117,7 +117,7 @@ def test_arrays_on_a_full_disk_name_the_file(tmp_path):
     """NumPy raises an OSError without a number: "1000 requested and 0 written"."""
     with (
         pytest.raises(OSError, match=r"v\.npy cannot be written: 8 requested and 0 written\."),
-        written(tmp_path / "v.npy"),
+        atomic_write(tmp_path / "v.npy"),
     ):
         raise OSError("8 requested and 0 written")
     assert list(tmp_path.iterdir()) == []
@@ -127,7 +127,7 @@ def test_a_device_or_pipe_receives_the_bytes_and_is_not_replaced(tmp_path):
     pipe = tmp_path / "pipe.svg"
     os.mkfifo(pipe)
     with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
-        with written(pipe) as new:
+        with atomic_write(pipe) as new:
             assert new.suffix == ".svg"
             new.write_text("whole")
         assert reader.communicate(timeout=20)[0] == b"whole"
@@ -140,7 +140,7 @@ def test_a_file_keeps_its_permissions_and_a_link_its_target(tmp_path):
     real.write_text("old")
     real.chmod(0o640)
     link.symlink_to(real)
-    with written(link) as new:
+    with atomic_write(link) as new:
         new.write_text("new")
     assert link.is_symlink() and real.read_text() == "new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
@@ -158,7 +158,7 @@ def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch):
 
 def test_a_long_name_is_no_problem_for_the_temporary_file(tmp_path):
     path = tmp_path / ("n" * 240 + ".txt")
-    with written(path) as new:
+    with atomic_write(path) as new:
         new.write_text("whole")
     assert path.read_text() == "whole"
 
@@ -183,7 +183,7 @@ def test_a_closed_standard_input_is_named(monkeypatch):
 
 def test_an_interrupt_that_python_drops_is_raised_again(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
-    monkeypatch.setattr(_library, "AGAIN", 0.01)
+    monkeypatch.setattr(library, "RETRY_SECONDS", 0.01)
     library.repeat_dropped_interrupts()
     sys.unraisablehook(SimpleNamespace(exc_type=ValueError))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
@@ -198,7 +198,7 @@ def test_an_interrupt_that_python_drops_is_raised_again(monkeypatch):
 def test_what_the_encoding_lacks_is_printed_as_escapes(tmp_path, monkeypatch):
     with open(tmp_path / "out", "w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        _print_anything()
+        _escape_unprintable()
         print("a\udcff ✓")
     assert (tmp_path / "out").read_text() == "a\\udcff \\u2713\n"
 
@@ -213,7 +213,7 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
 @pytest.mark.parametrize("token", ['"x"', "[1.5]", "true", "[null]"])
 def test_a_stop_token_is_a_number(tmp_path, token):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {token}}}')
-    with pytest.raises(ValueError, match=r"config.json: 'eos_token_id' must be a token's number or a list, got"):
+    with pytest.raises(ValueError, match=r"config.json: 'eos_token_id' must be a token id or a list of them, got"):
         stop_tokens(tmp_path)
 
 

@@ -85,13 +85,13 @@ def test_without_module_files_any_pooling_is_as_good(tmp_path):
 
 TRANSFORMER, POOLING = listed("Transformer", "Pooling")
 OTHERS = {
-    "cls": (PLAIN | dict(pooling=CLS), "1_Pooling/config.json says cls pooling, not mean"),
-    "cls, newer": (PLAIN | dict(pooling=dict(pooling_mode="cls")), "1_Pooling/config.json says cls pooling"),
-    "two": (PLAIN | dict(pooling=MEAN | dict(pooling_mode_cls_token=True)), "says cls and mean pooling"),
-    "two, newer": (PLAIN | dict(pooling=dict(pooling_mode=["max", "mean"])), "says max and mean pooling"),
+    "cls": (PLAIN | dict(pooling=CLS), "1_Pooling/config.json sets cls pooling, not mean"),
+    "cls, newer": (PLAIN | dict(pooling=dict(pooling_mode="cls")), "1_Pooling/config.json sets cls pooling"),
+    "two": (PLAIN | dict(pooling=MEAN | dict(pooling_mode_cls_token=True)), "sets cls and mean pooling"),
+    "two, newer": (PLAIN | dict(pooling=dict(pooling_mode=["max", "mean"])), "sets max and mean pooling"),
     "last": (
         PLAIN | dict(pooling=CLS | dict(pooling_mode_cls_token=False, pooling_mode_lasttoken=True)),
-        "says lasttoken pooling",
+        "sets lasttoken pooling",
     ),
     "normalize": (PLAIN | dict(modules=listed("Transformer", "Pooling", "Normalize")), "lists Normalize (2_Normalize)"),
     "normalize, newer": (
@@ -112,22 +112,31 @@ OTHERS = {
         | dict(modules=[dict(listed("Transformer")[0], path="0_Transformer"), *listed("Transformer", "Pooling")[1:]]),
         "modules.json has its Transformer in 0_Transformer",
     ),
-    "short": (PLAIN | dict(bert=dict(max_seq_length=40)), "sentence_bert_config.json cuts texts at 40 tokens, where"),
-    "short, without a list": (dict(bert=dict(max_seq_length=40)), "sentence_bert_config.json cuts texts at 40 tokens"),
+    "short": (
+        PLAIN | dict(bert=dict(max_seq_length=40)),
+        "sentence_bert_config.json truncates texts to 40 tokens, but",
+    ),
+    "short, without a list": (
+        dict(bert=dict(max_seq_length=40)),
+        "sentence_bert_config.json truncates texts to 40 tokens",
+    ),
     "short, older": (
         PLAIN | {"sentence_roberta_config.json": dict(max_seq_length=40)},
-        "sentence_roberta_config.json cuts texts at 40 tokens",
+        "sentence_roberta_config.json truncates texts to 40 tokens",
     ),
-    "the tokenizer's": (PLAIN | dict(tokenizer=dict(model_max_length=40)), "tokenizer_config.json cuts texts at 40"),
-    "lower": (PLAIN | dict(bert=dict(do_lower_case=True)), "sentence_bert_config.json makes texts lower case"),
+    "the tokenizer's": (
+        PLAIN | dict(tokenizer=dict(model_max_length=40)),
+        "tokenizer_config.json truncates texts to 40",
+    ),
+    "lower": (PLAIN | dict(bert=dict(do_lower_case=True)), "sentence_bert_config.json converts texts to lower case"),
     "prompt": (
         PLAIN | dict(settings=dict(prompts=dict(query="query: "), default_prompt_name="query")),
-        "config_sentence_transformers.json puts the prompt 'query: ' before every text",
+        "config_sentence_transformers.json adds the prompt 'query: ' before every text",
     ),
-    "cut": (PLAIN | dict(settings=dict(truncate_dim=3)), "keeps the first 3 numbers of a vector"),
-    "sparse": (PLAIN | dict(settings=dict(model_type="SparseEncoder")), "says that this is a SparseEncoder"),
-    "lost list": (dict(pooling=CLS), "1_Pooling/config.json says cls pooling, not mean"),
-    "lost list, dense": ({"2_Dense/config.json": {}}, "2_Dense is a module's folder, and modules.json is missing"),
+    "cut": (PLAIN | dict(settings=dict(truncate_dim=3)), "truncates vectors to 3 numbers"),
+    "sparse": (PLAIN | dict(settings=dict(model_type="SparseEncoder")), "sets the model type SparseEncoder"),
+    "lost list": (dict(pooling=CLS), "1_Pooling/config.json sets cls pooling, not mean"),
+    "lost list, dense": ({"2_Dense/config.json": {}}, "2_Dense is a module's folder, but modules.json is missing"),
 }
 
 
@@ -142,12 +151,12 @@ BROKEN = {
     "modules": (dict(modules="[{"), "modules.json is not JSON. Download or save it again."),
     "deep": (dict(modules="[" * 100_000), "modules.json is not JSON"),
     "bytes": (dict(modules="\udcff"), "modules.json is not JSON"),
-    "no list": (dict(modules={}), "modules.json must hold a list, got {}."),
+    "no list": (dict(modules={}), "modules.json must contain a list, got {}."),
     "no module": (dict(modules=[3]), "modules.json must list objects with the strings 'path' and 'type', got 3."),
     "no type": (dict(modules=[dict(path="")]), "modules.json must list objects with the strings 'path' and 'type'"),
     "pooling": (PLAIN | dict(pooling="{"), "1_Pooling/config.json is not JSON"),
-    "pooling list": (PLAIN | dict(pooling=[]), "1_Pooling/config.json must hold an object, got []."),
-    "no pooling": (dict(modules=PLAIN["modules"]), "1_Pooling/config.json is missing, and modules.json needs it."),
+    "pooling list": (PLAIN | dict(pooling=[]), "1_Pooling/config.json must contain an object, got []."),
+    "no pooling": (dict(modules=PLAIN["modules"]), "1_Pooling/config.json is missing, but modules.json refers to it."),
     "mode": (PLAIN | dict(pooling=dict(pooling_mode=7)), "'pooling_mode' must be a name or a list of names, got 7."),
     "flag": (
         PLAIN | dict(pooling=dict(pooling_mode_max_tokens="no")),
@@ -196,7 +205,7 @@ def test_a_folder_outside_of_the_directory_is_not_opened(folder, tmp_path):
     write(inside, modules=modules)
     (inside / "link").symlink_to(tmp_path / "other")
     with pytest.raises(
-        ValueError, match=r"modules.json names the folder .* outside of the directory, and is not opened"
+        ValueError, match=r"modules.json names the folder .* outside of the directory. Such a folder is not opened"
     ):
         modules_of(inside)
 
@@ -207,7 +216,7 @@ def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
     (snapshot / "1_Pooling").mkdir(parents=True)
     (snapshot / "modules.json").symlink_to(blobs / "a")
     (snapshot / "1_Pooling" / "config.json").symlink_to(blobs / "b")
-    assert not_run(snapshot) == ["1_Pooling/config.json says cls pooling, not mean"]
+    assert not_run(snapshot) == ["1_Pooling/config.json sets cls pooling, not mean"]
     assert not_run(snapshot, "cls") == [], "what is asked for is what the file says"
 
 
@@ -239,16 +248,21 @@ def test_encode_refuses_other_modules_unless_pooling_is_named(encode):
     (code, _, err), plain = encode()
     assert (code, err) == (0, "")
     result, vectors = encode(**ALL_OF_IT)
-    assert_one_line(result, "is a sentence-transformers directory, and `longspan encode` would give other vectors")
+    assert_one_line(result, "is a sentence-transformers directory, and the vectors of `longspan encode` would differ")
     assert vectors is None
-    files = ["modules.json lists Dense", "Normalize", "1_Pooling/config.json says cls", "config.json makes texts lower"]
-    for file in [*files, "config_sentence_transformers.json puts", "give --pooling mean or --pooling cls."]:
+    files = [
+        "modules.json lists Dense",
+        "Normalize",
+        "1_Pooling/config.json sets cls",
+        "config.json converts texts to lower",
+    ]
+    for file in [*files, "config_sentence_transformers.json adds", "give --pooling mean or --pooling cls."]:
         assert file in result[2]
     (code, _, err), vectors = encode("--pooling", "mean")
     assert code == 0 and err.count("\n") == 1
-    assert err.startswith("longspan: warning: with --pooling mean, this is ignored in ")
-    cut = "sentence_bert_config.json cuts texts at 40 tokens, where the encoder takes 90"
-    pooling = "1_Pooling/config.json says cls pooling, not mean"
+    assert err.startswith("longspan: warning: with --pooling mean, settings of ")
+    cut = "sentence_bert_config.json truncates texts to 40 tokens, but the encoder takes 90"
+    pooling = "1_Pooling/config.json sets cls pooling, not mean"
     for what in ("Dense (2_Dense)", "Normalize (3_Normalize)", pooling, cut, "'query: '"):
         assert what in err
     np.testing.assert_array_equal(vectors, plain)
@@ -258,7 +272,7 @@ def test_encode_refuses_other_modules_unless_pooling_is_named(encode):
 
 def test_encode_refuses_a_shorter_max_seq_length_only_after_it_knows_the_model(encode):
     result, vectors = encode(**PLAIN, bert=dict(max_seq_length=89))
-    assert_one_line(result, "sentence_bert_config.json cuts texts at 89 tokens, where the encoder takes 90")
+    assert_one_line(result, "sentence_bert_config.json truncates texts to 89 tokens, but the encoder takes 90")
     assert vectors is None
     (code, _, err), vectors = encode(**PLAIN, bert=dict(max_seq_length=90))
     assert (code, err) == (0, "") and vectors is not None

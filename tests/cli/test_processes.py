@@ -1,4 +1,4 @@
-"""The command as a process of its own: its door, pipes, interrupts, completion. Few, as JAX takes a second to load."""
+"""The command as a process: its entry point, pipes, interrupts, completion. Few tests, as JAX takes a second to load."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from longspan.cli.library import _uninterrupted
 from tests.cli import checkpoints
 
 ROOT = Path(__file__).parent.parent.parent
-DOOR = "from _longspan_command import main; main()"
+ENTRY = "from _longspan_command import main; main()"
 
 
-def start(*arguments, code=DOOR, **options):
+def start(*arguments, code=ENTRY, **options):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"COLUMNS": "100"} | options.pop("env", {})
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -39,7 +39,7 @@ def run(*arguments, **options):
     return process.returncode, out, err
 
 
-def test_the_entry_point_is_the_door():
+def test_the_entry_point_starts_without_jax():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     assert project["project"]["scripts"] == {"longspan": "_longspan_command:main"}
     assert "_longspan_command" in project["tool"]["scikit-build"]["wheel"]["packages"]
@@ -48,18 +48,18 @@ def test_the_entry_point_is_the_door():
 def test_help_comes_before_jax():
     heavy = "{'jax', 'flax', 'matplotlib'}"
     told = f"import sys, atexit; atexit.register(lambda: print(*sorted({heavy} & set(sys.modules)))); "
-    code, out, err = run("--help", code=told + DOOR)
+    code, out, err = run("--help", code=told + ENTRY)
     assert (code, err) == (0, "")
     assert "generate" in out and out.endswith("\n\n"), "none of them was loaded"
-    assert run("show", "--wrong", code=told + DOOR)[:2] == (2, "\n")
+    assert run("show", "--wrong", code=told + ENTRY)[:2] == (2, "\n")
 
 
-def test_a_command_runs_through_the_door_and_through_the_module():
+def test_a_command_runs_by_its_entry_point_and_as_a_module():
     code, out, err = run("show", "Causal() & Window(1, 0)", "-T", "3", "--json")
     assert (code, err) == (0, "") and json.loads(out)["allowed"] == pytest.approx(5 / 9)
     module = "import runpy; runpy.run_module('longspan', run_name='__main__')"
-    assert run("show", "Cau", code=module) == (2, "", "longspan: 'Cau' is a name, and names are followed by arguments: "
-                                               "Causal(), Window(511, 0).\n")  # fmt: skip
+    assert run("show", "Cau", code=module) == (2, "", "longspan: 'Cau' is a name without arguments. Write them in "
+                                               "parentheses: Causal(), Window(511, 0).\n")  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [3, 500], ids=["at the end", "in between"])
@@ -132,7 +132,7 @@ def test_shells_complete_commands_without_jax(shell):
 
 def test_a_closed_or_full_standard_output_is_no_traceback():
     closed = "import sys; sys.stdout = None; "  # as Python has it where a shell closed it, `>&-`
-    assert run("show", "Causal()", "-T", "3", code=closed + DOOR) == (0, "", "")
+    assert run("show", "Causal()", "-T", "3", code=closed + ENTRY) == (0, "", "")
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
             code, _, err = run("show", "Causal()", "-T", "3", stdout=full)

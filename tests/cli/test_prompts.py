@@ -55,7 +55,5 @@ def test_what_is_no_text_is_refused(generate, monkeypatch):
     reads(monkeypatch, b"ab\xff")
     assert_one_line(generate("--prompt", "-"), "--prompt -: standard input is not UTF-8 text, at byte 2.")
     assert_one_line(generate("--prompt", "a\udcff"), "--prompt is not UTF-8 text, at character 1.")
-    assert_one_line(
-        generate("--prompt", "ab", "--prompt", ""), "--prompt is empty, and there is nothing to go on from."
-    )
+    assert_one_line(generate("--prompt", "ab", "--prompt", ""), "--prompt is empty. Give a text to continue.")
     assert_one_line(generate("--prompt", "a" * 100_000), "Prompt 0 has 100000 tokens")

@@ -5,7 +5,7 @@ import pytest
 
 import longspan as ls
 from longspan.cli import timing
-from longspan.cli.timing import Problem, contestants
+from longspan.cli.timing import Problem, implementations_of
 from longspan.testing import Shape, make_qkv
 
 RULES = [
@@ -30,16 +30,16 @@ class Numpy:
 
 @pytest.mark.parametrize("mask", [*RULES, *TABLES], ids=repr)
 def test_a_mask_as_a_function_is_the_mask(mask):
-    function = timing._as_function(Numpy, Problem(mask, LENGTH, 2, 8, False))
+    function = timing._mask_function(Numpy, Problem(mask, LENGTH, 2, 8, False))
     place = np.arange(LENGTH)
     heads = np.stack([function(0, head, place[:, None], place[None]) for head in range(mask.heads)])
     np.testing.assert_array_equal(heads, np.asarray(mask.dense(LENGTH, LENGTH))[0])
 
 
 def test_rules_stay_rules_and_what_is_too_large_for_a_table_is_left_out(monkeypatch):
-    monkeypatch.setattr(timing, "MOST_DENSE", 0)
-    assert timing._as_function(Numpy, Problem(RULES[0], LENGTH, 2, 8, False)) is not None
-    assert timing._as_function(Numpy, Problem(TABLES[0], LENGTH, 2, 8, False)) is None
+    monkeypatch.setattr(timing, "MAX_DENSE_BYTES", 0)
+    assert timing._mask_function(Numpy, Problem(RULES[0], LENGTH, 2, 8, False)) is not None
+    assert timing._mask_function(Numpy, Problem(TABLES[0], LENGTH, 2, 8, False)) is None
 
 
 @pytest.mark.parity
@@ -48,14 +48,14 @@ def test_rules_stay_rules_and_what_is_too_large_for_a_table_is_left_out(monkeypa
 def test_flex_attention_computes_what_we_do(mask):
     pytest.importorskip("torch")
     problem = Problem(mask, LENGTH, 2, 16, False)
-    found = contestants(problem, ["reference"], peers=True)
+    found = implementations_of(problem, ["reference"], peers=True)
     assert not isinstance(found["FlexAttention"], str), found["FlexAttention"]
     q, k, v = make_qkv(Shape(1, LENGTH, LENGTH, 2, 2, 16), np.float32)
     want = ls.attention(q, k, v, mask=mask, engine="reference")
     got = found["FlexAttention"].run().numpy().swapaxes(1, 2)
     np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=64 * np.finfo(np.float32).eps)
-    backward = contestants(problem._replace(backward=True), ["reference"], peers=True)
-    assert backward["FlexAttention"] == "has no backward pass on CPUs"
+    backward = implementations_of(problem._replace(backward=True), ["reference"], peers=True)
+    assert backward["FlexAttention"] == "it has no backward pass on CPUs"
 
 
 @pytest.mark.parity
@@ -69,5 +69,5 @@ def test_a_failing_compiler_is_told_in_the_row(monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", compiled)
-    found = contestants(Problem(RULES[0], LENGTH, 1, 8, False), [], peers=True)
+    found = implementations_of(Problem(RULES[0], LENGTH, 1, 8, False), [], peers=True)
     assert found["FlexAttention"] == "torch.compile: RuntimeError: no compiler found"

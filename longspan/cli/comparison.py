@@ -1,4 +1,4 @@
-"""What the demo measures: a mask's attention, sparse and dense: seconds, bytes, and how exact they are."""
+"""The demo's comparison of sparse and dense attention under one mask: seconds, bytes and errors."""
 
 import time
 from collections.abc import Callable
@@ -8,30 +8,30 @@ import numpy as np
 
 from longspan.cli.library import library
 
-PARTS = 32  # of the queries, one after the other: dense scores of all of them at once fit few machines
-ROWS = 64  # that are computed in float64
+PARTS = 32  # dense attention runs in so many parts of the queries: few machines hold all scores at once
+ROWS = 64  # the rows that are also computed in float64
 HEAD_DIM = 64
 
 
-class Finish(NamedTuple):
-    """How somebody came in: bytes are what a compiled program takes besides q, k, v and its result."""
+class Measurement(NamedTuple):
+    """One implementation's time, temporary memory and error."""
 
     name: str
     seconds: float
-    bytes: int
-    error: float  # at most so far from float64, in those rows
+    bytes: int  # of the compiled program, without q, k, v and its result
+    error: float  # the largest difference from float64, in `ROWS` rows
 
 
-class Race(NamedTuple):
-    """Both, and how far apart they are anywhere."""
+class Comparison(NamedTuple):
+    """Both measurements, and the largest difference between the two outputs."""
 
-    dense: Finish
-    sparse: Finish
-    apart: float
+    dense: Measurement
+    sparse: Measurement
+    difference: float
 
 
-def race(mask: Any, tokens: int, report: Callable[[int], Any]) -> Race:
-    """Attention of one head with a mask of positions; `report` is told how many of `PARTS` are done."""
+def compare_with_dense(mask: Any, tokens: int, report: Callable[[int], Any]) -> Comparison:
+    """Runs sparse and dense attention of one head. `report` is called with the number of finished parts of `PARTS`."""
     ls = library()
     import jax
     import jax.numpy as jnp
@@ -43,17 +43,17 @@ def race(mask: Any, tokens: int, report: Callable[[int], Any]) -> Race:
     sparse = np.asarray(out)[0, :, 0]
     dense, dense_seconds = _dense(mask, qkv, report)
     rows = np.linspace(0, tokens - 1, min(ROWS, tokens)).astype(int)
-    exact = _exactly(mask, qkv, rows)
+    exact = _in_float64(mask, qkv, rows)
     engine = ls.explain(*qkv, mask=mask).engine
-    return Race(
-        Finish("dense, jax.nn", dense_seconds, dense_bytes(tokens), _apart(dense[rows], exact)),
-        Finish(f"sparse, {engine}", seconds, _temporary(program), _apart(sparse[rows], exact)),
-        _apart(sparse, dense),
+    return Comparison(
+        Measurement("dense, jax.nn", dense_seconds, dense_bytes(tokens), _largest_difference(dense[rows], exact)),
+        Measurement(f"sparse, {engine}", seconds, _temporary_bytes(program), _largest_difference(sparse[rows], exact)),
+        _largest_difference(sparse, dense),
     )
 
 
 def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """The result and the seconds of the better of two runs: the first one warms threads up."""
+    """The result, and the seconds of the faster of two runs: the first one starts threads."""
     import jax
 
     seconds, out = [], None
@@ -65,7 +65,7 @@ def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _dense(mask: Any, qkv: Any, report: Callable[[int], Any]) -> tuple[np.ndarray, float]:
-    """Every pair computed, part by part of the queries, and the mask's truth read: float32 [T, H], and the seconds."""
+    """Dense attention in parts of the queries, under the dense mask: float32 [T, H], and the seconds."""
     import jax
     import jax.numpy as jnp
 
@@ -78,7 +78,7 @@ def _dense(mask: Any, qkv: Any, report: Callable[[int], Any]) -> tuple[np.ndarra
         allowed = mask.dense(part, tokens, q_positions=first + jnp.arange(part))
         return jax.nn.dot_product_attention(q, k, v, mask=allowed)
 
-    # The last part may begin earlier: all of one shape, one program.
+    # The last part may overlap the one before, so that all parts have one shape and one program.
     firsts = [min(at, tokens - part) for at in range(0, tokens, part)]
     program = attend.lower(q[:, :part], k, v, firsts[0]).compile()
     out, seconds = np.zeros((tokens, HEAD_DIM), np.float32), 0.0
@@ -93,28 +93,28 @@ def _dense(mask: Any, qkv: Any, report: Callable[[int], Any]) -> tuple[np.ndarra
 
 
 def dense_bytes(tokens: int) -> int:
-    """What dense attention of all tokens at once takes, mask included: compiled to be asked, not run."""
+    """The memory of dense attention of all tokens at once, with its mask: compiled, not run."""
     import jax
     import jax.numpy as jnp
 
     x = jax.ShapeDtypeStruct((1, tokens, 1, HEAD_DIM), jnp.float32)
     allowed = jax.ShapeDtypeStruct((1, 1, tokens, tokens), jnp.bool_)
     program = jax.jit(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask))
-    return _temporary(program.lower(x, x, x, allowed).compile()) + tokens**2
+    return _temporary_bytes(program.lower(x, x, x, allowed).compile()) + tokens**2
 
 
-def _temporary(program: Any) -> int:
+def _temporary_bytes(program: Any) -> int:
     return int(getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
 
 
-def _exactly(mask: Any, qkv: Any, rows: np.ndarray) -> np.ndarray:
-    """Some rows by the definition, in NumPy's float64."""
-    q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in qkv)
+def _in_float64(mask: Any, qkv: Any, rows: np.ndarray) -> np.ndarray:
+    """Rows of the output by the definition of attention, in NumPy's float64."""
+    q, k, v = [np.asarray(x, np.float64)[0, :, 0] for x in qkv]
     allowed = np.asarray(mask.dense(len(rows), len(k), q_positions=rows))[0, 0]
     scores = np.where(allowed, q[rows] @ k.T / np.sqrt(HEAD_DIM), -np.inf)
     powers = np.exp(scores - scores.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True) @ v
 
 
-def _apart(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one.astype(np.float64) - other).max())  # NumPy's maximum: NaN stays NaN
+def _largest_difference(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one.astype(np.float64) - other).max())  # NumPy's maximum propagates NaN
