@@ -186,8 +186,8 @@ def _parts(tokenizer: Any, text: str, max_tokens: int) -> list[Any]:
     special = tokenizer.num_special_tokens_to_add(is_pair=False)
     if special >= max_tokens:
         raise ValueError(
-            f"The model takes at most {max_tokens} tokens, and the tokenizer adds {special} special tokens. None is left "
-            "for text."
+            f"The model takes at most {max_tokens} tokens, and the tokenizer adds {special} special tokens. None is "
+            "left for text."
         )
     tokenizer.enable_truncation(max_tokens)
     first = tokenizer.encode(text)

@@ -97,7 +97,8 @@ BIGBIRDS = {
     "bigbird(4096, num_heads=100000000)": "100,000,000 heads of 64 blocks with 3 random blocks each draw "
     "70,400,000,000 numbers, more than 4,194,304. Give fewer heads or random blocks, or a larger block_size.",
     "bigbird(4096, num_random_blocks=1000000000)": "draw 128,000,000,320 numbers, more than 4,194,304.",
-    "bigbird(1000000000, block_size=200000000)": "bigbird: block_size must be at most 16,384, got 200,000,000. Give a smaller one.",
+    "bigbird(1000000000, block_size=200000000)": "bigbird: block_size must be at most 16,384, got 200,000,000. Give a "
+    "smaller one.",
 }
 
 

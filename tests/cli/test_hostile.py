@@ -29,8 +29,8 @@ TOO_LARGE = {
     "show tile": (["show", "Causal()", "-T", 64, "--tile", 99999999999, "--png", "a.png"], AT_MOST),
     "show tiles": (
         ["show", "Causal()", "-T", 10**9, "--tile", 1, "--png", "a.png"],
-        "--tile: 1,000,000,000 tokens in tiles of 1 are 1,000,000,000 tiles along a side, more than 65,536. Give a tile "
-        "of at least 15,259.",
+        "--tile: 1,000,000,000 tokens in tiles of 1 are 1,000,000,000 tiles along a side, more than 65,536. Give a "
+        "tile of at least 15,259.",
     ),
     "show head": (["show", "Causal()", "-T", 4, "--head", HUGE], AT_MOST),
     "show batch": (["show", "Causal()", "-T", 4, "--batch", HUGE], AT_MOST),

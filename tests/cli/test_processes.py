@@ -1,4 +1,4 @@
-"""The command as a process: its entry point, pipes, interrupts, completion. Few tests, as JAX takes a second to load."""
+"""The command as a process: its entry point, pipes, interrupts, completion. Few tests: JAX takes a second to load."""
 
 import json
 import os
