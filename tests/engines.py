@@ -1,5 +1,5 @@
-"""The engines that tests run over. Without the native library those of `cpu` are skipped, and test_cpu_engine.py fails
-where it could have been built."""
+"""The engines that tests run with. Without the native library, tests of `cpu` are skipped, and test_cpu_engine.py fails
+if there is a compiler."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every advice that `explain` gives is followed here, as it is printed: it must lower what it is about."""
+"""Every advice of `explain` is followed here as printed, and must lower the executed FLOPs."""
 
 import re
 
@@ -41,7 +41,7 @@ def advised(report, which):
 
 @ls.masks.rule
 class Far(Mine):
-    """A user's rule, of which most tiles are empty."""
+    """A user's rule with mostly empty tiles."""
 
     def allowed(self, q, kv):
         return abs(q.position - kv.position) > 1500
@@ -49,7 +49,7 @@ class Far(Mine):
 
 @ls.masks.rule
 class BoundedFar(Far):
-    """The same with what was advised."""
+    """The same rule with the advised `classify`."""
 
     allowed = Far.allowed
 

@@ -1,6 +1,6 @@
-"""What is special about the `cpu` engine: finding its library, instruction sets, partitioning, vmap, bad calls.
+"""The parts that only the `cpu` engine has: its library, instruction sets, partitioning, vmap, invalid calls.
 
-That it computes the right thing is shown by the parity matrix, which runs on every engine.
+The parity matrix, which runs on every engine, shows that its results are right.
 """
 
 import re
@@ -228,7 +228,7 @@ def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider)
         rooms.append(max_visits(plan_layout(mask, 23, 31, 3, 2, xp=jnp)))
 
     jax.eval_shape(traced, mask)
-    jax.eval_shape(lambda: traced(mask))  # NumPy's arrays stay known
+    jax.eval_shape(lambda: traced(mask))  # NumPy arrays keep their values
     concrete = plan_layout(mask, 23, 31, 3, 2, xp=np)
     visits = [len(tiles) for b, n in concrete.planes() for tiles in _tiles_by_row(concrete, b, n)]
     assert max(visits) <= min(rooms)
@@ -271,7 +271,7 @@ def test_bits_that_take_gigabytes_are_refused(known):
     ):
         lowered()
     if LIBRARY_MISSING is None:
-        lowered(within=ls.Window(255, 0))  # a static window leaves few
+        lowered(within=ls.Window(255, 0))  # with a static window, the bits are few
     if known:
         assert "longspan_forward" not in lowered(engine="auto").as_text()
     else:
@@ -296,7 +296,7 @@ def test_bits_of_packed_documents_stay_within_the_window():
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e5, 1e7])
 @pytest.mark.parametrize("T", [1, 4, 200])
 def test_gradients_of_few_queries_are_exact_where_scores_are_large(T, size):
-    """Forward and backward must compute a score with the same bits: exp(score - lse) shows every difference."""
+    """Both passes must compute a score with the same bits: exp(score - lse) amplifies every difference."""
     q, k, v = make_qkv(Shape(B=1, T=T, S=300, N=2, K=1, H=64), jnp.float32)
     q = q * size / 20
     weights = np.random.default_rng(2).normal(size=q.shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The contract between `attention` and engines: given statistics, engines from outside, who differentiates what."""
+"""The contract between `attention` and engines: backward passes with given lse, users' engines, derivatives."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ FEATURES = {
 
 
 def request_of(q, k, v, slots, *, bias=None, **features) -> Request:
-    """A part of a call, the keys in some slots, as a ring over devices would ask for it."""
+    """A call with the keys of some slots only, as a ring over devices makes it."""
     return Request.of(
         q=q,
         k=k[:, slots],
@@ -49,7 +49,7 @@ def request_of(q, k, v, slots, *, bias=None, **features) -> Request:
 
 
 def ready(engine: Engine, request: Request) -> tuple[Request, ls.BlockLayout]:
-    """The arguments of an engine's passes."""
+    """The arguments of an engine's forward and backward pass."""
     request = request.with_layout(*engine.tiles(request))
     return request, request.layout
 
@@ -57,7 +57,7 @@ def ready(engine: Engine, request: Request) -> tuple[Request, ls.BlockLayout]:
 @every_engine
 @pytest.mark.parametrize("feature", one_in(5, FEATURES))
 def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature):
-    """Parts of the keys, each differentiated with the lse and delta of all of them, add up to the whole gradient."""
+    """Gradients over parts of the keys, each with the lse and delta of all keys, add up to the whole gradient."""
     q, k, v = make_qkv(SHAPE, jnp.float32)
     features, chosen = FEATURES[feature], ENGINES[engine]
     weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (q.shape, q.shape[:3])]
@@ -86,7 +86,7 @@ def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature
             np.testing.assert_allclose(np.asarray(dbias), np.asarray(want["bias"])[..., kept], rtol=0, atol=2e-5)
         elif feature != "biases by distance":
             assert dbias is None
-    if feature == "biases by distance":  # positions tell which part a part is, so each adds to all of the gradient
+    if feature == "biases by distance":  # every part contributes to the whole gradient, at its own distances
         summed = jax.tree.map(lambda *parts: sum(parts), *(dbias for *_, dbias in got))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), summed, want["bias"])
     for mine, name in ((dq, "q"), (dk, "k"), (dv, "v")):
@@ -105,7 +105,7 @@ def test_run_gives_out_and_lse_and_merged_parts_are_the_whole(engine):
 
 
 class FiveMethods(Engine):
-    """An engine from outside that shares no code with ours: dense, one loop per head, with a backward pass."""
+    """A user's engine without shared code: dense, one loop per head, with a backward pass."""
 
     name = "five methods"
 
@@ -146,7 +146,7 @@ class FiveMethods(Engine):
 
 
 class Delegating(Engine):
-    """An engine from outside that defines only what it must."""
+    """A user's engine that defines only the required names."""
 
     name = "delegating"
 
@@ -208,7 +208,7 @@ def test_what_is_no_engine_is_refused(unchecked):
 
 @dataclass(frozen=True)
 class Wrong(FiveMethods):
-    """An engine that returns something else than it should."""
+    """An engine that returns a wrong result."""
 
     part: str
 
@@ -247,7 +247,7 @@ class Weights:
 
 
 class Saving(FiveMethods):
-    """An engine whose backward pass gets what its forward pass computed."""
+    """An engine whose backward pass uses residuals of its forward pass."""
 
     def forward(self, request, layout):
         weights, lse = self._weights(request, layout)

@@ -123,7 +123,7 @@ def test_a_custom_rule_without_bounds_is_noted():
 
 @ls.masks.rule
 class Mine(ls.Mask):
-    """A user's rule that says nothing about tiles."""
+    """A user's rule without `classify`."""
 
     def allowed(self, q, kv):
         return q.position >= kv.position
@@ -266,7 +266,7 @@ def test_a_million_tokens_take_little_work_and_memory(mask, monkeypatch):
 
 
 def noting(monkeypatch, owner, name, note):
-    """Lets a function note what it is called with."""
+    """Calls `note` with the arguments of every call of a function."""
     inner = getattr(owner, name)
 
     def outer(*arguments, **more):

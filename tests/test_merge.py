@@ -1,4 +1,4 @@
-"""`merge`: results over disjoint keys become the result over their union, however the keys were split."""
+"""`merge`: results over disjoint sets of keys become the result over their union, for every split."""
 
 from functools import partial
 
@@ -135,7 +135,7 @@ def test_a_query_that_sees_nothing_has_no_value_whatever_its_sink_is(sink):
 
 
 def test_residuals_keep_what_a_low_lse_cannot_hold():
-    """Scores of -1e9: a float32 lse holds nothing of the logarithm of how many keys there are."""
+    """With scores of -1e9, a float32 lse loses the logarithm of the number of keys."""
     parts = [Result(jnp.full((1, 1, 1, 2), x), jnp.full((1, 1, 1), -1e9), jnp.log(jnp.full((1, 1, 1), n)))
              for x, n in ((1.0, 3.0), (5.0, 1.0))]  # fmt: skip
     found = combine(parts)

@@ -1,4 +1,4 @@
-"""A few rows times matrices as they lie in a stack: the native product against float64, on every instruction set."""
+"""The native product of a few rows with matrices in a stack, against float64, on every instruction set."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def exact(x, matrix, layer, by_outer):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("by_outer", [False, True])
 def test_products_are_exact(isa, dtype, by_outer, monkeypatch):
-    """Widths below, at and above what one piece and one vector hold; rows that do not fill a group."""
+    """Widths below, at and above the size of one piece and one vector; rows that do not fill a group."""
     monkeypatch.setenv("LONGSPAN_CPU_ISA", isa)
     for rows, inner, sizes in [(1, 67, (1, 130)), (5, 8, (63, 64, 65)), (17, 33, (9,)), (MAX_ROWS, 19, (2500,))]:
         x = draw(rows, inner)

@@ -1,4 +1,4 @@
-"""One layer of stacked caches: what attention reads of it and what is written into it, where it lies."""
+"""One layer of stacked caches: attention reads it, and `put` writes it, in place."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def draw(*shape, dtype=jnp.float32):
 
 
 def stacks(dtype=jnp.float32):
-    """q, and keys and values of which all layers but one are NaN."""
+    """q, and stacked keys and values that are NaN in all other layers."""
     k, v = (np.array(draw(LAYERS, B, S, K, size, dtype=dtype)) for size in (H, V))
     for x in (k, v):
         x[[0, 2]] = np.nan
@@ -54,11 +54,11 @@ def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_are_put_into_their_slots_and_nowhere_else(dtype):
     stack, new = draw(LAYERS, B, S, K, H, dtype=dtype), draw(B, 2, K, H, dtype=dtype)
-    slots = jnp.array([[4, S], [S - 1, -1]], jnp.int32)  # those that are not there take nothing
+    slots = jnp.array([[4, S], [S - 1, -1]], jnp.int32)  # slots out of range are skipped
     want = np.array(stack)
     want[2, 0, 4], want[2, 1, S - 1] = new[0, 0], new[1, 0]
     np.testing.assert_array_equal(np.asarray(jax.jit(lambda *all: put(*all))(stack, 2, slots, new)), want)
-    np.testing.assert_array_equal(np.asarray(put(stack, 2, slots, new)), want)  # and the operand is still what it was
+    np.testing.assert_array_equal(np.asarray(put(stack, 2, slots, new)), want)  # the operand is unchanged
 
 
 @pytest.mark.usefixtures("native")

@@ -1,4 +1,4 @@
-"""The tree keeps its shape: imports point downwards, names are documented, importing is light, files travel."""
+"""The structure of the package: imports point downwards, names are documented, the import is light."""
 
 import ast
 import graphlib
@@ -43,7 +43,7 @@ def test_module_level_imports_point_downwards():
 
 
 def test_models_and_modules_name_no_engine():
-    """What an engine does for them they ask of `longspan.engines`, which knows the engines that there are."""
+    """They call `longspan.engines`, which chooses the engine."""
     above = [i for i in imports_of(PACKAGE) if room(i.importer) in ("nn", "models", "hf")]
     named = [f"{i.importer}, line {i.line}: {i.target}" for i in above if re.match(r"longspan\.engines\.", i.target)]
     assert not named, "\n" + "\n".join(named)
@@ -120,7 +120,7 @@ def test_the_design_page_shows_the_tree_as_it_is():
     page = (ROOT / "docs" / "design.md").read_text("utf-8")
     block = re.search(r"^## The tree$.*?^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert block is not None
-    # A line that starts with a space goes on with the room above it.
+    # A line that starts with a space continues the line above it.
     lines = re.sub(r"\n +", " ", block[1]).splitlines()
     shown = {line.split()[0]: line for line in lines}
     rooms = {
@@ -198,7 +198,7 @@ def room(module: str) -> str:
 
 
 def modules_of(package: Path) -> dict[str, Path]:
-    """The package's modules by dotted name; a folder goes by the name of its `__init__.py`."""
+    """The package's modules by dotted name; a folder has the name of its package."""
     paths = sorted(package.rglob("*.py"))
     parts = [path.relative_to(package.parent).with_suffix("").parts for path in paths]
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for p, path in zip(parts, paths, strict=True)}
@@ -216,7 +216,7 @@ def imports_of(package: Path) -> list[Import]:
 
 
 def loaded_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those inside functions and `if TYPE_CHECKING`, which do not run on import."""
+    """All nodes except those inside functions and `if TYPE_CHECKING`, which do not run on import."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:

@@ -1,4 +1,4 @@
-"""What a static checker sees: pyright accepts good calls, with results of known types, and complains about bad ones."""
+"""Static types: pyright accepts good calls, infers the types of their results, and reports bad calls."""
 
 import json
 import shutil
@@ -38,6 +38,14 @@ ls.attention(q, k, v, mask=np.ones((16, 16), bool), sinks=jnp.zeros(2), q_positi
 ls.attention(q, k, v, dropout_rate=0.1, dropout_key=jax.random.key(0)).reshape(-1)
 out, lse = ls.attention(q, k, v, return_lse=True)
 out.at[0].set(0.0), lse.shape
+@ls.masks.rule
+class Strided(ls.Mask):
+    stride: int
+assert_type(Strided(2) & ls.masks.Causal(), ls.Mask)
+assert_type(ls.engines.choose("xla", Request.of(q=q, k=k, v=v))[0], Engine)
+assert_type(ls.mask_to_segment_ids(ids), tuple[jax.Array, jax.Array])
+assert_type(ls.maskinfo.mask_to_segment_ids(ids), tuple[jax.Array, jax.Array])
+assert_type(ls.parallel.attention(q, k, v, mesh=ls.parallel.mesh()), jax.Array)
 assert_type(ls.merge([out, out], (lse, lse), sinks=jnp.zeros(2)), tuple[jax.Array, jax.Array])
 assert_type(ls.explain(q, k, v, mask=ls.Causal(), engine="reference").engine, str)
 ls.explain(jax.ShapeDtypeStruct((1, 16, 2, 4), jnp.float32), k, v).useful_flops
@@ -73,6 +81,7 @@ ls.attention(q, k, v, engine="fastest")
 ls.attention(q, k, v, q, engine="xla")
 ls.attention(q, k, v, is_cusal=True)
 ls.attention(q, k, v, is_causal=True)
+ls.parallel.attention(q, k, v, mesh=ls.parallel.mesh(), is_causal=True)
 ls.attention(q, k, v, soft_cap="high")
 ls.attention(q, k, v, dropout_rate="0.1")
 ls.attention(q, k, v, return_lse=True).shape

@@ -16,14 +16,14 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 3)), jnp.float32)
 
 
 def programs(name):
-    """How many compiled programs of a jitted function exist in this process."""
+    """The number of compiled programs of a jitted function in this process."""
     gc.collect()
     programs = jax.devices()[0].client.live_executables()
     return sum(program.hlo_modules()[0].name == f"jit_{name}" for program in programs)
 
 
 def calls(kind, engine, number):
-    """As many calls of attention, each with a function of its own."""
+    """Calls of attention, each with another function."""
     for shift in range(number):
         rule = (lambda q, k, shift=shift: q >= k - shift) if kind == "mask" else (lambda q, k: -jnp.log1p(abs(q - k)))
         of = dict(mask=ls.Custom(rule)) if kind == "mask" else dict(bias=(ls.ScoreBias(rule), jnp.zeros((5, 5))))
@@ -106,7 +106,7 @@ def test_functions_are_found_wherever_they_are():
 
     @ls.masks.rule
     class Many(ls.Mask):
-        """A user's rule with functions of its own."""
+        """A user's rule that holds functions."""
 
         functions: tuple = ()
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
+
+Class = TypeVar("Class", bound=type)
 
 
 class Value:
@@ -50,7 +52,7 @@ class Value:
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-def rule(cls):
+def rule(cls: Class) -> Class:
     """Makes a frozen pytree of a `Mask` subclass: fields that hold arrays or masks are data, all others are static.
 
     Example:
@@ -65,15 +67,15 @@ def rule(cls):
         .#.#
         #.#.
     """
-    cls = dataclass(frozen=True, eq=False, repr=False)(cls)
-    names = tuple(f.name for f in fields(cls))
-    plain_init = cls.__init__
+    made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
+    names = tuple(f.name for f in fields(made))
+    plain_init = made.__init__
 
     @wraps(plain_init)
     def init(self, *args, **kwargs):
         plain_init(self, *args, **kwargs)
         # Decided once, here: JAX rebuilds masks with placeholders (ints, None) where the arrays were.
-        object.__setattr__(self, "_data", tuple(n for n in names if _is_data(getattr(self, n), n in cls.static)))
+        object.__setattr__(self, "_data", tuple(n for n in names if _is_data(getattr(self, n), n in made.static)))
 
     def flatten_with_keys(self):
         data = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self._data]
@@ -86,15 +88,15 @@ def rule(cls):
 
     def unflatten(aux, children):
         data, static = aux
-        self = object.__new__(cls)
+        self = object.__new__(made)
         for name, value in (*zip(data, children, strict=True), *static):
             object.__setattr__(self, name, value.array if isinstance(value, StaticArray) else value)
         object.__setattr__(self, "_data", data)
         return self
 
-    cls.__init__ = init
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    return cls
+    made.__init__ = init
+    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
+    return made
 
 
 def axes_of(tree: Any, letters: str = "") -> list[str]:

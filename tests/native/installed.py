@@ -1,4 +1,4 @@
-"""Run by hand or by cibuildwheel, in an environment with the installed wheel: the native engine is there, and right."""
+"""Run by hand or by cibuildwheel with the installed wheel: the native engine is installed and correct."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A library built from other sources: neither called nor passed over in silence."""
+"""A library built from other sources raises an error: it is neither called nor ignored."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ STALE = {
 
 @pytest.fixture(params=STALE, ids=["another number", "none"])
 def message(request, monkeypatch, tmp_path):
-    """What is said about a library that another longspan built, once that library has the place of ours."""
+    """The error about a library that another version of longspan built, in place of the current one."""
     if COMPILER is None:
         pytest.skip("no compiler here")
     build = [COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / "stale.so"]
@@ -36,14 +36,14 @@ def message(request, monkeypatch, tmp_path):
 @pytest.mark.parametrize("engine", [pytest.param("auto", id="chosen"), pytest.param("cpu", id="named")])
 def test_a_stale_library_is_an_error_not_a_slower_engine(message, engine):
     x = jnp.ones((1, 3, 2, 4))
-    for call in (ls.attention, ls.explain, ls.attention):  # again: the refusal is not forgotten
+    for call in (ls.attention, ls.explain, ls.attention):  # a second call raises too
         with pytest.raises(ImportError, match=message) as error:
             call(x, x, x, engine=engine)
         assert "\n" not in str(error.value)
 
 
 def test_a_stale_library_does_not_keep_longspan_from_being_imported(message):
-    library.register()  # what an import does
+    library.register()  # as the import does
     with pytest.raises(ImportError, match=message):
         library.missing()
 

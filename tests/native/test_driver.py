@@ -1,4 +1,4 @@
-"""The kernel without XLA and Python, under sanitizers: random calls, damaged calls. Minutes of compiling."""
+"""The kernel without XLA and Python, under sanitizers: random calls and invalid calls. Compiling takes minutes."""
 
 import shutil
 import subprocess
@@ -18,5 +18,5 @@ def test_random_calls_match_a_naive_loop_and_damaged_ones_do_no_harm(tmp_path, s
     subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, *options], check=True)
     subprocess.run(["cmake", "--build", tmp_path, "--target", "native_tests", "native_fuzz"], check=True)
     subprocess.run([tmp_path / "native_tests", "0", "100"], check=True)
-    if sanitizers != "thread":  # one thread runs what damaged calls leave
+    if sanitizers != "thread":  # invalid calls run on one thread
         subprocess.run([tmp_path / "native_fuzz", "0", "250"], check=True)

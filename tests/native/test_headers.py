@@ -1,4 +1,4 @@
-"""Headers of the kernel as an editor opens them: alone."""
+"""Every header of the kernel compiles alone, as an editor opens it."""
 
 import re
 import shutil

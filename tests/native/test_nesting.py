@@ -1,4 +1,4 @@
-"""Mask programs that no mask writes, given straight to the handler: an error, not the end of the process."""
+"""Mask programs that no mask produces, passed directly to the handler, raise an error and do not crash."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ needs_library = pytest.mark.skipif("library.missing() is not None", reason="no n
 
 
 def nested(depth: int) -> list[int]:
-    """One head's part inside one head's part, so often; the innermost allows everything."""
+    """A program of nested PerHead, `depth` levels deep; the innermost part allows everything."""
     return [word for rest in range(depth, 0, -1) for word in (PER_HEAD, 1, 3 * rest - 2)] + [FULL]
 
 

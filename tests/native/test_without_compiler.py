@@ -1,4 +1,4 @@
-"""A source build without a compiler: it installs, works on `xla`, says what is missing, and can be forbidden."""
+"""A source build without a compiler installs, runs on `xla` and reports the reason; a variable can forbid it."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ print(ls.__file__)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The project's files, without what was built before."""
+    """The project's files, without build products."""
     folder = tmp_path_factory.mktemp("source") / "longspan"
     unwanted = shutil.ignore_patterns(".*", "build", "*.so", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=unwanted)
@@ -33,7 +33,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """This one, where the path leads to every program but the compilers."""
+    """This environment, with a PATH that has every program except the compilers."""
     folder = tmp_path_factory.mktemp("programs")
     for directory in map(Path, os.environ["PATH"].split(os.pathsep)):
         for program in directory.iterdir() if directory.is_dir() else ():

@@ -40,8 +40,8 @@ def test_a_sharded_sequence_attends_to_its_own_keys_and_explain_says_so():
     want = ls.attention(X, X, X, mask=MASK & ls.Chunk(4))
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
     assert note == (
-        "inside `shard_map` over 'sp' (4 devices), queries attend to the 4 keys of their own shard alone. That is "
-        "right for sharded batch rows and heads. For a sharded sequence call `ls.parallel.attention`, outside of "
+        "inside `shard_map` over 'sp' (4 devices), queries attend only to the 4 keys of their own shard. That is "
+        "correct for sharded batch rows and heads. For a sharded sequence, call `ls.parallel.attention` outside "
         "`shard_map`"
     )
 
@@ -89,4 +89,4 @@ def test_axes_of_one_device_and_calls_outside_are_not_noted():
 def test_the_first_section_of_the_pages_says_so(page):
     first = (DOCS / page).read_text().split("\n## ")[0]
     said = " ".join(first.split())
-    assert "`ls.parallel.attention`" in said and "keys of its own shard alone" in said and "`shard_map`" in said
+    assert "`ls.parallel.attention`" in said and "only to the keys of its own shard" in said and "`shard_map`" in said
