@@ -132,7 +132,7 @@ def test_tokens_sorted_as_advised_lower_the_executed_flops(name):
     assert ("position" in mask.reads) == bool(places)
 
 
-def test_positions_of_the_call_are_sorted_along():
+def test_positions_of_the_call_are_sorted_with_the_tokens():
     positions = np.arange(2048)[::-1].copy()
     mask = ls.Causal() & ls.Segments(SHUFFLED)
     note = advised(explained(mask, q_positions=positions, kv_positions=positions), SORT)
@@ -152,7 +152,7 @@ def test_positions_of_the_call_are_sorted_along():
     ],
     ids=["first and near", "padding inside", "type 0 inside", "first"],
 )
-def test_ids_that_are_sorted_are_not_said_to_come_back(mask):
+def test_sorted_ids_do_not_recur(mask):
     report = explained(mask)
     assert report.executed_flops > 4 * report.useful_flops
     assert not any("recur" in note for note in report.notes)
@@ -191,7 +191,7 @@ def test_smaller_tiles_are_planned_for_the_positions_of_the_call():
     assert after.executed_flops < before.executed_flops
 
 
-def test_where_nothing_helps_it_only_states_that_much_is_executed():
+def test_without_advice_the_note_is_only_the_ratio():
     comb = ls.Custom(lambda q, k: (q + k) % 16 == 0)
     (cost, note) = explained(comb).notes
     assert "no tile can be skipped" in cost
@@ -212,7 +212,7 @@ def test_every_adviser_is_followed_above():
 
 
 @pytest.mark.parametrize("mask", BY_QUERY, ids=repr)
-def test_what_is_advised_of_any_mask_is_less_than_it_executes(mask):
+def test_the_advice_for_any_mask_lowers_its_executed_flops(mask):
     report = explained(mask, T=389)
     for note in report.notes:
         if SORT in note or TILES in note:
@@ -221,7 +221,7 @@ def test_what_is_advised_of_any_mask_is_less_than_it_executes(mask):
             assert float(amount) * 1000 ** " kMG".index(letters or " ") < report.executed_flops
 
 
-def test_rules_beside_one_that_travels_as_bits_make_them_fewer_as_advised():
+def test_a_static_window_or_chunk_reduces_mask_bits_as_advised():
     x = jax.ShapeDtypeStruct((1, 1 << 17, 1, 16), jnp.float32)
     refused = (
         ls.explain(x, x, x, mask=ls.Custom(near)).refused["cpu"]

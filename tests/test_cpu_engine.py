@@ -35,7 +35,7 @@ def test_where_there_is_a_compiler_there_is_the_native_library():
     assert LIBRARY_MISSING is None, LIBRARY_MISSING
 
 
-def test_switched_off_by_the_environment_it_says_so(monkeypatch):
+def test_an_engine_disabled_by_the_environment_gives_the_reason(monkeypatch):
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     q, k, v = make_qkv(Shape(B=1, T=3, S=5, N=2, K=1, H=4), jnp.float32)
     assert "LONGSPAN_NATIVE=0" in ls.explain(q, k, v).refused["cpu"]
@@ -43,7 +43,7 @@ def test_switched_off_by_the_environment_it_says_so(monkeypatch):
         ls.attention(q, k, v, engine="cpu")
 
 
-def test_a_missing_library_is_explained_with_the_cure(monkeypatch, tmp_path):
+def test_a_missing_library_is_reported_with_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
     library._load.cache_clear()
     try:
@@ -53,7 +53,7 @@ def test_a_missing_library_is_explained_with_the_cure(monkeypatch, tmp_path):
 
 
 @needs_library
-def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
+def test_an_unsupported_instruction_set_is_refused(monkeypatch):
     monkeypatch.setenv("LONGSPAN_CPU_ISA", "abacus")
     assert "this machine and build support " in (library.missing() or "")
 
@@ -220,22 +220,22 @@ def test_wrong_calls_are_errors_with_a_message():
 
 @settings(max_examples=25)
 @given(mask=masks(23, 31), wider=booleans())
-def test_rules_as_bits_have_room_for_every_tile_that_data_may_visit(mask, wider):
+def test_mask_bits_cover_every_tile_that_data_may_visit(mask, wider):
     mask = ls.Causal(8) & mask & ls.Window(6, 9) & ls.Custom(lambda q, k: q > k) if wider else ls.Window(5, 3) & mask
-    rooms = []
+    widths = []
 
     def traced(mask):
-        rooms.append(max_visits(plan_layout(mask, 23, 31, 3, 2, xp=jnp)))
+        widths.append(max_visits(plan_layout(mask, 23, 31, 3, 2, xp=jnp)))
 
     jax.eval_shape(traced, mask)
     jax.eval_shape(lambda: traced(mask))  # NumPy arrays keep their values
     concrete = plan_layout(mask, 23, 31, 3, 2, xp=np)
     visits = [len(tiles) for b, n in concrete.planes() for tiles in _tiles_by_row(concrete, b, n)]
-    assert max(visits) <= min(rooms)
+    assert max(visits) <= min(widths)
 
 
 @needs_library
-def test_rules_as_bits_have_room_where_intervals_are_too_many_to_intersect():
+def test_mask_bits_cover_tiles_where_intervals_are_too_many_to_intersect():
     tables = [rng.permuted(np.tile(np.arange(16), (16, 1)), axis=1)[None, :, :width] for width in (9, 8)]
     many, more = (ls.Blocks(jnp.asarray(table, jnp.int32), 128) for table in tables)
     mask = ls.Window(130, 130) & many & more & ls.Custom(lambda a, b: (a + b) % 3 != 0)
@@ -254,7 +254,7 @@ UNKNOWN_RULE = ls.Custom(lambda q, k: (q + k) % 3 != 0)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["shapes", "traced"])
-def test_bits_that_take_gigabytes_are_refused(known):
+def test_mask_bits_of_gigabytes_are_refused(known):
     q = jax.ShapeDtypeStruct((1, LONG, 1, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, LONG), jnp.int32)
 
@@ -279,7 +279,7 @@ def test_bits_that_take_gigabytes_are_refused(known):
 
 
 @needs_library
-def test_bits_of_packed_documents_stay_within_the_window():
+def test_mask_bits_of_packed_documents_stay_within_the_window():
     T = 16384
     q = jax.ShapeDtypeStruct((1, T, 1, 8), jnp.float32)
 

@@ -56,7 +56,7 @@ def ready(engine: Engine, request: Request) -> tuple[Request, ls.BlockLayout]:
 
 @every_engine
 @pytest.mark.parametrize("feature", one_in(5, FEATURES))
-def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature):
+def test_backward_uses_the_given_lse_of_more_keys(engine, feature):
     """Gradients over parts of the keys, each with the lse and delta of all keys, add up to the whole gradient."""
     q, k, v = make_qkv(SHAPE, jnp.float32)
     features, chosen = FEATURES[feature], ENGINES[engine]
@@ -94,7 +94,7 @@ def test_backward_takes_the_statistics_of_more_keys_than_its_own(engine, feature
 
 
 @every_engine
-def test_run_gives_out_and_lse_and_merged_parts_are_the_whole(engine):
+def test_run_returns_out_and_lse_and_merged_parts_are_the_whole(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     chosen, slots = ENGINES[engine], [list(range(0, 23, 2)), list(range(1, 23, 2))]
     requests = [request_of(q, k, v, kept) for kept in slots]
@@ -154,12 +154,12 @@ class Delegating(Engine):
         return ENGINES["reference"].run(request, layout)
 
 
-def test_an_engine_from_outside_runs_and_is_differentiated_through_its_own_backward():
+def test_a_users_engine_runs_and_is_differentiated_through_its_backward():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     assert_matches_reference(FiveMethods(), q, k, v, MASK)
 
 
-def test_explain_and_recipes_take_an_engine_from_outside():
+def test_explain_and_recipes_take_a_users_engine():
     q, k, v = make_qkv(Shape(B=1, T=16, S=16, N=2, K=2, H=4), jnp.float32)
     engine = FiveMethods()
     report = ls.explain(q, k, v, mask=ls.Causal(), engine=engine)
@@ -177,7 +177,7 @@ def test_explain_and_recipes_take_an_engine_from_outside():
         np.testing.assert_allclose(np.asarray(run(engine=engine)), np.asarray(run(engine="reference")), atol=1e-5)
 
 
-def test_an_engine_may_leave_out_all_but_run_and_says_what_it_lacks():
+def test_an_engine_with_only_run_works_and_names_what_it_lacks():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     got, want = (ls.attention(q, k, v, mask=MASK, engine=e) for e in (Delegating(), "reference"))
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
@@ -195,7 +195,7 @@ class Unhashable(Delegating):
     size: int = 3
 
 
-def test_what_is_no_engine_is_refused(unchecked):
+def test_values_that_are_not_engines_are_refused(unchecked):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     for wrong in (4, None, Delegating, object(), Nameless()):
         with pytest.raises(TypeError, match=r"`engine` must be one of 'auto', .* or a longspan.engines.Engine, got"):
@@ -221,7 +221,7 @@ class Wrong(FiveMethods):
         return dq, (dk[:, :-1] if self.part == "dk" else dk), dv, dbias
 
 
-def test_what_an_engine_returns_is_checked():
+def test_the_results_of_an_engine_are_checked():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     with pytest.raises(ValueError, match=r"engine='five methods': run returned out \(2, 7, 6, 4\)"):
         ls.attention(q, k, v, engine=Wrong("out"))
@@ -259,7 +259,7 @@ class Saving(FiveMethods):
         return super().backward(request, layout, result, delta, dout)
 
 
-def test_a_backward_pass_gets_the_result_of_its_forward_pass():
+def test_a_backward_pass_receives_the_result_of_its_forward_pass():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     engine = Saving()
     assert_matches_reference(engine, q, k, v, MASK)
@@ -276,7 +276,7 @@ def test_second_derivatives_are_refused_by_name(engine):
 
 
 @every_engine
-def test_a_call_is_checked_once_and_looks_at_its_sides_once(engine, monkeypatch):
+def test_a_call_is_checked_once_and_its_sides_are_made_once(engine, monkeypatch):
     calls = []
     for module, name in (
         (checks, "check_extents"), (request, "check_extents"), (ls.Mask, "_sides"), (request, "plan_checked_layout"),
@@ -305,7 +305,7 @@ def test_a_request_is_made_by_keyword_and_is_the_whole_call():
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_request_answers_what_engines_judge():
+def test_a_request_has_the_properties_that_engines_use():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     request = request_of(q, k, v, list(range(23)), **FEATURES["dropout"])
     assert request.has_positions and request.dropout.rate == 0.3 and request.v.shape == k.shape

@@ -67,7 +67,7 @@ def test_it_prints_as_a_table():
     assert rows["partial"].strip() == "7 (43.8%)"
 
 
-def test_rows_say_what_their_bytes_are():
+def test_rows_name_their_bytes():
     report = ls.explain(*call(), mask=ls.Causal(), engine="reference")
     rows = dict(line.split("  ", 1) for line in str(report).splitlines())
     rows = {name.strip(): value.strip() for name, value in rows.items()}
@@ -76,7 +76,7 @@ def test_rows_say_what_their_bytes_are():
     assert "temporary memory" not in str(ls.explain(*call(), mask=ls.Causal(), engine="xla"))
 
 
-def test_the_memory_of_bits_is_told():
+def test_the_memory_of_mask_bits_is_reported():
     mask = ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32)) & ls.Custom(lambda q, k: q % 2 == 0)
     rows = 3 * 4  # of tiles
     assert ENGINES["cpu"].temporary_bytes(bind_mask(mask)) == rows * 4 * 128 * 128 // 8
@@ -108,7 +108,7 @@ def test_it_advises_where_far_more_is_executed_than_is_useful(why, array):
     assert not ls.explain(*call(), mask=ls.Empty(), engine="xla").notes
 
 
-def test_arrays_that_are_not_known_are_said_to_be_unknown():
+def test_arrays_without_values_are_noted():
     mask = ls.Causal() & ls.Segments(jax.ShapeDtypeStruct((3, 389), jnp.int32))
     report = ls.explain(*call(), mask=mask)
     assert report.useful_flops is None and report.tiles_full is None
@@ -146,12 +146,12 @@ UNBOUNDED = ls.Custom(lambda q, k: q % 2 == 0)
     ],
     ids=repr,
 )
-def test_it_says_which_part_of_a_composition_costs_what(mask, culprit, effect):
+def test_the_effect_of_each_rule_without_bounds_is_noted(mask, culprit, effect):
     notes = ls.explain(*call(T=16), mask=mask, engine="xla").notes
     assert len(notes) == 1 and culprit in notes[0] and effect in notes[0], notes
 
 
-def test_it_asks_the_native_engine_what_travels_as_bits():
+def test_rules_that_the_native_kernel_cannot_evaluate_are_noted():
     request = bind_mask(ls.Causal() & Mine() & ls.Segments(np.zeros((1, 16), int)), T=16)
     notes = ENGINES["cpu"].notes(request)
     assert len(notes) == 1 and "the native kernel cannot evaluate Mine()" in notes[0]
@@ -219,7 +219,7 @@ LONG = [ls.Band(-9 * i, -9 * i + i) for i in range(9)]
     ],
     ids=["custom", "bounds", "dense", "mine", "long"],
 )
-def test_what_rules_do_not_tell_is_not_counted_by_query(mask):
+def test_rules_that_are_not_intervals_are_not_counted_by_query(mask):
     q, kv = mask.layout(389, 389).sides(xp=np)
     assert count_by_query(mask, q, kv) is None
     assert ls.explain(*call(), mask=mask).useful_flops == 6 * 4 * 16 * np.asarray(mask.dense(389, 389)).sum()
@@ -276,7 +276,7 @@ def noting(monkeypatch, owner, name, note):
     monkeypatch.setattr(owner, name, outer)
 
 
-def test_too_many_pairs_to_read_are_estimated_and_said_to_be():
+def test_too_many_pairs_to_read_are_estimated_with_a_note():
     mask = ls.Window(511, 0) & ls.Custom(lambda q, k: (q + k) % 3 == 0)
     report = ls.explain(*call(T=2**20, B=1), mask=mask, engine="xla")
     assert report.useful_is_estimate and type(report.useful_flops) is int
@@ -292,7 +292,7 @@ def test_a_million_tokens_are_explained_without_a_dense_mask():
     assert report.dense_mask_bytes == 2**40
 
 
-def test_it_shows_what_a_cache_would_take_beside_a_full_one():
+def test_it_reports_the_size_of_a_cache_and_of_a_full_one():
     q, k, v = (jax.ShapeDtypeStruct((3, 389, heads, size), jnp.bfloat16) for heads, size in ((4, 16), (2, 16), (2, 8)))
     report = ls.explain(q, k, v, mask=ls.Causal() & (ls.Window(99, 0) | ls.Prefix(4)), engine="reference")
     assert report.cache_bytes == 104 * 3 * 2 * (16 + 8) * 2
@@ -309,7 +309,7 @@ def test_masks_that_cannot_be_decoded_have_no_cache(mask):
     assert report.cache_bytes is None and report.full_cache_bytes is None and "cache" not in str(report)
 
 
-def test_calls_with_positions_of_their_own_or_other_keys_have_no_cache():
+def test_calls_with_positions_or_cross_attention_have_no_cache():
     q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in (5, 9, 9))
     assert ls.explain(q, k, v, mask=ls.Causal(), engine="reference").cache_bytes is None
     positions = np.arange(9)[::-1].copy()

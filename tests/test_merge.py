@@ -79,7 +79,7 @@ def test_splits_into_any_number_of_parts_some_of_them_empty(seed, count):
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_a_query_that_sees_nothing_anywhere_gives_zero_and_no_nan_in_any_gradient():
+def test_a_query_without_keys_gives_zero_and_no_nan_in_any_gradient():
     q, k, v = make_qkv(Shape(1, 3, 4, 2, 1, 4), jnp.float32)
 
     def loss(floats, sinks):
@@ -98,7 +98,7 @@ def test_a_query_that_sees_nothing_anywhere_gives_zero_and_no_nan_in_any_gradien
         assert all(np.isfinite(np.asarray(g)).all() for g in grads)
 
 
-def test_garbage_in_a_part_that_sees_nothing_changes_nothing():
+def test_nan_in_a_part_without_keys_changes_nothing():
     out, lse = np.ones((1, 2, 1, 3), np.float32), np.zeros((1, 2, 1), np.float32)
     nothing = np.full_like(out, np.nan), np.full_like(lse, -np.inf)
     got, level = ls.merge((nothing[0], out), (nothing[1], lse))
@@ -106,7 +106,7 @@ def test_garbage_in_a_part_that_sees_nothing_changes_nothing():
     np.testing.assert_array_equal(np.asarray(level), lse)
 
 
-def test_nan_in_a_part_that_is_seen_shows():
+def test_nan_in_a_part_with_keys_reaches_the_result():
     q, k, v = make_qkv(Shape(1, 3, 8, 2, 1, 4), jnp.float32)
     k = k.at[:, 2].set(jnp.nan)
     parts = [ls.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 5), slice(5, 8))]
@@ -127,14 +127,14 @@ def test_levels_far_apart_and_far_from_zero_do_not_overflow():
 
 
 @pytest.mark.parametrize("sink", [np.inf, np.nan, -np.inf])
-def test_a_query_that_sees_nothing_has_no_value_whatever_its_sink_is(sink):
+def test_a_query_without_keys_gives_zero_for_every_sink(sink):
     empty = Result(jnp.full((1, 2, 1, 3), jnp.nan), jnp.full((1, 2, 1), -jnp.inf), jnp.zeros((1, 2, 1)))
     found = combine([empty, Result(None, jnp.full((1, 2, 1), sink, jnp.float32))])
     assert not np.asarray(found.out).any() and not np.asarray(found.lse_residual).any()
     np.testing.assert_array_equal(found.lse, np.full((1, 2, 1), sink, np.float32))
 
 
-def test_residuals_keep_what_a_low_lse_cannot_hold():
+def test_the_lse_residual_keeps_the_logarithm_that_a_low_lse_loses():
     """With scores of -1e9, a float32 lse loses the logarithm of the number of keys."""
     parts = [Result(jnp.full((1, 1, 1, 2), x), jnp.full((1, 1, 1), -1e9), jnp.log(jnp.full((1, 1, 1), n)))
              for x, n in ((1.0, 3.0), (5.0, 1.0))]  # fmt: skip

@@ -54,7 +54,7 @@ def test_single_matrices_need_no_layer():
     np.testing.assert_allclose(products(x, [matrix])[0], exact(x, matrix, 0, False), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_not_finite_stays_so():
+def test_infinity_and_nan_stay():
     x = jnp.array([[1.0, jnp.inf, 0.0], [jnp.nan, 0.0, 1.0]])
     got = np.asarray(products(x, [jnp.ones((3, 70))])[0])
     assert np.isposinf(got[0]).all() and np.isnan(got[1]).all()
@@ -97,7 +97,7 @@ def test_the_layer_is_one_int(layer):
         jax.block_until_ready(call(jnp.ones((2, 9)), layer, jnp.ones((9, 4)), by_outer=np.int64(0)))
 
 
-def test_only_what_it_can_is_taken():
+def test_unsupported_rows_and_dtypes_are_refused():
     assert can_multiply(1, np.float32, jnp.bfloat16)
     assert not can_multiply(MAX_ROWS + 1, np.float32)
     assert not can_multiply(1, np.float16)

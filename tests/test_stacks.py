@@ -38,7 +38,7 @@ def native(request, monkeypatch):
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_layer_of_a_stack_gives_what_it_gives_alone(dtype):
+def test_a_layer_of_a_stack_gives_the_result_of_the_layer_alone(dtype):
     q, k, v = stacks(dtype)
     mask, options = ls.Causal() & ls.Window(20, 0), dict(scale=0.3, soft_cap=4.0)
     where = jax.device_put(dict(q_positions=np.array([[S - 1], [25]]), kv_positions=np.arange(S)))
@@ -62,7 +62,7 @@ def test_rows_are_put_into_their_slots_and_nowhere_else(dtype):
 
 
 @pytest.mark.usefixtures("native")
-def test_what_is_overwritten_has_no_gradient_and_what_is_new_has_that_of_its_slot():
+def test_overwritten_rows_have_no_gradient_and_new_rows_that_of_their_slot():
     stack, new, weights = draw(LAYERS, B, S, K, H), draw(B, 2, K, H), draw(LAYERS, B, S, K, H)
     slots = jnp.array([[4, S], [S - 1, -1]], jnp.int32)
     of_stack, of_new = jax.jit(jax.grad(lambda *x: jnp.sum(weights * put(x[0], 2, slots, x[1])), (0, 1)))(stack, new)

@@ -100,7 +100,7 @@ def test_rules_that_bound_nothing_are_named():
     )
 
 
-def test_the_kernel_names_the_rules_that_travel_as_bits():
+def test_the_kernel_lists_the_rules_that_it_does_not_support():
     near, view = Near(3), NearSlots(3).cut([1, 2])
     mask = (ls.Causal() & near) | ~ls.PerHead((view, ls.Chunk(3), ls.KvLengths(3).cut(None, [1, 2])))
     assert unsupported_rules(mask) == (near, view) and not supports(mask)

@@ -29,7 +29,7 @@ def attend(words: list[int]):
 
 
 @needs_library
-def test_parts_nest_as_deep_as_anyone_needs():
+def test_parts_may_nest_deeply():
     np.testing.assert_allclose(attend(nested(64)), 1, rtol=1e-6)
 
 
