@@ -95,10 +95,10 @@ def _inside_shard_map(request: Request) -> list[str]:
 
 def estimate(counts: Counts | None) -> tuple[str, ...]:
     """A note if the useful FLOPs are an estimate."""
-    if counts is None or counts.read is None:
+    if counts is None or counts.sampled is None:
         return ()
     return (
-        f"useful FLOPs are an estimate from the pairs of {counts.read:,} of {counts.partial:,} partial tiles. The "
+        f"useful FLOPs are an estimate from the pairs of {counts.sampled:,} of {counts.partial:,} partial tiles. The "
         "count is exact if every rule is an interval of keys, ids or flags, or if fewer tiles are partial",
     )
 
@@ -228,7 +228,7 @@ def _skipped_by_bounds(layout: BlockLayout) -> tuple[int, int]:
     for plane in planes_of(layout):
         most = max(1, SAMPLED_TILES // plane.planes)
         looks = layout.looks(plane.batch, plane.head)
-        tiles = sample_partial(layout.mask, plane.q, plane.kv, looks, visits=plane.visits, most=most)
+        tiles = sample_partial(layout.mask, plane.q, plane.kv, looks, visits=plane.visits, max_tiles=most)
         if tiles.shape[1]:
             mask = _with_bounds(layout.mask, lambda part, at=plane, tiles=tiles: read_tiles(part, at.q, at.kv, tiles))
             some, _ = classify_tiles(mask, plane.q, plane.kv, tiles)

@@ -1,7 +1,7 @@
-"""The axis vocabulary and array types that every other file speaks.
+"""The axis letters and array types used throughout the package.
 
 One letter per axis, as in `jax.nn.dot_product_attention`: `B` batch, `T` queries, `S` keys/values, `N` query heads,
-`K` key/value heads, `H` head size, `Hv` that of values (most often H).
+`K` key/value heads, `H` head size, `Hv` head size of the values (usually H).
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ Array: TypeAlias = jax.Array | np.ndarray
 if TYPE_CHECKING:
     Number: TypeAlias = int | np.integer | Array
 else:
-    Number = Any  # a Python int (static), or an int array of shape () or [B] (data); rules check it themselves
-Real: TypeAlias = float | np.floating | np.integer | Float[Array, ""]  # one number: of Python, of NumPy, or shape ()
+    Number = Any  # a Python int (static), or an int array of shape () or [B] (data); masks check it themselves
+Real: TypeAlias = float | np.floating | np.integer | Float[Array, ""]  # a number, or an array of shape ()
 Namespace: TypeAlias = ModuleType  # numpy or jax.numpy
 
 Query: TypeAlias = Float[Array, "B T N H"]
@@ -35,20 +35,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 if TYPE_CHECKING:
 
     def no_type_check(function: F) -> F:
-        """The function itself: static checkers see its types."""
+        """Returns the function unchanged, so that static checkers see its types."""
         return function
 
 else:
-    # Public functions check their arguments themselves, and their messages come before those of the run-time checker,
-    # which goes by this very name.
+    # Public functions check their own arguments, with better messages than the run-time checker. That checker
+    # recognises the decorator by this name.
     from typing import no_type_check as no_type_check
 
 
 def statistics_dtype(dtype: Any):
-    """What softmax statistics are kept in: float32, or float64 for float64."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    """The dtype of softmax statistics: float64 for float64 inputs, else float32."""
+    if dtype == np.float64:
+        return np.dtype(np.float64)
+    return np.dtype(np.float32)
 
 
-# Positions lie within ±FAR, so that the sum of a position and a distance never overflows int32: what lies further is
-# refused where it is known, and clipped where it is traced.
+# Positions lie within ±FAR, so that a position plus a distance never overflows int32. Positions outside of this range
+# are an error if they are known, and are clipped if they are traced.
 FAR = 2**30 - 1

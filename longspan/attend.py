@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
 from longspan.array_types import Array, EngineName, Key, LogSumExp, Output, Positions, Query, Real, Value, no_type_check
-from longspan.axes import BATCH_AXES, HEAD_AXIS, entries, on_auto_axes
+from longspan.axes import BATCH_AXES, HEAD_AXIS, on_auto_axes, spec_entries
 from longspan.biases import AnyBias
 from longspan.checks import hint_keywords
 from longspan.constants import unfolded
@@ -201,7 +201,7 @@ def plan_attention_layout(q, k, v, **call) -> BlockLayout:
 
 def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:
     """The partition specs of (out, lse), from the sharding of the queries."""
-    of_q = entries(operands[0].q)
+    of_q = spec_entries(operands[0].q)
     return P(*of_q), P(*of_q[:3])
 
 

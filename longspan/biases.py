@@ -1,7 +1,7 @@
-"""Biases computed from positions, where and when a tile needs them: nothing of the size of the square ever exists.
+"""Biases that are computed from positions, tile by tile: no T×S array is ever built.
 
-A `Bias` says what it adds to the scores of some slots (`at`), and, if it depends on the head and the distance alone,
-says that too (`by_distance`), which is what a kernel needs to compute it by itself.
+`Bias.at` computes the values that are added to the scores of some slots. A bias that depends only on the head and the
+distance k − q also defines `by_distance`, which lets the cpu kernel compute it.
 """
 
 import inspect
@@ -47,13 +47,14 @@ def alibi(slopes: Float[Array, "N"]) -> "Bias":
 def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = True, max_distance: int = 128) -> "Bias":
     """The bias table[bucket(k − q), head] of T5 (arXiv:1910.10683); q and k are positions.
 
-    Half of a direction's buckets hold one distance each, the others logarithmically more, up to `max_distance`; all
-    that lies further is in the last one. Gradients reach the table.
+    In each direction, half of the buckets hold one distance each. The other half grow logarithmically up to
+    `max_distance`; the last bucket also holds all larger distances. Gradients reach the table.
 
     Args:
         table: floats [buckets, N]; −inf is a masked key.
-        bidirectional: keys before and after the query have buckets of their own; else all after it share the first.
-        max_distance: where the last bucket begins, at the latest.
+        bidirectional: whether keys before and after the query have separate buckets; if not, all keys after the query
+            share the first bucket.
+        max_distance: the last bucket begins at this distance or before it.
 
     Example:
         >>> q = k = v = jnp.ones((1, 8, 2, 4))
@@ -65,11 +66,14 @@ def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = Tru
         raise ValueError("`table` holds NaN: every score of its bucket would be NaN.")
     if not isinstance(bidirectional, bool):
         raise TypeError(f"`bidirectional` must be a Python bool, got {bidirectional!r}.")
-    exact = table.shape[0] // (4 if bidirectional else 2)
+    least, directions = 2, "one direction"
+    if bidirectional:
+        least, directions = 4, "two directions"
+    exact = table.shape[0] // least
     if exact < 1:
-        ways = "two directions" if bidirectional else "one direction"
-        least = 4 if bidirectional else 2
-        raise ValueError(f"`table` must have at least {least} buckets for {ways}, got shape {tuple(table.shape)}.")
+        raise ValueError(
+            f"`table` must have at least {least} buckets for {directions}, got shape {tuple(table.shape)}."
+        )
     max_distance = check_static_size("max_distance", max_distance, 1)
     if max_distance <= exact:
         raise ValueError(
@@ -80,7 +84,7 @@ def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = Tru
 
 
 class Distances(NamedTuple):
-    """−slopes[n]·|k − q| + table[n, clip(k − q, −reach, reach) + reach], of which one part may be missing."""
+    """−slopes[n]·|k − q| + table[n, clip(k − q, −reach, reach) + reach]; slopes or table may be None."""
 
     slopes: Any = None  # [N]
     table: Any = None  # [N, 2·reach + 1]
@@ -89,8 +93,11 @@ class Distances(NamedTuple):
         ahead, parts = kv.position - q.position, []
         if self.slopes is not None:
             slopes = q.table(self.slopes).astype(dtype)
-            here = slopes.reshape(1, -1, 1, 1) if _in_order(q, slopes) else slopes[q.side.heads_of(len(slopes))]
-            parts.append(-here * abs(ahead).astype(dtype))
+            if _in_order(q, slopes):
+                slopes = slopes.reshape(1, -1, 1, 1)
+            else:
+                slopes = slopes[q.side.heads_of(len(slopes))]
+            parts.append(-slopes * abs(ahead).astype(dtype))
         if self.table is not None:
             table, reach = q.table(self.table).astype(dtype), self.table.shape[1] // 2
             place = jnp.clip(ahead, -reach, reach) + reach
@@ -101,7 +108,7 @@ class Distances(NamedTuple):
         return sum(parts[1:], start=parts[0])
 
     def fits(self, heads: int) -> bool:
-        """Whether there is something for each of so many heads."""
+        """Whether slopes and table have the right shapes for this number of heads."""
         slopes = self.slopes is None or self.slopes.shape == (heads,)
         table = self.table is None or (self.table.ndim == 2 and self.table.shape[1] % 2 == 1)
         given = [x.shape[0] for x in self if x is not None]
@@ -109,13 +116,13 @@ class Distances(NamedTuple):
 
 
 class Bias(Value):
-    """A term that is added to the scores, after the soft cap, and computed from positions in each tile that is visited.
+    """A term that is added to the scores after the soft cap, computed from positions in each visited tile.
 
-    `attention(..., bias=)` takes one, an array, or a tuple of them, which are summed. A bias is a pytree: its arrays
-    are leaves, which may be traced and have gradients, and new ones never retrace.
+    `attention(..., bias=)` takes a bias, an array, or a tuple of them, which are summed. A bias is a pytree whose
+    leaves are its arrays: they may be traced and have gradients, and new arrays never retrace.
 
-    Subclass with `longspan.masks.rule` and define `at`, or `by_distance` if it depends on the head and k − q alone:
-    then `engine="cpu"` computes it too.
+    Subclass with `longspan.masks.rule` and define `at`. If the bias depends only on the head and k − q, define
+    `by_distance` instead: then `engine="cpu"` supports it too.
 
     Example:
         >>> isinstance(ls.alibi(jnp.ones(2)), ls.Bias)
@@ -123,18 +130,18 @@ class Bias(Value):
     """
 
     def at(self, q: Slots, kv: Slots, dtype: Any) -> Any:
-        """What it adds for each pair of slots, rank 4, in `dtype`."""
+        """The values added to the scores of each pair of slots, of rank 4, in `dtype`."""
         distances = self.by_distance()
         if distances is None:
             raise NotImplementedError(f"{type(self).__name__} must define `at(q, kv, dtype)` or `by_distance()`.")
         return distances.at(q, kv, dtype)
 
     def by_distance(self) -> Distances | None:
-        """The same, told by distance, if it depends on the head and k − q alone."""
+        """The same values as a function of head and k − q; None if they depend on more."""
         return None
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
-        """Raises if it is none for a call of [B, N, T, S]."""
+        """Raises if the bias does not fit a call of [B, N, T, S]."""
         B, N, T, S = shape
         distances = jax.eval_shape(lambda bias: bias.by_distance(), self)
         if distances is not None and not distances.fits(N):
@@ -151,13 +158,13 @@ class Bias(Value):
         if got.ndim != 4 or any(n not in (1, m) for n, m in zip(got.shape, shape, strict=True)):
             raise ValueError(
                 f"{self!r} gives values of shape {got.shape}, which must broadcast to [B, N, T, S] = {list(shape)}. "
-                "Its heads, rows and positions are arrays of rank 4 that broadcast against each other."
+                "Compute them from the batch rows, heads and positions, which have rank 4 and broadcast."
             )
 
 
 @rule
 class Alibi(Bias):
-    """`alibi(slopes)`."""
+    """The bias of `alibi(slopes)`."""
 
     array_axes: ClassVar = {"slopes": "N"}
 
@@ -172,7 +179,7 @@ class Alibi(Bias):
 
 @rule
 class Relative(Bias):
-    """`relative_bias(table, ...)`."""
+    """The bias of `relative_bias(table, ...)`."""
 
     array_axes: ClassVar = {"table": ".N"}
 
@@ -190,7 +197,7 @@ class Relative(Bias):
 
 @rule
 class Whole(Bias):
-    """A bias of all heads where only some are computed: by `at` alone, which reads their numbers."""
+    """A bias of all heads in a call that computes some of them. It has only `at`, which reads the head indices."""
 
     bias: Bias
 
@@ -200,21 +207,22 @@ class Whole(Bias):
 
 @rule
 class ScoreBias(Bias):
-    """Adds `fn(q, k, *arrays)` or `fn(b, h, q, k, *arrays)`: batch row, query head and the two positions.
+    """Adds `fn(q, k, *arrays)` or `fn(b, h, q, k, *arrays)` to the scores.
 
-    They are int arrays of rank 4 that broadcast against each other, and those of the whole call, on any sharding; under
-    `vmap` those of each mapped call. −inf is a masked key. Gradients reach the arrays that hold floats. It runs on
-    `engine="xla"` and `"reference"`: `"cpu"` has no way to call a function of Python.
+    `q` and `k` are positions, `b` is the batch row and `h` the query head: int arrays of rank 4 that broadcast against
+    each other. Rows and heads have their global indices on any sharding; under `vmap`, the indices within each mapped
+    call. −inf is a masked key. Gradients reach the float arrays. `engine="xla"` and `"reference"` support it; `"cpu"`
+    cannot call a Python function.
 
     `fn` is part of the compiled program, and a function equals only itself. Define it once, outside of loops, and pass
-    what changes as `arrays`: then nothing is compiled again. A new lambda per call compiles at every call; the programs
-    of the 32 functions used last are kept.
+    values that change as `arrays`: then nothing is compiled again. A new lambda per call compiles at every call; the
+    programs of the last 32 functions are kept.
 
     Args:
-        fn: any traceable function; which of the two it is, its number of required positional parameters tells.
-        arrays: data of the function, which gets floats as float32 (float64 for float64 queries); new values do not
-            retrace. Traced values belong here: a function that closes over one cannot be differentiated or mapped by
-            `engine="xla"`.
+        fn: any traceable function. The number of its required positional parameters decides between the two forms.
+        arrays: data of the function. Floats are passed as float32 (float64 for float64 queries); new values do not
+            retrace. Pass traced values here: `engine="xla"` cannot differentiate or map a function that closes over
+            one.
 
     Example:
         >>> q = k = v = jnp.ones((1, 8, 2, 4))
@@ -229,7 +237,7 @@ class ScoreBias(Bias):
 
     fn: Callable
     arrays: tuple = ()
-    by_row: bool = False  # whether `fn` is told the batch row and the head
+    by_row: bool = False  # whether `fn` takes the batch row and the head
 
     @no_type_check
     def __init__(self, fn: Callable, *arrays):
@@ -237,65 +245,84 @@ class ScoreBias(Bias):
             if not is_array(array):
                 raise TypeError(
                     f"ScoreBias: array {place} must be an array, got {type(array).__name__}. Convert it with "
-                    "`jnp.asarray`, or let `fn` close over what is static."
+                    "`jnp.asarray`, or let `fn` close over static values."
                 )
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", arrays)
-        object.__setattr__(self, "by_row", _places(fn, len(arrays)) == 4)
+        object.__setattr__(self, "by_row", _leading_parameters(fn, len(arrays)) == 4)
 
     def at(self, q, kv, dtype):
-        places = (q.side.batch, q.side.head) if self.by_row else ()
+        row_and_head = ()
+        if self.by_row:
+            row_and_head = (q.side.batch, q.side.head)
         arrays = [q.table(a) for a in self.arrays]
-        # In one dtype always: gradients are added up in it, and what a function makes of narrower floats may differ.
+        # Always in one dtype: gradients are summed in it, and `fn` may give other values for narrower floats.
         arrays = [a.astype(dtype) if _is_float(a) else a for a in arrays]
-        values = jnp.asarray(self.fn(*places, q.position, kv.position, *arrays))
+        values = jnp.asarray(self.fn(*row_and_head, q.position, kv.position, *arrays))
         if values.dtype == bool:
-            raise TypeError(f"{self!r} gives bools, and a bias is added. A rule of who may attend is a `Custom` mask.")
+            raise TypeError(
+                f"{self!r} gives bools, but a bias is added to the scores. Use a `Custom` mask to allow or mask pairs."
+            )
         if not jnp.issubdtype(values.dtype, np.floating) and not jnp.issubdtype(values.dtype, np.integer):
             raise TypeError(f"{self!r} must give real numbers, got {values.dtype}.")
-        return (values.reshape(1, 1, 1, 1) if values.ndim == 0 else values).astype(dtype)
+        if values.ndim == 0:
+            values = values.reshape(1, 1, 1, 1)
+        return values.astype(dtype)
 
     def _arguments(self):
         return [getattr(self.fn, "__name__", repr(self.fn)), *map(short, self.arrays)]
 
 
 Term: TypeAlias = Float[Array, "..."] | Bias
-AnyBias: TypeAlias = Term | tuple[Term, ...]  # what `attention(..., bias=)` takes
+AnyBias: TypeAlias = Term | tuple[Term, ...]  # the type of `attention(..., bias=)`
 
 
 def bound(bias: Any, shape: tuple[int, int, int, int]) -> Any:
-    """A bias checked for a call of [B, N, T, S]: arrays have rank 4 afterwards, and no terms are None."""
+    """Checks a bias for a call of [B, N, T, S], and returns it with arrays of rank 4; an empty tuple becomes None."""
+    if bias is None:
+        return None
     if isinstance(bias, tuple):
-        names = [f"bias[{i}]" for i in range(len(bias))]
-        return tuple(_bound(name, term, shape) for name, term in zip(names, bias, strict=True)) or None
-    return None if bias is None else _bound("bias", bias, shape)
+        return tuple(_bound(f"bias[{i}]", term, shape) for i, term in enumerate(bias)) or None
+    return _bound("bias", bias, shape)
 
 
 def terms(bias: Any) -> tuple[Any, ...]:
-    """The arrays and `Bias`es that are summed."""
-    return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    """The arrays and `Bias` objects that are summed."""
+    if bias is None:
+        return ()
+    if isinstance(bias, tuple):
+        return bias
+    return (bias,)
 
 
 def map_terms(of: Callable[[Any], Any], bias: Any) -> Any:
     """The bias with `of` applied to each of its terms."""
-    found = tuple(of(term) for term in terms(bias))
-    return found if isinstance(bias, tuple) else (found[0] if found else None)
+    if bias is None:
+        return None
+    if isinstance(bias, tuple):
+        return tuple(of(term) for term in bias)
+    return of(bias)
 
 
 def total(bias: Any, q: Slots, kv: Slots, dtype: Any) -> Any:
-    """The sum of all terms for these slots, rank 4."""
-    parts = [t.at(q, kv, dtype) if isinstance(t, Bias) else q.pairs(t, kv).astype(dtype) for t in terms(bias)]
+    """The sum of all terms for these slots, of rank 4."""
+    parts = []
+    for term in terms(bias):
+        if isinstance(term, Bias):
+            parts.append(term.at(q, kv, dtype))
+        else:
+            parts.append(q.pairs(term, kv).astype(dtype))
     return sum(parts[1:], start=parts[0])
 
 
 def partition_floats(tree: Any) -> tuple[Any, Any]:
-    """Its arrays of floats, which have gradients, and all others: two such trees with None in each other's places."""
+    """Splits a tree into its float arrays, which have gradients, and the others: None marks the missing leaves."""
     floats = jax.tree.map(lambda x: x if _is_float(x) else None, tree)
     return floats, jax.tree.map(lambda x: None if _is_float(x) else x, tree)
 
 
 def combine_floats(floats: Any, others: Any) -> Any:
-    """The tree that was taken `apart`."""
+    """The inverse of `partition_floats`."""
     return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)
 
 
@@ -316,7 +343,7 @@ def _bound(name: str, term: Any, shape: tuple[int, int, int, int]) -> Any:
 
 
 def _in_order(q: Slots, by_head: Any) -> bool:
-    """Whether all heads are looked at, so that none must be picked: heads that are sharded stay so."""
+    """Whether the call has all heads in order. Then no gather is needed, and sharded heads stay sharded."""
     return q.side.whole and q.side.head.size == len(by_head)
 
 
@@ -329,20 +356,22 @@ def _check_floats(name: str, array: Any, rank: int, wanted: str) -> None:
         raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(array.shape)}.")
 
 
-def _check_heads(name: str, what: str, got: int, heads: int) -> None:
+def _check_heads(name: str, noun: str, got: int, heads: int) -> None:
     if got != heads:
-        raise ValueError(f"`{name}` has {got} {what}, but the call has {heads} query heads. Give {heads}.")
+        raise ValueError(f"`{name}` has {got} {noun}, but the call has {heads} query heads. Give {heads}.")
 
 
-def _places(fn: Any, arrays: int) -> int:
-    """Whether a function takes (q, k) or (b, h, q, k) before its arrays: 2 or 4."""
+def _leading_parameters(fn: Any, arrays: int) -> int:
+    """The number of parameters of a function before its arrays: 2 for (q, k), 4 for (b, h, q, k)."""
     if not callable(fn):
         raise TypeError(f"ScoreBias needs a function of (q, k) or (b, h, q, k), got {type(fn).__name__}.")
     expected = f"fn(q, k, *arrays) or fn(b, h, q, k, *arrays) with {arrays} arrays"
     try:
         parameters = inspect.signature(fn).parameters.values()
     except ValueError:
-        raise TypeError(f"ScoreBias cannot see the parameters of {fn!r}, expected {expected}. Wrap it.") from None
+        raise TypeError(
+            f"ScoreBias cannot read the parameters of {fn!r}, expected {expected}. Wrap it in a Python function."
+        ) from None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
     if required - arrays not in (2, 4):
@@ -355,7 +384,7 @@ def _places(fn: Any, arrays: int) -> int:
 
 @cache
 def _buckets(count: int, bidirectional: bool, max_distance: int) -> np.ndarray:
-    """T5's bucket of every k − q from −max_distance to max_distance; beyond, the ends' are the right ones too."""
+    """T5's bucket of every k − q from −max_distance to max_distance. Larger distances are in the same buckets."""
     ahead = np.arange(-max_distance, max_distance + 1)
     if bidirectional:
         count //= 2
@@ -363,7 +392,7 @@ def _buckets(count: int, bidirectional: bool, max_distance: int) -> np.ndarray:
     else:
         first, distance = np.zeros_like(ahead), np.maximum(-ahead, 0)
     exact = count // 2
-    # In float32, as everybody's checkpoints were trained, with the logarithm rounded once.
+    # In float32, like the code that trained the checkpoints, with the logarithm rounded once.
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(exact)
     logarithm = np.log(ratio.astype(np.float64)).astype(np.float32)
     share = logarithm / np.float32(np.log(max_distance / exact)) * np.float32(count - exact)

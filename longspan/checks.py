@@ -1,4 +1,4 @@
-"""Checks that several rooms share, and their messages: what was expected, what came, what to do."""
+"""Argument checks shared by several modules. Each message names the expected value, the given one and the fix."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def renamed_argument(old: str, new: str) -> Callable[[F], F]:
 
 
 def check_lengths(q_len: Any, kv_len: Any) -> None:
-    """Static, non-negative lengths, whose slots have numbers that engines can add."""
+    """Checks that both lengths are Python ints from 0 to FAR, so that adding slot indices never overflows int32."""
     for name, value in (("q_len", q_len), ("kv_len", kv_len)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
             raise TypeError(f"{name} must be a Python int (it fixes shapes), got {value!r} ({type(value).__name__}).")
@@ -55,17 +55,17 @@ def check_tiles(q_tile: Any, kv_tile: Any) -> None:
             raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
         if value > FAR:
             raise ValueError(
-                f"{name} must be at most {FAR} (2**30 - 1), got {value}. A tile of as many tokens as there are covers "
-                "them all."
+                f"{name} must be at most {FAR} (2**30 - 1), got {value}. A tile as long as the sequence covers "
+                "all tokens."
             )
 
 
 def check_extents(
     mask: Any, *, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None, whole: Any = None
 ) -> None:
-    """The sizes that a mask's arrays fix agree with each other and with the call.
+    """Checks that the sizes of a mask's arrays agree with each other and with the call.
 
-    If its rows and heads are some of a `whole` of so many, arrays may have just these, or all.
+    If the call has some rows and heads of `whole` = (all rows, all heads), arrays may have the sizes of either.
     """
     lengths = {"T": q_len, "S": kv_len}
     names = {"T": "queries", "S": "keys", "B": "batch rows", "N": "query heads"}
@@ -75,21 +75,25 @@ def check_extents(
         if axis in lengths:
             blocks = -(-lengths[axis] // unit)
             if size != blocks:
-                covers = f"{size} {names[axis]}" if unit == 1 else f"{size} blocks of {unit} {names[axis]}"
+                covers = f"{size} {names[axis]}"
+                if unit != 1:
+                    covers = f"{size} blocks of {unit} {names[axis]}"
                 raise ValueError(
                     f"{name} covers {covers}, but the call has {lengths[axis]}. "
                     "Bind the mask to arrays of this length, or slice it."
                 )
             continue
-        wanted = batch if axis == "B" else heads
+        wanted = heads
+        if axis == "B":
+            wanted = batch
         if size == 1:
             continue
         if whole is not None:
-            most = whole["BN".index(axis)]
-            if size not in (wanted, most):
+            in_all = whole["BN".index(axis)]
+            if size not in (wanted, in_all):
                 raise ValueError(
-                    f"{name} has {size} {names[axis]}, but the call has {wanted} of {most}. Give one, {wanted} or "
-                    f"{most}."
+                    f"{name} has {size} {names[axis]}, but the call has {wanted} of {in_all}. Give one, {wanted} or "
+                    f"{in_all}."
                 )
             continue
         if wanted is not None and size != wanted:
@@ -100,102 +104,111 @@ def check_extents(
 
 
 def check_sides(mask: Any, q_len: Any, kv_len: Any, q_positions: Any, kv_positions: Any) -> int:
-    """Lengths, a mask's arrays and positions that agree; returns how many batch rows they tell apart."""
+    """Checks that lengths, a mask's arrays and positions agree; returns the number of distinct batch rows."""
     check_lengths(q_len, kv_len)
     check_extents(mask, q_len=q_len, kv_len=kv_len)
     batch = mask.batch
     for name, positions, length in (("q_positions", q_positions, q_len), ("kv_positions", kv_positions, kv_len)):
-        batch = max(batch, check_positions(name, positions, length, None if batch == 1 else batch))
+        expected = None
+        if batch != 1:
+            expected = batch
+        batch = max(batch, check_positions(name, positions, length, expected))
     return batch
 
 
 def check_positions(name: str, positions: Any, length: int, batch: int | None) -> int:
-    """Positions [L], [1, L] or [B, L], where None is any B; returns how many batch rows they tell apart.
+    """Checks positions [L], [1, L] or [B, L], with any B if `batch` is None; returns the number of distinct rows.
 
-    They lie within ±FAR, so that engines can add distances to them. Keys may also stand at int32's maximum, after all
-    else. What is traced cannot be looked at: there, what lies further is as good as FAR (see `to_int32`).
+    Positions lie within ±FAR, so that engines can add distances to them. The maximum of int32 is also legal for keys:
+    it is after every query. Traced positions are not checked: those beyond ±FAR are clipped (see `to_int32`).
     """
     if positions is None:
         return 1
     if not is_array(positions) or not is_int(positions):
-        got = f"dtype {positions.dtype}" if is_array(positions) else type(positions).__name__
+        got = type(positions).__name__
+        if is_array(positions):
+            got = f"dtype {positions.dtype}"
         raise TypeError(f"{name} must be an int array, got {got}. Cast it with `.astype('int32')`.")
     if positions.ndim == 3:
         raise ValueError(
             f"{name} has rank 3, shape {tuple(positions.shape)}, but all heads of a row share its positions: "
-            f"[{length}] or [B, {length}]. What differs between heads belongs into the mask: `PerHead` of shifted "
-            "rules, for example `PerHead((Causal(), Causal(3)))`."
+            f"[{length}] or [B, {length}]. For positions that differ between heads, use a `PerHead` of shifted masks, "
+            "for example `PerHead((Causal(), Causal(3)))`."
         )
     if positions.ndim not in (1, 2) or positions.shape[-1] != length:
         raise ValueError(
             f"{name} must have shape [{length}] or [B, {length}] (one position per slot), got {tuple(positions.shape)}."
         )
-    _check_reach(name, positions)
-    rows = positions.shape[0] if positions.ndim == 2 else 1
+    _check_range(name, positions)
+    rows = 1
+    if positions.ndim == 2:
+        rows = positions.shape[0]
     if rows != 1 and batch is not None and rows != batch:
         raise ValueError(f"{name} has {rows} batch rows, but the call has {batch}. Give one, or {batch}.")
     return rows
 
 
-def _check_reach(name: str, positions: Any) -> None:
+def _check_range(name: str, positions: Any) -> None:
     if not is_known(positions) or not positions.size or positions.dtype.itemsize < 4:
         return
     values = np.asarray(positions)
     if name == "kv_positions":
         values = values[values != INT32.max]
-    least, most = (int(pick(values, initial=0)) for pick in (np.min, np.max))
-    if least < -FAR or most > FAR:
+    least, greatest = int(np.min(values, initial=0)), int(np.max(values, initial=0))
+    if least < -FAR or greatest > FAR:
         raise ValueError(
-            f"{name} must lie within ±{FAR} (2**30 - 1), got positions from {least} to {most}. Subtract an offset: "
+            f"{name} must lie within ±{FAR} (2**30 - 1), got positions from {least} to {greatest}. Subtract an offset: "
             "rules compare positions only with each other."
         )
 
 
 def to_int32(positions: Any, xp: Namespace) -> Any:
-    """Positions as int32. Wider ones that are traced, and so were not checked, saturate: they never wrap."""
+    """Positions as int32. Wider positions saturate: traced ones were not checked, and must not wrap around."""
     positions = xp.asarray(positions)
     if positions.dtype.itemsize >= 4 and positions.dtype != np.int32:
-        least = 0 if np.issubdtype(positions.dtype, np.unsignedinteger) else INT32.min
+        least = INT32.min
+        if np.issubdtype(positions.dtype, np.unsignedinteger):
+            least = 0
         positions = xp.clip(positions, least, INT32.max)
     return positions.astype(np.int32)
 
 
 def ids_as_int32(label: str, ids: Any) -> Any:
-    """Ids as engines compare them: in 32 bits, where no two of them may become one."""
+    """Ids as int32, which engines compare. Raises if two different ids could become equal."""
     if ids.dtype == np.int32:
         return ids
     if isinstance(ids, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(ids.shape, np.int32, sharding=ids.sharding)
     if ids.dtype.itemsize >= 4 and not is_known(ids):
         raise TypeError(
-            f"{label} must be int32 where its numbers are not known yet, got traced {ids.dtype}: ids that differ only "
-            "beyond 32 bits would become one. Number them anew before jit, or cast with `.astype('int32')` if they fit."
+            f"{label} must be int32 if it is traced, got traced {ids.dtype}: ids that differ only beyond 32 bits would "
+            "become equal. Renumber them before jit, or cast with `.astype('int32')` if they fit."
         )
     if ids.dtype.itemsize >= 4 and ids.size:
-        known = np.asarray(ids)  # not in JAX: a trace may be under way
-        least, most = int(known.min()), int(known.max())
-        if not (least >= INT32.min and most <= INT32.max):
+        known = np.asarray(ids)  # NumPy, because JAX may be tracing
+        least, greatest = int(known.min()), int(known.max())
+        if least < INT32.min or greatest > INT32.max:
             raise ValueError(
-                f"{label} must fit into 32 bits, got numbers from {least} to {most}. Number them anew, for example "
+                f"{label} must fit into 32 bits, got numbers from {least} to {greatest}. Renumber them, for example "
                 "with `np.unique(array, return_inverse=True)[1].reshape(array.shape)`."
             )
     return ids.astype(np.int32)
 
 
 def is_abstract(value: Any) -> bool:
-    """Whether a value has a shape but no numbers yet."""
+    """Whether a value has a shape but no values: it is traced, or a `ShapeDtypeStruct`."""
     return isinstance(value, jax.ShapeDtypeStruct | Tracer)
 
 
 def is_known(array: Any) -> bool:
-    """Whether an array's numbers can be looked at here and now: not traced, and not on other hosts."""
+    """Whether the values of an array can be read now: it is not traced, and not on other hosts."""
     return not is_abstract(array) and (isinstance(array, np.ndarray) or array.is_fully_addressable)
 
 
 def number_of(value: Any) -> int | float | None:
-    """A real number that is known now, as Python's: from Python, from NumPy, or an array of shape (); else None.
+    """A Python number, a NumPy number or an array of shape () as a Python number; else None.
 
-    Bools are no numbers. An array that is traced has no value yet.
+    Bools and traced arrays give None.
     """
     if isinstance(value, bool):
         return None
@@ -203,11 +216,13 @@ def number_of(value: Any) -> int | float | None:
         return value
     if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.shape != () or is_abstract(value):
         return None
-    return value.item() if value.dtype.name in FLOATS or is_int(value) else None
+    if value.dtype.name not in FLOATS and not is_int(value):
+        return None
+    return value.item()
 
 
 def is_array(value: Any) -> bool:
-    """An array, or the shape of one."""
+    """Whether a value is an array or a `ShapeDtypeStruct`."""
     return isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
 
 
@@ -219,7 +234,7 @@ def is_int(value: Any) -> bool:
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-# Arguments of `jax.nn.dot_product_attention` that are masks here.
+# Arguments of `jax.nn.dot_product_attention`, and the masks that replace them.
 TRANSLATED = {
     "is_causal": "mask=ls.Causal()",
     "local_window_size": "mask=ls.Window(left, right)",
@@ -245,24 +260,28 @@ def hint_keywords(function: F) -> F:
 
 
 def check_keywords(function: str, unknown: Sequence[str]) -> None:
-    """Raises for keywords that a function does not have; for those of `jax.nn`, the error names the mask to pass."""
+    """Raises for unknown keyword arguments. For those of `jax.nn` the message names the mask to use instead."""
     for name in unknown:
         if name not in TRANSLATED:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        said = [TRANSLATED[other].removeprefix("mask=") for other in unknown if other in TRANSLATED]
-        more = f"; all of them together are `mask={' & '.join(said)}`" if len(said) > 1 else ""
+        masks = [TRANSLATED[other].removeprefix("mask=") for other in unknown if other in TRANSLATED]
+        more = ""
+        if len(masks) > 1:
+            more = f"; all of them together are `mask={' & '.join(masks)}`"
         raise TypeError(f"{function}() has no argument {name!r}: give it as `{TRANSLATED[name]}`{more}.")
 
 
 def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Queries, keys and values with a batch axis, be it one of size 1 that was left out of all three."""
+    """Adds a batch axis of size 1 to q, k and v if all three lack one."""
     ranks = [len(x.shape) for x in (q, k, v) if hasattr(x, "shape")]
     if len(ranks) == 3 and 3 in ranks and len(set(ranks)) > 1:
         raise ValueError(
             f"`q`, `k` and `v` must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none, got shapes "
             f"{', '.join(str(tuple(x.shape)) for x in (q, k, v))}. Add the axis with `x[None]`."
         )
-    return (_one_row(q), _one_row(k), _one_row(v)) if ranks == [3, 3, 3] else (q, k, v)
+    if ranks != [3, 3, 3]:
+        return q, k, v
+    return _one_row(q), _one_row(k), _one_row(v)
 
 
 def _one_row(x: Any) -> Any:
@@ -272,7 +291,7 @@ def _one_row(x: Any) -> Any:
 
 
 def check_heads(name: str, x: Any, axes: str = "[B, T, N, H]") -> None:
-    """An array of heads, of a float dtype that we compute in."""
+    """Checks that `x` is a rank-4 array of a supported float dtype."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"`{name}` must be an array {axes}, got {type(x).__name__}.")
     if len(x.shape) != 4:
@@ -280,12 +299,12 @@ def check_heads(name: str, x: Any, axes: str = "[B, T, N, H]") -> None:
             f"`{name}` must have shape {axes}, got rank {len(x.shape)} (shape {tuple(x.shape)}). "
             "Add the batch axis with `x[None]`, or split heads with `x.reshape(B, T, N, H)`."
         )
-    if getattr(x.dtype, "name", None) not in FLOATS:  # other libraries' dtypes have none
+    if getattr(x.dtype, "name", None) not in FLOATS:  # dtypes of other libraries may have no name
         raise TypeError(f"`{name}` must be one of {', '.join(FLOATS)}, got {x.dtype}. Cast it with `.astype(...)`.")
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> None:
-    """Queries [B,T,N,H], keys [B,S,K,H] and values [B,S,K,Hv] of one float dtype."""
+    """Checks queries [B,T,N,H], keys [B,S,K,H] and values [B,S,K,Hv] of one float dtype."""
     for name, x, axes in (("q", q, "[B, T, N, H]"), ("k", k, "[B, S, K, H]"), ("v", v, "[B, S, K, Hv]")):
         check_heads(name, x, axes)
     if not q.dtype == k.dtype == v.dtype:
@@ -300,7 +319,7 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"`q` has batch {batch} and `k` has batch {kv_batch}: they must agree.")
     if size != kv_size:
         raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}: they must agree.")
-    if heads % kv_heads if kv_heads else heads:
+    if heads != 0 and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
             f"`q` has {heads} heads and `k` has {kv_heads}: query heads must be a multiple of key/value heads. "
             "Repeat `k` and `v`, or change the number of key/value heads."
@@ -308,21 +327,19 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
 
 
 def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -> tuple[int, ...]:
-    """An array that broadcasts to [B,N,T,S], of rank 2 or 4; returns its shape as rank 4."""
+    """Checks that an array of rank 2 or 4 broadcasts to [B,N,T,S]; returns its shape as rank 4."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"`{name}` must be an array, got {type(array).__name__}. Convert it with `jnp.asarray`.")
-    wanted = array.dtype == bool if kind == "bool" else array.dtype.name in FLOATS
-    if not wanted:
-        cure = (
-            "Give an additive mask as `bias`, or compare it, e.g. `mask != 0`."
-            if kind == "bool"
-            else "Give a mask of bools as `mask`, or cast it."
-        )
+    if kind == "bool":
+        is_kind, cure = array.dtype == bool, "Give an additive mask as `bias`, or compare it, e.g. `mask != 0`."
+    else:
+        is_kind, cure = array.dtype.name in FLOATS, "Give a mask of bools as `mask`, or cast it."
+    if not is_kind:
         raise TypeError(f"`{name}` as an array must be {kind}, got {array.dtype}. {cure}")
     if array.ndim == 3:
         raise ValueError(
             f"`{name}` has rank 3, shape {tuple(array.shape)}, which could be [B, T, S] or [N, T, S]. "
-            f"Say which: `{name}[:, None]` for one per batch row, `{name}[None]` for one per head."
+            f"Add the missing axis: `{name}[:, None]` for one per batch row, `{name}[None]` for one per head."
         )
     full = (1,) * (4 - array.ndim) + tuple(array.shape)
     if array.ndim not in (2, 4) or any(n not in (1, m) for n, m in zip(full, shape, strict=True)):
@@ -334,7 +351,7 @@ def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -
 
 
 def check_bound_lengths(what: str, mine: Sequence[int], call: Sequence[int]) -> None:
-    """A mask that was bound or planned for some lengths is used with those."""
+    """Checks that a mask bound to (or planned for) some lengths is called with these lengths."""
     if tuple(mine) != tuple(call):
         raise ValueError(
             f"This {what} is for {mine[0]} queries and {mine[1]} keys, but the call has {call[0]} and {call[1]}. "
@@ -343,7 +360,7 @@ def check_bound_lengths(what: str, mine: Sequence[int], call: Sequence[int]) -> 
 
 
 def check_static_size(name: str, value: Any, least: int) -> int:
-    """A Python int that fixes shapes."""
+    """Checks a Python int that fixes shapes, and returns it."""
     if isinstance(value, jax.Array):
         raise TypeError(
             f"`{name}` fixes shapes, so it must be a Python int, got an array. Convert it with `int(...)` outside jit, "

@@ -1,7 +1,7 @@
-"""Counter-based dropout: whether a weight is kept depends only on the key and on which weight it is.
+"""Counter-based dropout: the random key and the index of a weight decide whether the weight is kept.
 
 The counter is (batch row, head, query position, key position), so every engine, tiling and sharding drops the same
-weights. The hash is 32-bit multiplications, shifts and exclusive ors, so that it vectorises in C++ and on accelerators.
+weights. The hash uses only 32-bit multiplications, shifts and exclusive ors: it vectorises in C++ and on accelerators.
 """
 
 from dataclasses import dataclass, field
@@ -18,37 +18,38 @@ from longspan.array_types import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-    """What to drop: the rate, two random words from a key, and the numbers of the batch rows and heads."""
+    """Dropout of one call: the rate, two random words from a key, and the indices of the batch rows and heads."""
 
     array_axes: ClassVar = dict(rows="B", heads="N")
 
-    key: Any = None  # a JAX random key, from which `drawn` takes the words
-    words: Any = None  # uint32 [2]; None until then
-    rows: Any = None  # int [B]: the number of each batch row
-    heads: Any = None  # int [N]: the number of each head
+    key: Any = None  # a JAX random key, from which `drawn` draws the words
+    words: Any = None  # uint32 [2]; None before `drawn`
+    rows: Any = None  # int [B]: the index of each batch row
+    heads: Any = None  # int [N]: the index of each head
     rate: float = field(default=0.0, metadata=dict(static=True))
 
     @property
     def threshold(self) -> int:
-        """A weight is dropped if its hash lies below this."""
+        """Weights whose hash is below this number are dropped."""
         return min(round(self.rate * 2**32), 2**32 - 1)
 
     def drawn(self, rows: Any, heads: Any) -> "Dropout":
-        """The dropout of one call, of rows [B] and heads [N] of these numbers, or of so many, numbered from 0."""
+        """Draws the random words of one call.
+
+        `rows` and `heads` are indices, int [B] and [N], or counts; counted rows and heads have the indices 0, 1, ….
+        """
         words = jax.random.bits(self.key, (2,), "uint32")
-        rows, heads = (jnp.arange(n, dtype=np.int32) if isinstance(n, int) else n for n in (rows, heads))
-        return Dropout(words=words, rows=rows, heads=heads, rate=self.rate)
+        return Dropout(words=words, rows=_indices(rows), heads=_indices(heads), rate=self.rate)
 
 
 def keep(dropout: Dropout, rows, heads, q_pos, kv_pos) -> Bool[Array, "..."]:
     """Whether each weight is kept. The counters are int arrays that broadcast against each other."""
-    rows, heads, q_pos, kv_pos = (jnp.asarray(c).astype(np.uint32) for c in (rows, heads, q_pos, kv_pos))
-    first, second = row_words(dropout, rows, heads, q_pos)
-    return mix(mix(kv_pos ^ first) + second) >= np.uint32(dropout.threshold)
+    first, second = row_words(dropout, _unsigned(rows), _unsigned(heads), _unsigned(q_pos))
+    return mix(mix(_unsigned(kv_pos) ^ first) + second) >= np.uint32(dropout.threshold)
 
 
 def row_words(dropout: Dropout, rows, heads, q_pos):
-    """Two words for each (batch row, head, query): all of the hash that does not depend on the key's position."""
+    """Two words per (batch row, head, query): the part of the hash that is the same for every key."""
     return tuple(mix(mix(mix(word + rows) ^ heads) + q_pos) for word in (dropout.words[0], dropout.words[1]))
 
 
@@ -57,3 +58,13 @@ def mix(x):
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
+
+
+def _indices(given: Any) -> Any:
+    if isinstance(given, int):
+        return jnp.arange(given, dtype=np.int32)
+    return given
+
+
+def _unsigned(counter: Any) -> jax.Array:
+    return jnp.asarray(counter).astype(np.uint32)

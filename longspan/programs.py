@@ -1,7 +1,7 @@
-"""Programs compiled for users' functions: those of the 32 functions used last are kept, and no others.
+"""A bounded cache of compiled programs for user functions: the programs of the last 32 functions are kept.
 
-`Custom` and `ScoreBias` make a Python function part of what is compiled, and JAX keeps every program that it compiled.
-A loop that makes a new lambda per call would compile at each step and keep megabytes of each, without end.
+`Custom` and `ScoreBias` make a Python function part of the compiled program, and JAX keeps every program it compiled.
+Without a bound, a loop that makes a new lambda per call would keep megabytes for each call.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,24 +12,25 @@ import jax
 
 from longspan.masks.pytree import Value
 
-KEPT = 32  # sets of users' functions whose programs are kept, per jitted function of ours
+KEPT = 32  # per jitted function of Longspan: the number of sets of user functions whose programs are kept
 
 
 def jit_by_function(run: Callable, kept: int = KEPT, **options: Any) -> Callable:
-    """`jax.jit(run, **options)`, with programs of their own for the users' functions in its arguments.
+    """`jax.jit(run, **options)` that compiles separately for each set of user functions in its arguments.
 
-    The programs of the `kept` sets of functions used last exist; the others are freed.
+    The programs of the last `kept` sets of functions are kept; older ones are freed.
 
     Example:
         >>> double = jit_by_function(lambda mask, x: 2 * x)
         >>> [int(double(ls.Custom(lambda q, k: q >= k), 3)) for _ in range(2)]
         [6, 6]
     """
-    for_all = jax.jit(run, **options)
+    without_functions = jax.jit(run, **options)
 
-    # JAX keeps programs by the function that was jitted, as long as that exists. So those of a copy go with the copy.
+    # JAX keeps a program as long as the jitted function exists. Each set of user functions therefore gets a copy of
+    # `run`: when the copy leaves this cache, its programs are freed with it.
     @lru_cache(maxsize=kept)
-    def for_these(functions: tuple[Callable, ...]) -> Callable:
+    def jit_copy(functions: tuple[Callable, ...]) -> Callable:
         @wraps(run)
         def copy(*args, **named):
             return run(*args, **named)
@@ -39,20 +40,24 @@ def jit_by_function(run: Callable, kept: int = KEPT, **options: Any) -> Callable
     @wraps(run)
     def call(*args, **named):
         functions = tuple(users_functions((args, named)))
-        return (for_these(functions) if functions else for_all)(*args, **named)
+        if functions:
+            return jit_copy(functions)(*args, **named)
+        return without_functions(*args, **named)
 
-    call.cache_info = for_these.cache_info  # type: ignore[attr-defined]
+    call.cache_info = jit_copy.cache_info  # type: ignore[attr-defined]
     return call
 
 
 def users_functions(tree: Any) -> Iterator[Callable]:
-    """The functions that are part of the structure of masks and biases in a tree.
+    """Yields the user functions in the static structure of the masks and biases in a tree.
 
     Example:
         >>> [f.__name__ for f in users_functions((1, ls.Causal() & ls.Custom(lambda q, k: q > k)))]
         ['<lambda>']
     """
-    flat = None if tree is None else jax.tree_util.default_registry.flatten_one_level(tree)
+    if tree is None:
+        return
+    flat = jax.tree_util.default_registry.flatten_one_level(tree)
     if flat is None:
         return
     children, structure = flat

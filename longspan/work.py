@@ -1,4 +1,4 @@
-"""How much attention computes: tiles and FLOPs of a planned layout, over the whole call."""
+"""The work of one attention call: tiles and FLOPs of a planned layout."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ FIELDS = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_f
 
 
 def work(dims: dict[str, int], layout: BlockLayout | None, counts: Counts | None) -> dict[str, Any]:
-    """The fields of an `Explanation` that are counted; None where they depend on data.
+    """The counted fields of an `Explanation`; None where they depend on data.
 
     Example:
         >>> from longspan.layout import count
@@ -20,14 +20,17 @@ def work(dims: dict[str, int], layout: BlockLayout | None, counts: Counts | None
         True
     """
     if counts is None or layout is None:
-        return dict.fromkeys(FIELDS, 0 if 0 in dims.values() else None)
+        unknown = None
+        if 0 in dims.values():
+            unknown = 0
+        return dict.fromkeys(FIELDS, unknown)
     q, _ = layout.sides(xp=np)
     planes = np.array(list(layout.planes()))[-1] + 1
-    apart = max(q.batch.size, planes[0]) * max(q.head.size, planes[1])
-    copies = dims["B"] * dims["N"] // max(int(apart), 1)
+    distinct = max(q.batch.size, planes[0]) * max(q.head.size, planes[1])  # pairs of batch row and head
+    copies = dims["B"] * dims["N"] // max(int(distinct), 1)
     per_pair = 2 * (dims["H"] + dims["Hv"]) * copies
     computed = counts.partial + counts.full
-    total = layout.q_tiles * layout.kv_tiles * int(apart)
+    total = layout.q_tiles * layout.kv_tiles * int(distinct)
     return dict(
         tiles_total=total,
         tiles_empty=total - computed,
@@ -35,12 +38,12 @@ def work(dims: dict[str, int], layout: BlockLayout | None, counts: Counts | None
         tiles_full=counts.full,
         useful_flops=per_pair * counts.pairs,
         executed_flops=per_pair * layout.q_tile * layout.kv_tile * computed,
-        useful_is_estimate=counts.read is not None,
+        useful_is_estimate=counts.sampled is not None,
     )
 
 
 def short(amount: int | None, unit: str, step: int) -> str:
-    """A number with four digits and its unit.
+    """A number with four significant digits and its unit.
 
     Example:
         >>> short(1_234_567, "FLOP", 1000), short(2048, "B", 1024), short(None, "B", 1024)

@@ -1,4 +1,4 @@
-"""The masks once more, in plain Python, one pair at a time: what `dense` and the engines are compared with."""
+"""All masks in plain Python, one pair at a time. `dense` and the engines are compared with them."""
 
 import inspect
 

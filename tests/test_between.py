@@ -1,4 +1,4 @@
-"""`Between`: an interval of key slots per query, which may be data, skips as the equal window does."""
+"""`Between`: an interval of key slots per query, static or data, visits the tiles of the equal window."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def test_its_layout_is_that_of_the_equal_window_in_both_directions():
         assert count(mine) == count(other)
 
 
-def test_it_skips_also_where_its_arrays_are_traced():
+def test_between_skips_tiles_if_its_arrays_are_traced():
     @jax.jit
     def layout(mask):
         planned = mask.layout(4096, 4096)
@@ -59,9 +59,9 @@ def test_it_skips_also_where_its_arrays_are_traced():
     assert jax.tree.leaves(layout(window(256, 0))[0])[0].shape == (1, 1, 4096)
 
 
-def test_queries_without_keys_widen_no_tile():
+def test_empty_intervals_widen_no_span():
     starts, stops = np.full(64, 900), np.full(64, 901)
-    starts[::2], stops[::2] = 40, 40  # nothing, far from what the others see
+    starts[::2], stops[::2] = 40, 40  # empty, far from the keys of the others
     layout = ls.Between(starts, stops).layout(64, 1024, q_tile=16, kv_tile=16)
     assert layout.visits() == layout.transpose().visits() == 4
     assert ls.Between(stops, starts).layout(64, 1024).visits() == 0
@@ -82,7 +82,7 @@ def test_no_queries_and_no_keys(lengths):
         assert layout.visits() == layout.transpose().visits() == 0 and m.dense(*lengths).shape[2:] == lengths
 
 
-def test_ends_beyond_32_bits_saturate():
+def test_interval_ends_beyond_32_bits_saturate():
     starts, stops = np.array([-(2**60), 3]), np.array([2**60, 2**63 - 1])
     assert ls.Between(starts, stops).show(2, 5).split() == ["#####", "...##"]
     assert ls.Between(np.array([0], np.uint32), np.array([2**32 - 1], np.uint32)).dense(1, 5).all()
@@ -142,7 +142,7 @@ def test_a_static_cut_to_growing_slots_is_an_interval_again_and_stays_native():
     assert traced.visits() < 70
 
 
-def test_it_is_a_value():
+def test_it_compares_by_value_and_is_a_pytree():
     mask = ls.Between(np.arange(3), np.arange(3) + 1)
     assert mask == ls.Between([0, 1, 2], [1, 2, 3]) != ls.Between([0, 1, 2], [1, 2, 4])
     assert repr(mask) == "Between(i32[1,1,3], i32[1,1,3])"

@@ -1,4 +1,4 @@
-"""What `explain` says of biases, how they show themselves, and which are refused, with which reasons."""
+"""Biases in `explain`, their reprs, and the errors for invalid biases."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_no_terms_are_no_bias():
     np.testing.assert_array_equal(ls.attention(Q, K, V, bias=()), ls.attention(Q, K, V))
 
 
-def test_a_bias_shows_and_compares_itself():
+def test_a_bias_prints_and_compares_by_value():
     assert repr(ls.alibi(np.ones(4, np.float32))) == "Alibi(slopes=f32[4])"
     assert ls.alibi(np.ones(4)) == ls.alibi(np.ones(4)) != ls.alibi(np.zeros(4))
     named = ls.relative_bias(np.ones((32, 2), np.float32))
@@ -76,7 +76,7 @@ REFUSED = [
 REFUSED_CALLS = [
     (ValueError, "`alibi` has 3 slopes, but the call has 4 query heads. Give 4.", lambda: ls.alibi(np.ones(3))),
     (ValueError, "`relative_bias` has 2 columns in its table, but the call has 4", lambda: ls.relative_bias(np.ones((32, 2)))),  # noqa: E501
-    (TypeError, "gives bools, and a bias is added", lambda: ls.ScoreBias(lambda q, k: q > k)),
+    (TypeError, "gives bools, but a bias is added to the scores", lambda: ls.ScoreBias(lambda q, k: q > k)),
     (TypeError, "must give real numbers, got complex64", lambda: ls.ScoreBias(lambda q, k: q.astype(jnp.complex64))),
     (ValueError, "gives values of shape (1, 37, 37), which must broadcast", lambda: ls.ScoreBias(lambda q, k: (q - k)[0])),  # noqa: E501
     (ValueError, "gives values of shape (5, 1, 1, 1)", lambda: ls.ScoreBias(lambda q, k, a: a, np.ones((5, 1, 1, 1)))),
@@ -87,14 +87,14 @@ REFUSED_CALLS = [
 
 
 @pytest.mark.parametrize(("error", "message", "make"), REFUSED, ids=[r[1][:40] for r in REFUSED])
-def test_what_is_no_bias_is_refused_with_a_reason(error, message, make):
+def test_invalid_biases_are_errors(error, message, make):
     with pytest.raises(error, match=re.escape(message)):
         make()
 
 
 @pytest.mark.parametrize(("error", "message", "make"), REFUSED_CALLS, ids=[r[1][:40] for r in REFUSED_CALLS])
 @pytest.mark.parametrize("call", [ls.attention, ls.explain], ids=["attention", "explain"])
-def test_a_bias_that_does_not_fit_the_call_is_refused_with_a_reason(call, error, message, make):
+def test_a_bias_that_does_not_fit_the_call_is_an_error(call, error, message, make):
     with pytest.raises(error, match=re.escape(message)):
         call(Q, K, V, bias=make())
 
@@ -109,7 +109,7 @@ def test_a_bias_that_does_not_fit_the_call_is_refused_with_a_reason(call, error,
     ],
     ids=["nothing", "heads", "even", "one head"],
 )
-def test_distances_that_do_not_fit_are_refused(distances, got):
+def test_distances_that_do_not_fit_are_errors(distances, got):
     @rule
     class Odd(ls.Bias):
         number: float = 1.0
@@ -121,7 +121,7 @@ def test_distances_that_do_not_fit_are_refused(distances, got):
         ls.attention(Q, K, V, bias=Odd())
 
 
-def test_a_bias_that_says_nothing_is_refused():
+def test_a_bias_without_values_is_an_error():
     @rule
     class Silent(ls.Bias):
         number: float = 1.0

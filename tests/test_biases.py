@@ -1,4 +1,4 @@
-"""Biases computed from positions: the same numbers as the arrays that they stand for, which never exist."""
+"""Biases computed from positions equal their dense arrays, which are never built."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ SPARSE = [name for name in ENGINES if name != "reference"]
 rng = np.random.default_rng(0)
 
 
-# The arrays that biases stand for.
+# The dense arrays of biases.
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def floats(*shape, low=-1.0, high=1.0):
 
 
 class Kind:
-    """A bias of some arrays, and the entry of the array that it stands for."""
+    """A bias of some arrays, and the entry of its dense array."""
 
     def __init__(self, arrays, make, entry):
         self.arrays, self.make, self.entry = arrays, make, entry
@@ -134,7 +134,7 @@ CHOICES = [
 
 
 def sum_entry(x, n, q, k):
-    """Of a call in which positions are slots."""
+    """The dense bias of a call whose positions are the slot indices."""
     row, slopes, table, column = x
     once = from_table(table, k - q, n, True, 19) + from_table(table, k - q, n, True, 40)
     return row[0, 0, 0, k] + column[0, 0, q, 0] - 2 * slopes[n] * abs(q - k) + once
@@ -173,7 +173,7 @@ def close(got, want, scale=None):
 
 
 @pytest.mark.parametrize(("kind", "case"), one_in(3, [pytest.param(*c, id=", ".join(c)) for c in CHOICES]))
-def test_a_bias_is_the_array_that_it_stands_for_in_both_passes(kind, case):
+def test_a_bias_equals_its_dense_array_in_both_passes(kind, case):
     arguments, arrays = CASES[case], KINDS[kind].arrays(SHAPE)
     q, k, v = make_qkv(SHAPE, jnp.float32)
     dense = dense_of(kind, arrays, SHAPE, arguments)
@@ -203,7 +203,7 @@ def test_a_bias_is_the_array_that_it_stands_for_in_both_passes(kind, case):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [Shape(3, 1, 2311, 4, 2, 16), Shape(2, 3, 130, 6, 2, 5)], ids=str)
 def test_decoding_with_biases(shape, dtype):
-    """Few queries of a forward pass go another way through the kernel."""
+    """A forward pass with few queries takes another path through the kernel."""
     q, k, v = make_qkv(shape, dtype)
     slopes, table = floats(shape.N, low=0.01, high=0.1), floats(32, shape.N)
     lengths = np.arange(1, shape.B + 1) * (shape.S // shape.B)
@@ -240,7 +240,7 @@ def test_far_positions_keep_the_distances_between_them():
 def test_buckets_are_those_of_the_definition(count, most, bidirectional):
     wanted = [t5_bucket(ahead, count, bidirectional, most) for ahead in range(-most, most + 1)]
     np.testing.assert_array_equal(_buckets(count, bidirectional, most), wanted)
-    for beyond in (most + 1, 3 * most, 10**6):  # the ends stand for all that lies further
+    for beyond in (most + 1, 3 * most, 10**6):  # larger distances are in the last bucket
         assert t5_bucket(-beyond, count, bidirectional, most) == wanted[0]
         assert t5_bucket(beyond, count, bidirectional, most) == wanted[-1]
 
@@ -273,7 +273,7 @@ def test_minus_infinity_in_a_table_masks_its_keys(engine):
 
 @rule
 class Near(ls.Bias):
-    """A user's own bias by distance: numbers[n, k - q + 2], with 0 beyond ±2."""
+    """A user's bias by distance: numbers[n, k - q + 2], with 0 beyond ±2."""
 
     numbers: jax.Array
 
@@ -282,7 +282,7 @@ class Near(ls.Bias):
 
 
 @every_engine
-def test_a_bias_of_ones_own(engine):
+def test_a_users_bias(engine):
     q, k, v = make_qkv(SHAPE, jnp.float32)
     numbers = jnp.asarray(floats(6, 5))
     dense = written_out(SHAPE, lambda b, n, q, k: np.pad(numbers, ((0, 0), (1, 1)))[n, np.clip(k - q, -3, 3) + 3])
@@ -415,7 +415,7 @@ def test_rows_and_heads_of_a_sharded_call_are_those_of_the_whole(engine):
 
 @every_sparse_engine
 @pytest.mark.parametrize("kind", ["alibi", "relative", "score"])
-def test_nothing_of_the_size_of_the_square_exists(engine, kind):
+def test_no_array_of_t_times_s_exists(engine, kind):
     if engine == "cpu" and kind == "score":
         pytest.skip("refused")
     T = 8192

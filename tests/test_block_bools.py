@@ -11,7 +11,7 @@ from longspan.testing import Shape, assert_obeys_laws, make_qkv
 
 SHAPE = Shape(B=2, T=11, S=13, N=4, K=2, H=3)
 B, T, S, N, *_ = SHAPE
-SIZE, NQ, NK = 3, 4, 5  # the last block of each side is not a whole one
+SIZE, NQ, NK = 3, 4, 5  # the last block of each side is shorter
 
 
 def bools(*lead, seed=0, share=0.5):
@@ -42,7 +42,7 @@ def test_a_static_table_lists_as_many_blocks_as_its_longest_row():
     hash(ls.Blocks.from_bool(table, 2))
 
 
-def test_data_has_as_many_entries_as_asked_for():
+def test_a_jax_table_lists_max_blocks_entries():
     table = bools(1)
     assert ls.Blocks.from_bool(jnp.asarray(table), SIZE).table.shape == (1, NQ, NK)
     assert ls.Blocks.from_bool(jnp.asarray(table), SIZE, max_blocks=99).table.shape == (1, NQ, NK)
@@ -52,7 +52,7 @@ def test_data_has_as_many_entries_as_asked_for():
 
 
 def weights(table, engine, max_blocks):
-    """The output for values that are unit vectors: what each query takes of each key."""
+    """The output for values that are unit vectors: the weight of each key for each query."""
     mask = ls.Blocks.from_bool(table, SIZE, max_blocks)
     q, k = jnp.zeros((B, T, N, S)), jnp.zeros((B, S, N, S))
     units = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, N, S))
@@ -60,7 +60,7 @@ def weights(table, engine, max_blocks):
 
 
 @pytest.mark.parametrize("engine", ["cpu", "xla", "reference"])
-def test_a_traced_row_with_more_blocks_than_expected_loses_none(engine):
+def test_a_traced_row_with_more_than_max_blocks_loses_none(engine):
     run = jax.jit(lambda table: weights(table, engine, 2))
     for share in (0.2, 0.9, 1.0):  # rows that fit, rows that do not
         table = bools(B, N, share=share)
@@ -88,8 +88,8 @@ def test_a_traced_table_has_right_gradients_and_is_traced_once():
     assert len(traces) == 1
 
 
-def test_rows_that_fit_visit_their_own_blocks_alone():
-    """What `max_blocks` is for: a list of more than 64 entries is covered by one interval."""
+def test_rows_within_max_blocks_visit_only_their_blocks():
+    """`max_blocks` matters because a list of more than 64 entries is covered by one interval."""
     table = np.zeros((1, 80, 80), bool)
     table[:, :, [0, 79]] = True
 
@@ -115,7 +115,7 @@ WRONG = [
     (TypeError, "to `Blocks.from_bool(table, block_size)`", lambda: ls.Blocks(bools(1).tolist(), SIZE)),
     (
         TypeError,
-        "`table` must hold bools, got dtype int64. A table that lists the numbers of kv blocks goes to `Blocks(table",
+        "`table` must hold bools, got dtype int64. For a table that lists the numbers of kv blocks use `Blocks(table",
         lambda: ls.Blocks.from_bool(np.zeros((1, 2, 2), int), 4),
     ),
     (TypeError, "`table` must be an array of bools, got str", lambda: ls.Blocks.from_bool("all", 4)),
@@ -136,7 +136,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("error, words, call", WRONG, ids=[words for _, words, _ in WRONG])
-def test_what_is_no_table_of_bools_is_refused(error, words, call, unchecked):
+def test_tables_that_are_not_bools_are_errors(error, words, call, unchecked):
     with pytest.raises(error) as caught:
         call()
     assert words in str(caught.value), str(caught.value)

@@ -52,7 +52,7 @@ def plain(table):
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("heads", [1, N])
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["static", "traced"])
-def test_a_table_by_row_allows_what_its_row_and_head_lists(rows, heads, as_array):
+def test_a_table_by_row_allows_the_blocks_listed_for_each_row_and_head(rows, heads, as_array):
     listed = table(rows, heads)
     mask = ls.Blocks(as_array(listed), SIZE)
     np.testing.assert_array_equal(mask.dense(T, S), plain(listed))
@@ -91,7 +91,7 @@ def test_a_table_that_is_cut_keeps_its_rows_and_its_skipping():
     assert rows.cut(np.arange(1024, 2048)).layout(1024, 4096, q_tile=64, kv_tile=64).visits() == 2 * 16
 
 
-def test_new_tables_do_not_retrace_and_are_skipped_by_vmap_and_gradients(engine):
+def test_new_tables_do_not_retrace_under_vmap_and_gradients(engine):
     traces = []
 
     def loss(q, k, v, table, engine):

@@ -1,4 +1,4 @@
-"""Comparisons of terms: what users write with them, at the ends of int32 too, and what engines need not know."""
+"""Comparisons of terms: users' rules made of them, the ends of int32, and engines that name no leaf."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ class Diagonal(Rule):
 
 @rule
 class Louder(Rule):
-    """Allows keys that are at least as loud as the query, each head by its own ears."""
+    """Allows keys that are at least as loud as the query, with a loudness per head."""
 
     q_loud: jax.Array
     kv_loud: jax.Array
@@ -71,24 +71,24 @@ def test_terms_are_written_as_they_are_read():
         (lambda: Rule().show(2, 2), NotImplementedError, r"Rule must define `lower\(\)`, or `allowed\(q, kv\)`"),
     ],
 )
-def test_what_is_no_term_is_refused_with_what_to_do(unchecked, make, error, message):
+def test_invalid_terms_raise_errors_with_a_fix(unchecked, make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-def test_a_rule_of_one_line_has_all_that_ours_have():
+def test_a_rule_of_one_line_skips_tiles_runs_natively_and_bounds_caches():
     mask = Diagonal(-2)
     assert supports(mask) and supports(~mask) and not mask.unbounded() and not (~mask).inexact()
     assert mask.layout(4096, 4096).visits() == 63 and count(mask.layout(4096, 4096)).pairs == 4094
     assert (~mask).layout(4096, 4096, q_tile=1, kv_tile=1).visits() == 4096 * 4096 - 4094
     assert mask.cut([5, 1], [0, 3]) is mask
-    assert ls.cache.plan(mask, 1000).capacity == 3  # a key is seen two positions later, and then no more
+    assert ls.cache.plan(mask, 1000).capacity == 3  # a key is last seen two positions later
     assert ls.cache.plan(ls.Causal() & ~Diagonal(0) & ls.Window(4, 0), 1000).capacity == 5
     assert ls.parallel.plan(mask, 4096, 8).sent_rows < 20
     assert mask == Diagonal(-2) != Diagonal(2) and repr(mask) == "Diagonal(shift=-2)"
 
 
-def test_a_rule_tells_rows_and_heads_apart_as_what_it_lowers_to_does():
+def test_a_rule_distinguishes_the_rows_and_heads_of_its_lowered_mask():
     rng = np.random.default_rng(0)
     loud = Louder(rng.integers(0, 9, (2, 7)), rng.integers(0, 9, (1, 11)))
     assert loud.heads == 3 and loud.batch == 2
@@ -105,7 +105,7 @@ RELATIONS = ("<=", ">=", "<", ">", "==")
 
 @pytest.mark.parametrize("valid", ["all", ">=0", "!=0"])
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_entries_at_the_ends_of_int32_are_told_apart(relation, valid):
+def test_entries_at_the_ends_of_int32_compare_correctly(relation, valid):
     q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=2, K=1, H=5), jnp.float32)
     for mask in (
         Compare(array(EXTREME, valid=valid), relation, array(EXTREME[:, ::-1])),
@@ -133,7 +133,7 @@ FURTHEST = {
 
 
 @pytest.mark.parametrize("name", FURTHEST)
-def test_what_is_negated_holds_at_the_furthest_positions(name):
+def test_negations_hold_at_the_furthest_positions(name):
     places = np.array([-FAR, -FAR + 1, -1, 0, 1, FAR - 1, FAR])
     q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=2, K=1, H=5), jnp.float32)
     for mask in (FURTHEST[name], ~FURTHEST[name]):
@@ -163,20 +163,20 @@ def test_traced_numbers_and_entries_of_terms_are_read_when_the_program_runs(engi
     assert run._cache_size() == 1
 
 
-def test_what_is_said_by_not_is_skipped():
+def test_negated_masks_skip_tiles():
     without = ls.Causal() & ~ls.Window(1023, 0)
     layout = without.layout(8192, 8192)
     assert layout.visits() < ls.Causal().layout(8192, 8192).visits() - 300
     assert ~~ls.Chunk(4) == ~~ls.Chunk(4) and (~~ls.Chunk(4)).layout(512, 512, q_tile=4, kv_tile=4).visits() == 128
 
 
-def test_heads_that_share_a_rule_share_what_it_lowers_to():
+def test_heads_that_share_a_rule_share_the_lowered_mask():
     ids = ls.Segments(np.arange(8)[None] // 3)
     lowered = ls.PerHead((ids, ls.Causal(), ids, ids)).atoms()
     assert lowered.masks[0] is lowered.masks[2] is lowered.masks[3]
 
 
-def test_the_tightest_of_several_ends_is_left():
+def test_of_several_static_bounds_the_tightest_is_kept():
     window = (ls.Causal() & ls.Window(63, 5) & ls.Causal(3) & ls.Band(-99, None)).atoms()
     assert [repr(part) for part in window.parts()] == [
         "Compare(position >= position)",
@@ -184,7 +184,7 @@ def test_the_tightest_of_several_ends_is_left():
     ]
 
 
-def test_no_engine_knows_a_rule_by_name():
+def test_no_engine_names_a_leaf():
     rules = ["Causal", "Band", "Window", "Chunk", "BlockCausal", "Prefix", "KvLengths", "QLengths", "Segments"]
     rules += ["FirstOfSegment", "TokenTypes", "Between", "Global"]
     python, native = (ROOT / "longspan" / "engines").rglob("*.py"), (ROOT / "native").glob("*.[hc]*")
@@ -200,7 +200,7 @@ def test_no_engine_knows_a_rule_by_name():
     assert not {*imported, *words} & {*rules}
 
 
-def test_facts_of_comparisons_are_written_once():
+def test_comparisons_are_implemented_once():
     masks = ROOT / "longspan" / "masks"
     classify = {path.name: path.read_text().count("def classify") for path in masks.glob("*.py")}
     assert classify["compare.py"] == 1 and sum(classify.values()) <= 13

@@ -19,7 +19,7 @@ FLAGS = DRAW.random((1, LONG)) < 0.1
 TABLE = DRAW.integers(0, LONG // 16, (1, LONG // 16, 20)).astype(np.int32)
 ENDS = DRAW.integers(0, LONG, (2, LONG)).astype(np.int32)
 
-# What a function closes over, by leaf: each holds an array of more than MOST_FOLDED elements.
+# The masks that a function closes over, by leaf: each holds an array of more than MOST_FOLDED elements.
 LEAVES = {
     "Dense": lambda xp: ls.Dense(xp.asarray(np.tri(LONG, dtype=bool))),
     "Dense at an offset": lambda xp: ls.Dense(xp.asarray(np.tri(80, LONG, dtype=bool)), q_offset=3),
@@ -84,11 +84,11 @@ WITHIN = {
 
 
 @pytest.mark.parametrize("what", WITHIN)
-def test_what_a_jitted_function_makes_of_constants_is_not_folded(what):
+def test_results_computed_from_constants_are_not_folded(what):
     assert_nothing_is_folded(WITHIN[what], X)
 
 
-def test_the_check_finds_what_xla_would_fold():
+def test_the_check_finds_folded_constants():
     ids = jnp.asarray(IDS)
     found = list(folded(lambda: jnp.argsort(ids)[:, 1:].sum() + jax.lax.cond(True, jnp.max, jnp.min, ids)))
     assert [each.split("(")[0] for each in found] == ["sort", "reduce_sum", "reduce_min", "reduce_max"]
@@ -111,7 +111,7 @@ def nothing_compiles():
 
 
 @pytest.mark.parametrize("leaf", [name for name in LEAVES if name != "Custom"])
-def test_outside_of_a_program_known_arrays_are_planned_without_one(leaf):
+def test_outside_of_jit_known_arrays_are_planned_in_numpy(leaf):
     static = LEAVES[leaf](np).layout(LONG, LONG)
     places = jax.device_put(np.arange(LONG, dtype=np.int32))
     for mask in (LEAVES[leaf](np), jax.device_put(LEAVES[leaf](np))):
@@ -123,7 +123,7 @@ def test_outside_of_a_program_known_arrays_are_planned_without_one(leaf):
         assert layout.mask is mask and layout.transpose().forward is layout
 
 
-def test_a_truth_table_of_few_pairs_is_computed_without_a_program_and_one_of_many_in_jax(monkeypatch):
+def test_small_truth_tables_are_computed_in_numpy_and_large_ones_in_jax(monkeypatch):
     mask = jax.device_put(ls.Segments(IDS[:, ::99]) & ls.Causal())
     length = mask.parts()[0].q_ids.shape[1]
     with nothing_compiles():
@@ -134,7 +134,7 @@ def test_a_truth_table_of_few_pairs_is_computed_without_a_program_and_one_of_man
     np.testing.assert_array_equal(few, many)
 
 
-def test_what_is_traced_or_mapped_is_not_known():
+def test_traced_and_mapped_arrays_are_not_known():
     ids = jnp.asarray(IDS)
     assert isinstance(on_host(ids), np.ndarray) and isinstance(unfolded(IDS), jax.Array)
     assert not in_a_program()

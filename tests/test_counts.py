@@ -1,4 +1,4 @@
-"""Counts of a layout: the same numbers however its tiles are looked at, and those of the dense mask."""
+"""Counts of a layout equal those of the dense mask, as lists and as rectangles of tiles."""
 
 from unittest.mock import patch
 
@@ -27,7 +27,7 @@ def place(seed, length):
 
 
 def expected(mask, layout):
-    """[empty, partial, full] from one look at all tiles of a side, and all allowed pairs."""
+    """[empty, partial, full] of all tiles classified at once, and the number of allowed pairs."""
     q, kv = layout.sides(xp=np)
     shape = (q.batch.size, q.head.size, layout.q_tiles, layout.kv_tiles)
     kinds = mask.classify(q.tiles(layout.q_tile), kv.tiles(layout.kv_tile))
@@ -46,7 +46,7 @@ def planned(mask, q_tile, kv_tile, q_seed, kv_seed):
 
 @pytest.mark.check
 @given(ANY_MASK, tile, tile, places, places, st.sampled_from([1, 7, 100]), st.sampled_from([0, 2, 100]))
-def test_lists_and_rectangles_of_tiles_are_counted_alike(mask, q_tile, kv_tile, q_seed, kv_seed, size, sparse):
+def test_lists_and_rectangles_of_tiles_have_equal_counts(mask, q_tile, kv_tile, q_seed, kv_seed, size, sparse):
     layout = planned(mask, q_tile, kv_tile, q_seed, kv_seed)
     wanted = expected(mask, layout)
     assert count(layout)[:4] == wanted
@@ -56,7 +56,7 @@ def test_lists_and_rectangles_of_tiles_are_counted_alike(mask, q_tile, kv_tile, 
 
 @pytest.mark.check
 @given(ANY_MASK, st.sampled_from([2, 3, 4, 8, 16]), st.sampled_from([2, 4, 5, 8]), places, places)
-def test_pairs_that_are_read_in_split_tiles_are_those_of_the_dense_mask(mask, q_tile, kv_tile, q_seed, kv_seed):
+def test_pairs_read_in_split_tiles_equal_those_of_the_dense_mask(mask, q_tile, kv_tile, q_seed, kv_seed):
     layout = planned(mask, q_tile, kv_tile, q_seed, kv_seed)
     with (
         patch.object(layouts, "count_by_query", lambda *_: None),
@@ -66,32 +66,32 @@ def test_pairs_that_are_read_in_split_tiles_are_those_of_the_dense_mask(mask, q_
 
 
 @given(ANY_MASK, tile, tile)
-def test_a_sample_of_all_tiles_estimates_exactly(mask, q_tile, kv_tile):
+def test_a_sample_of_all_tiles_is_exact(mask, q_tile, kv_tile):
     layout = planned(mask, q_tile, kv_tile, None, None)
-    with patch.object(layouts, "count_by_query", lambda *_: None), patch.object(layouts, "MOST_READ", 0):
+    with patch.object(layouts, "count_by_query", lambda *_: None), patch.object(layouts, "MAX_PAIRS_READ", 0):
         counts = count(layout)
     assert counts[:4] == expected(mask, layout)
-    assert counts.read == (counts.partial or None)
+    assert counts.sampled == (counts.partial or None)
 
 
-def test_a_sample_of_some_tiles_estimates_well_and_counts_tiles_exactly():
+def test_a_sample_of_some_tiles_is_close_and_counts_tiles_exactly():
     mask = ls.Causal() & ls.Segments(np.random.default_rng(0).integers(0, 5, (1, 3001)))
     layout = plan_layout(mask, 3001, 3001, 16, 16, xp=np)
     exact = count(layout)
     with (
-        patch.multiple(layouts, count_by_query=lambda *_: None, MOST_READ=0, CHUNK=0, RECTANGLE=1000),
+        patch.multiple(layouts, count_by_query=lambda *_: None, MAX_PAIRS_READ=0, CHUNK=0, RECTANGLE=1000),
         patch.object(tile_kinds, "SAMPLE", 500),
     ):
         about = count(layout)
     assert about[:3] == exact[:3]
-    assert about.read is not None and 400 < about.read < 1000 < about.partial
+    assert about.sampled is not None and 400 < about.sampled < 1000 < about.partial
     assert about.pairs != exact.pairs and about.pairs == pytest.approx(exact.pairs, rel=0.02)
 
 
-def test_rows_and_heads_share_what_may_be_read():
+def test_rows_and_heads_share_the_limit_of_pairs_read():
     mask = ls.PerHead((ls.Custom(lambda q, k: q > k), ls.Custom(lambda q, k: q < k)))
     layout = plan_layout(mask, 64, 64, 16, 16, xp=np)
-    with patch.object(layouts, "MOST_READ", 2 * 64 * 64):
-        assert count(layout).read is None
-    with patch.object(layouts, "MOST_READ", 64 * 64):
-        assert count(layout).read == 32
+    with patch.object(layouts, "MAX_PAIRS_READ", 2 * 64 * 64):
+        assert count(layout).sampled is None
+    with patch.object(layouts, "MAX_PAIRS_READ", 64 * 64):
+        assert count(layout).sampled == 32

@@ -1,4 +1,4 @@
-"""`Custom`: rules of positions, rows and heads that users write as functions, and what their bounds let us skip."""
+"""`Custom`: functions of positions, rows and heads as masks, and the tiles that their bounds skip."""
 
 from functools import partial
 
@@ -74,7 +74,7 @@ def test_a_mask_function_of_flex_attention_runs_unchanged_as_one_mask(engine):
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("heads", [1, N])
 @pytest.mark.parametrize("bounds", [None, bounds_by_row_and_head], ids=["no bounds", "bounds"])
-def test_rows_and_heads_that_are_told_apart_have_their_own_truth(batch, heads, bounds):
+def test_distinct_rows_and_heads_have_distinct_masks(batch, heads, bounds):
     mask = ls.Custom(by_row_and_head, batch=batch, heads=heads, bounds=bounds)
     expected = plain(lambda b, h, q, k: by_row_and_head(b if batch > 1 else 0, h if heads > 1 else 0, q, k))
     np.testing.assert_array_equal(np.broadcast_to(mask.dense(T, S), expected.shape), expected)
@@ -88,7 +88,7 @@ def test_rows_and_heads_that_are_told_apart_have_their_own_truth(batch, heads, b
 
 @pytest.mark.parametrize("bounds", [None, bounds_by_row_and_head], ids=["no bounds", "bounds"])
 @pytest.mark.parametrize("sizes", one_in(3, [pytest.param(s, id=str(s)) for s in ((B, N), (1, N), (B, 1))]))
-def test_engines_tell_rows_and_heads_apart_in_both_passes(engine, sizes, bounds):
+def test_engines_distinguish_rows_and_heads_in_both_passes(engine, sizes, bounds):
     mask = ls.Custom(by_row_and_head, batch=sizes[0], heads=sizes[1], bounds=bounds)
     q, k, v = make_qkv(SHAPE, jnp.float32)
     assert_matches_reference(engine, q, k, v, mask.layout(T, S, q_tile=8, kv_tile=4))
@@ -97,7 +97,7 @@ def test_engines_tell_rows_and_heads_apart_in_both_passes(engine, sizes, bounds)
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
 
 
-def test_a_rule_of_heads_keeps_its_numbers_inside_of_per_head_and_compositions(engine):
+def test_head_indices_are_the_same_inside_per_head_and_compositions(engine):
     own = ls.Custom(by_row_and_head, batch=B, heads=N, bounds=bounds_by_row_and_head)
     mask = ls.PerHead((own, ls.Window(3, 3), own & ls.Chunk(8), ~own)) & ls.KvLengths(np.array([29, 7, 20]))
 
@@ -156,7 +156,7 @@ def test_inside_shard_map_rows_are_the_shards_and_the_first_is_given_as_data(eng
     np.testing.assert_allclose(got, ls.attention(q, k, v, mask=whole, engine="reference"), rtol=0, atol=5e-6)
 
 
-def test_functions_are_told_apart_by_what_they_require():
+def test_required_parameters_decide_the_form_of_a_function():
     same = np.asarray(ls.Causal().dense(T, S))
     width = np.array(3)
     for mask in (
@@ -175,7 +175,7 @@ def test_functions_are_told_apart_by_what_they_require():
         np.testing.assert_array_equal(np.asarray(mask.dense(T, S)), same)
 
 
-def test_functions_that_could_be_either_or_neither_are_refused():
+def test_functions_that_fit_both_forms_or_none_are_errors():
     one = np.zeros(3)
     for fn, arrays in (
         (lambda q: q, ()),
@@ -189,7 +189,7 @@ def test_functions_that_could_be_either_or_neither_are_refused():
         ls.Custom(lambda b, h, q, k, *rest: q >= k, one, one)
     with pytest.raises(TypeError, match=r"Custom.bounds must be a function of"):
         ls.Custom(causal, bounds=lambda q: (True, False))
-    with pytest.raises(ValueError, match=r"Custom.heads is 4, but the function is one of positions alone"):
+    with pytest.raises(ValueError, match=r"Custom.heads is 4, but the function takes only positions"):
         ls.Custom(lambda q, k: q >= k, heads=4)
     with pytest.raises(ValueError, match=r"Custom.batch must be a Python int >= 1, got 0"):
         ls.Custom(causal, batch=0)
@@ -206,8 +206,8 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_a_function_that_returns_numbers_is_a_bias(kind):
-    """A bias that was given as a mask would allow every pair whose number is not 0."""
+def test_a_function_that_returns_numbers_is_an_error(kind):
+    """Otherwise a bias given as a mask would allow every pair whose number is not 0."""
     fn, words = NUMBERS[kind]
     q, k, v = make_qkv(SHAPE, jnp.float32)
     mask = ls.Custom(fn)
@@ -221,7 +221,7 @@ def test_a_function_that_returns_numbers_is_a_bias(kind):
         assert words in str(caught.value) and "`bias=ls.ScoreBias(fn)`" in str(caught.value)
 
 
-def test_bounds_are_bools_too():
+def test_bounds_must_return_bools():
     mask = ls.Custom(lambda q, k: q >= k, bounds=lambda q, kv: (q.last - kv.first + 1, q.first >= kv.last))
     with pytest.raises(TypeError, match="`bounds` must return bools, got int32"):
         mask.layout(9, 9)
@@ -229,8 +229,8 @@ def test_bounds_are_bools_too():
     assert certain.layout(9, 9).visits() == 1
 
 
-def test_a_users_mask_that_gives_numbers_is_refused():
-    """`&` of ints goes bit by bit: 2 & True is 0."""
+def test_a_users_mask_that_returns_numbers_is_an_error():
+    """`&` of ints combines bits: 2 & True is 0."""
 
     @rule
     class Twice(Mask):
@@ -272,7 +272,7 @@ BOUNDED = {
 
 @pytest.mark.parametrize("length", [8192, 100_001, 1_000_000])
 @pytest.mark.parametrize("name", BOUNDED)
-def test_exact_bounds_visit_what_the_built_in_rule_visits(name, length):
+def test_exact_bounds_visit_the_tiles_of_the_built_in_mask(name, length):
     mine, built_in = BOUNDED[name]
     for transposed in (False, True):
         layouts = [plan_layout(m, length, length, 128, 128, xp=np) for m in (mine, built_in)]
@@ -280,7 +280,7 @@ def test_exact_bounds_visit_what_the_built_in_rule_visits(name, length):
         assert got.visits() == want.visits()
 
 
-def test_what_lies_between_more_intervals_than_a_row_has_is_left_to_classify():
+def test_gaps_beyond_the_maximum_of_intervals_are_left_to_classify():
     def six(q, kv):
         return far(q, kv, *((n * 1000, n * 1000) for n in range(6)))
 
@@ -308,7 +308,7 @@ def test_bounds_of_traced_arrays_skip_on_the_xla_engine():
         np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
 
 
-def test_bits_of_a_rule_with_bounds_are_kept_for_what_it_may_see():
+def test_bits_are_stored_only_for_the_tiles_that_bounds_allow():
     x = jax.ShapeDtypeStruct((1, 65536, 1, 8), jnp.float32)
     (mine, _), ids = BOUNDED["window"], jax.ShapeDtypeStruct((1, 65536), jnp.int32)
     try:

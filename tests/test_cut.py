@@ -1,4 +1,4 @@
-"""`Mask.cut`: the rule for some slots of each side, for every rule, and it still skips."""
+"""`Mask.cut`: every mask cut to some slots of each side, and the tiles that it still skips."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ tile = st.integers(1, 6)
 
 
 def some_slots(seed, length, xp=np):
-    """Slots of a side: any number of them, in any order or growing, repeated or not, for one or all batch rows."""
+    """Slots of a side: any number of them, sorted or not, repeated or not, for one or all batch rows."""
     if seed is None:
         return None
     rng = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ def some_positions(seed, length):
 
 
 def rows_of(slots, length):
-    """All slots that stay, [B, n]."""
+    """All kept slots, [B, n]."""
     slots = np.arange(length) if slots is None else np.asarray(slots)
     return np.broadcast_to(slots, (B, slots.shape[-1]))
 
@@ -70,7 +70,7 @@ def wanted(mask, q, kv, q_positions, kv_positions):
 
 
 @given(ANY_MASK, seeds, seeds, seeds, seeds, tile, tile, st.sampled_from([np, jnp]))
-def test_a_cut_allows_what_the_mask_allows_at_these_slots_and_obeys_the_laws(
+def test_a_cut_allows_the_pairs_of_its_slots_and_obeys_the_laws(
     mask, q_seed, kv_seed, q_place, kv_place, q_tile, kv_tile, xp
 ):
     q, kv = some_slots(q_seed, T, xp), some_slots(kv_seed, S, xp)
@@ -188,8 +188,8 @@ def test_gradients_under_a_cut_mask_match_the_reference():
 
 
 @pytest.mark.parametrize("of", [lambda s: s, jnp.asarray, lambda s: jnp.asarray(s)[None]], ids=["numpy", "jax", "row"])
-def test_a_users_mask_keeps_its_skipping_after_a_cut(of):
-    """As much as the built-in rule, which has positions, does."""
+def test_a_users_mask_still_skips_tiles_after_a_cut(of):
+    """It skips as many tiles as the built-in mask by position."""
     mine, built_in = Near(256), ls.Window(256, 0)
     assert mine.layout(4096, 4096).visits() == built_in.layout(4096, 4096).visits() == 93
     slots = np.arange(0, 4096, 2)
@@ -206,7 +206,7 @@ def test_a_users_mask_keeps_its_skipping_after_a_cut(of):
         assert count(mine.cut(*kept).layout(*sizes, **positions)) == count(by_slot) == kinds
 
 
-def test_a_cut_keeps_its_skipping_under_jit():
+def test_a_cut_skips_tiles_under_jit():
     slots = np.arange(0, 4096, 2)
 
     @jax.jit
@@ -216,7 +216,7 @@ def test_a_cut_keeps_its_skipping_under_jit():
     assert layout(slots).visits() == NearSlots(256).cut(slots).layout(2048, 4096).visits() < 70
 
 
-def test_a_maskinfo_keeps_the_skipping_of_a_users_mask():
+def test_a_maskinfo_skips_the_tiles_of_a_users_mask():
     infos = [
         ls.MaskInfo.from_mask(mask, batch=1, q_len=4096) for mask in (Near(256), NearSlots(256), ls.Window(256, 0))
     ]
@@ -235,7 +235,7 @@ def test_blocks_are_skipped_after_a_static_cut():
     assert count(cut.layout(1024, 4096)).pairs == 1024 * 128
 
 
-def test_slots_that_do_not_grow_lose_skipping_but_nothing_else():
+def test_unsorted_slots_skip_no_tiles_and_allow_the_same_pairs():
     slots = np.random.default_rng(0).permutation(4096)[:512]
     assert NearSlots(9).cut(slots).layout(512, 4096).visits() == 4 * 32  # each tile's slots lie far apart
     mixed = np.stack([np.arange(512), slots])
@@ -254,7 +254,7 @@ def test_arrays_are_cut_and_stay_small():
     ids = np.array([[0, 0, 1, 1, -1]])
     cut = ls.Segments(ids).cut(q, kv)
     assert cut == ls.Segments(np.array([[-1, 0]]), np.array([[0, 1, 1], [1, 1, 0]]))
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cut))  # nothing is data that need not be
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cut))  # a static cut stays static
     assert ls.Segments(np.repeat(ids, 2, 0)).cut(q).q_ids.shape == (2, 2)
     assert ls.TokenTypes(ids + 1, zero="none").cut(None, [0]).kv_types.tolist() == [[1]]
     assert ls.KvLengths(np.array([2, 3])).cut(q, kv) == Compare(number(np.array([2, 3])), ">", array(kv))
@@ -323,7 +323,7 @@ def test_no_slots_and_unknown_lengths_work():
             assert mask.cut(none, None).layout(0, 9).visits() == 0
             assert mask.cut(None, none).dense(9, 0).shape[2:] == (9, 0)
             assert mask.cut(None, none).layout(9, 0).visits() == 0
-    # Without lengths those of the arrays hold, or those of the slots, or none at all.
+    # Lengths that are not given are those of the arrays, or bounds from the slots, or not known.
     some = jnp.array([1, 5])
     np.testing.assert_array_equal(NearSlots(3).cut(some, some).dense(2, 2)[0, 0], [[True, False], [False, True]])
     blocks = ls.Blocks(jnp.asarray(TABLE), 16).cut(some, some)
@@ -337,7 +337,7 @@ def test_heads_that_share_a_mask_share_it_after_a_cut():
     assert cut.masks[0] is cut.masks[2] and len(cut._groups()) == 2
 
 
-def test_a_view_prints_and_survives_flattening():
+def test_a_cut_mask_prints_and_survives_flattening():
     mask = NearSlots(3).cut([1, 2], jnp.arange(4))
     assert repr(mask) == "CutMask(NearSlots(left=3), i32[1,2], i32[1,4])"
     leaves, tree = jax.tree.flatten(mask)
@@ -365,13 +365,13 @@ def bad(error, words, call):
     assert words in str(caught.value), str(caught.value)
 
 
-def test_slots_that_cannot_be_are_refused(unchecked):
+def test_invalid_slots_are_errors(unchecked):
     mask = ls.Segments(np.zeros((3, 9), int))
-    bad(TypeError, "`q` must be the slots that stay, ints [n] or [B, n], got int.", lambda: mask.cut(3))
-    bad(TypeError, "`kv` must hold the numbers of the slots that stay, got dtype bool", lambda: mask.cut(None, [True]))
+    bad(TypeError, "`q` must be the slots to keep, ints [n] or [B, n], got int.", lambda: mask.cut(3))
+    bad(TypeError, "`kv` must hold the numbers of the slots to keep, got dtype bool", lambda: mask.cut(None, [True]))
     bad(ValueError, "`q` must be slots [n] or [B, n], got shape (1, 1, 1)", lambda: mask.cut(np.zeros((1, 1, 1), int)))
     bad(ValueError, "`q` keeps slots from 2 to 9, but they are numbered from 0 to 8.", lambda: mask.cut([2, 9]))
     bad(ValueError, "`kv` keeps slots from -1 to 2, but they are", lambda: Near(3).cut(None, [2, -1]))
     bad(ValueError, "numbered from 0 to 4.", lambda: Near(3).cut(None, [5], kv_len=5))
-    bad(ValueError, "tell 2 and 3 batch rows apart", lambda: mask.cut(np.zeros((2, 4), int)))
-    bad(ValueError, "tell 2 and 4 batch rows apart", lambda: Near(3).cut(np.zeros((2, 4), int), np.zeros((4, 1), int)))
+    bad(ValueError, "have 2 and 3 batch rows", lambda: mask.cut(np.zeros((2, 4), int)))
+    bad(ValueError, "have 2 and 4 batch rows", lambda: Near(3).cut(np.zeros((2, 4), int), np.zeros((4, 1), int)))

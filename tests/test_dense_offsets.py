@@ -1,4 +1,4 @@
-"""`Dense` with offsets: a small array somewhere among many slots, nothing outside of it, and only its tiles visited."""
+"""`Dense` with offsets: a small array among many slots. Only its tiles are visited; pairs outside are not allowed."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ ARRAY = RNG.random((2, 3, 7, 11)) < 0.6
 
 
 def by_hand(array, q_offset, kv_offset):
-    """The array laid into a table that is False elsewhere; what passes its ends is cut off."""
+    """The array inside a table that is False elsewhere; entries beyond the table are dropped."""
     table = np.zeros((*array.shape[:2], T, S), bool)
     for b, n, i, j in np.ndindex(*array.shape):
         t, s = i + np.broadcast_to(q_offset, 2)[b], j + np.broadcast_to(kv_offset, 2)[b]
@@ -32,7 +32,7 @@ OFFSETS = [(0, 0), (5, 9), (T - 3, S - 2), (-3, -4), (T, 2), (2, S + 9), (np.arr
 
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_entry_i_is_about_slot_offset_plus_i(offsets, array):
+def test_entry_i_is_for_slot_offset_plus_i(offsets, array):
     mask = ls.Dense(array(ARRAY), *offsets)
     np.testing.assert_array_equal(mask.dense(T, S), by_hand(ARRAY, *offsets))
     assert_obeys_laws(mask, T, S)
@@ -75,7 +75,7 @@ def test_engines_match_the_reference_in_both_passes(offsets):
         assert_matches_reference(["cpu", "xla"], q, k, v, rule)
 
 
-def test_a_tree_of_drafts_moves_behind_a_growing_cache_without_retracing():
+def test_a_tree_of_drafts_after_a_growing_cache_does_not_retrace():
     tree = jnp.asarray(np.tril(np.ones((5, 5), bool)))
     q, k, v = make_qkv(Shape(B=1, T=5, S=S, N=2, K=1, H=4), jnp.float32)
     traces = []
@@ -93,7 +93,7 @@ def test_a_tree_of_drafts_moves_behind_a_growing_cache_without_retracing():
     assert len(traces) == 1
 
 
-def test_a_cut_to_slots_in_a_row_moves_the_array_and_any_other_gathers_it():
+def test_a_cut_to_consecutive_slots_changes_the_offset_and_others_gather():
     mask = ls.Dense(ARRAY, 5, np.array([9, 2]))
     truth = np.asarray(mask.dense(T, S))
     moved = mask.cut(np.arange(7, 20), np.arange(4, 30))
@@ -109,7 +109,7 @@ def test_a_cut_to_slots_in_a_row_moves_the_array_and_any_other_gathers_it():
     assert not np.asarray(ls.Dense(np.ones((0, 4), bool), 1, 1).cut(some, some).dense(4, 4)).any()
 
 
-def test_it_is_a_value():
+def test_it_compares_by_value_and_is_a_pytree():
     mask = ls.Dense(ARRAY, 3, np.array([1, 2]))
     assert repr(mask) == "Dense(bool[2,3,7,11], q_offset=3, kv_offset=i32[2])"
     assert mask == ls.Dense(ARRAY, 3, np.array([1, 2])) != ls.Dense(ARRAY, 4, np.array([1, 2]))

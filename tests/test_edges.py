@@ -1,4 +1,4 @@
-"""Calls at the edge of what is allowed, on every engine: nothing there, numbers of odd types, rules by row and head."""
+"""Edge cases on every engine: empty inputs, numbers of unusual types, rules by row and head."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ IDS = np.where(np.arange(9) < np.array([[4], [9]]), 0, -1)
 
 @rule
 class ByRow(Mask):
-    """Keys that a table of flags [B, S] allows; it has no `extents`, as a user's rule need not."""
+    """Keys that a table of flags [B, S] allows. Like many users' rules it has no `extents`."""
 
     flags: object
 
@@ -26,7 +26,7 @@ class ByRow(Mask):
 
 @rule
 class ByHead(Mask):
-    """As many keys as the head has a number."""
+    """Query i of head n sees the first i + n + 1 keys."""
 
     def allowed(self, q, kv):
         return kv.index <= q.side.head + q.index
@@ -87,8 +87,8 @@ def test_numbers_of_any_width_mean_the_same(engine, name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_ids_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"Segments\.q_ids must fit into 32 bits.*Number them anew"):
+def test_ids_beyond_32_bits_are_errors():
+    with pytest.raises(ValueError, match=r"Segments\.q_ids must fit into 32 bits.*Renumber them"):
         ls.Segments(np.array([[2**31 + 5, 7]]))
     with pytest.raises(ValueError, match="must fit into 32 bits"):
         ls.TokenTypes(np.array([[2**32 - 1, 7]], np.uint32))
@@ -111,7 +111,7 @@ EMPTY = {
 @every_engine
 @pytest.mark.parametrize("mask", EMPTY)
 @pytest.mark.parametrize("shape", [Shape(0, 4, 4, 2, 1, 3), Shape(2, 0, 0, 2, 1, 3)], ids=str)
-def test_nothing_in_nothing_out(engine, mask, shape):
+def test_empty_inputs_give_empty_outputs(engine, mask, shape):
     q, k, v = make_qkv(shape, jnp.float32)
     rule = EMPTY[mask](shape.B, shape.T)
     out, lse = ls.attention(q, k, v, mask=rule, engine=engine, return_lse=True)
@@ -140,7 +140,7 @@ def test_the_gradient_of_a_traced_scale_ignores_queries_that_see_nothing(engine)
     np.testing.assert_allclose(got, gradient(np.float32(0.3), q, "reference"), rtol=1e-4)
 
 
-def test_explain_inside_jit_knows_what_is_known():
+def test_explain_inside_jit_counts_static_masks():
     q, k, v = make_qkv(SHAPE, jnp.float32)
     for mask in (ls.Segments(jnp.asarray(IDS)), ls.Custom(lambda q, k: q >= k), ls.Dense(jnp.ones((9, 9), bool))):
         reports = []
@@ -201,7 +201,7 @@ def test_a_sink_that_is_no_number_leaves_rows_without_keys_at_zero(engine, sink)
     assert not np.asarray(out[:, :3]).any() and not np.asarray(dq[:, :3]).any()
     np.testing.assert_array_equal(lse[:, :3], np.broadcast_to(sinks, (2, 3, 4)))
     assert np.isfinite(np.asarray(out[:, :, 1::2])).all()
-    _, (alone, _) = loss(q, k, v, sinks, ls.Band(None, -3))  # without a gradient few queries are decoded
+    _, (alone, _) = loss(q, k, v, sinks, ls.Band(None, -3))  # without a gradient, few queries take the decoding path
     np.testing.assert_allclose(alone, out, atol=1e-6)
     for gradient in gradients(q, k, v, sinks, ls.Empty())[0]:
         assert not np.asarray(gradient).any()

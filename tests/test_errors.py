@@ -22,8 +22,8 @@ def raises(error, words, call):
 
 MASKS = [
     (TypeError, "Compose masks with `&`, `|` and `~`", lambda: ls.Causal() and ls.Window(3, 0)),
-    (TypeError, "Causal() is a rule, neither true nor false", lambda: ls.Causal() or ls.Window(3, 0)),
-    (TypeError, "ask for none with `mask is None`", lambda: not (ls.Causal() & ls.Window(3, 0))),
+    (TypeError, "Causal() has no truth value", lambda: ls.Causal() or ls.Window(3, 0)),
+    (TypeError, "test for a missing mask with `mask is None`", lambda: not (ls.Causal() & ls.Window(3, 0))),
     (ValueError, "Window.left must be >= 0, got -1", lambda: ls.Window(-1, 0)),
     (ValueError, "use `Band(low, high)`", lambda: ls.Window(0, -2)),
     (ValueError, "Window.dilation must be >= 1, got 0", lambda: ls.Window(1, 0, dilation=0)),
@@ -60,12 +60,12 @@ MASKS = [
     (TypeError, "Between.stops must be an array [T] or [B or 1, T] or", lambda: ls.Between(np.ones(3, int), 4)),
     (
         ValueError,
-        "Between.starts and Between.stops must have one shape, got (3,) and (2, 4)",
+        "Between.starts and Between.stops must have the same shape, got (3,) and (2, 4)",
         lambda: ls.Between(np.zeros(3, int), np.ones((2, 4), int)),
     ),
     (
         ValueError,
-        "must have one shape, got (3, 1, 4) and (2, 1, 4). Both have an entry per query; only along batch rows",
+        "must have the same shape, got (3, 1, 4) and (2, 1, 4). Both have one entry per query; along batch rows",
         lambda: ls.Between(np.zeros((3, 1, 4), int), np.ones((2, 1, 4), int)),
     ),
     (ValueError, "got rank 4 (shape (1, 1, 1, 3))", lambda: ls.Between(np.zeros((1, 1, 1, 3), int), np.ones(3, int))),
@@ -80,13 +80,13 @@ MASKS = [
     (TypeError, "Segments.q_ids must be an array [B or 1, T], got int", lambda: ls.Segments(3)),
     (
         TypeError,
-        "must hold integers, got dtype bool. A padding mask becomes ids by `np.where(mask, 0, -1)`",
+        "must hold integers, got dtype bool. Convert a padding mask to ids with `np.where(mask, 0, -1)`",
         lambda: ls.Segments(IDS == 0),
     ),
     (TypeError, "got dtype bool. Count flags, e.g. `mask.sum(-1)`", lambda: ls.KvLengths(np.ones(2, bool))),
     (
         TypeError,
-        "Blocks.table must list the numbers of kv blocks, ints, got float64. Of scores, list the best blocks",
+        "Blocks.table must list the numbers of kv blocks, ints, got float64. To use scores, list the best blocks",
         lambda: ls.Blocks(np.ones((1, 2, 2)), 4),
     ),
     (TypeError, "Dense.array must hold bools, got dtype int64. Compare it", lambda: ls.Dense(np.ones((2, 2), int))),
@@ -135,12 +135,12 @@ MASKS = [
     (TypeError, "PerHead.masks must be a non-empty sequence of masks", lambda: ls.PerHead((ls.Full(), 3))),
     (
         ValueError,
-        "Blocks.block_size must be at most 1073741823 (2**30 - 1), got 2147483648. A block of as many slots",
+        "Blocks.block_size must be at most 1073741823 (2**30 - 1), got 2147483648. A block as long as the sequence",
         lambda: ls.Blocks(np.zeros((1, 2, 2), int), 2**31),
     ),
     (
         ValueError,
-        "q_tile must be at most 1073741823 (2**30 - 1), got 2147483648. A tile of as many tokens",
+        "q_tile must be at most 1073741823 (2**30 - 1), got 2147483648. A tile as long as the sequence",
         lambda: ls.Causal().layout(4, 4, q_tile=2**31),
     ),
     (ValueError, "kv_tile must be at most 1073741823", lambda: ls.Causal().layout(4, 4, kv_tile=99999999999)),
@@ -148,7 +148,7 @@ MASKS = [
     (ValueError, "kv_len must be at most 1073741823 (2**30 - 1)", lambda: ls.Causal().show(4, 2**40)),
     (
         ValueError,
-        "Custom.heads must be at most 1073741823 (2**30 - 1), got 2147483648: no call",
+        "Custom.heads must be at most 1073741823 (2**30 - 1), got 2147483648.",
         lambda: ls.Custom(lambda b, h, q, k: q >= k, heads=2**31),
     ),
     (TypeError, "Custom.fn must be a function, got int", lambda: ls.Custom(3)),
@@ -191,7 +191,7 @@ CALLS = [
     (ValueError, "got shapes (5, 6, 4), (7, 3, 4), (2, 7, 3, 4). Add the axis", dict(q=Q[0], k=K[0])),
     (ValueError, "`q` has 5 heads and `k` has 3", dict(q=Q[0, :, :5], k=K[0], v=V[0])),
     (ValueError, "q_positions has 2 batch rows, but the call has 1", dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS)),
-    (ValueError, "`PerHead` of shifted rules, for example `PerHead((Causal", dict(q_positions=np.ones((2, 6, 5), int))),
+    (ValueError, "`PerHead` of shifted masks, for example `PerHead((Causal", dict(q_positions=np.ones((2, 6, 5), int))),
     (TypeError, "`k` must be an array [B, S, K, H], got list", dict(k=[1])),
     (TypeError, "`q` must be one of float16, bfloat16, float32, float64, got int32", dict(q=Q.astype(int))),
     (TypeError, "must share a dtype, got float32, bfloat16 and float32", dict(k=K.astype(jnp.bfloat16))),
@@ -218,8 +218,8 @@ CALLS = [
     ),
     (
         TypeError,
-        "the function must return bools, got float32. Compare, e.g. `values != 0`. A number that is added to the "
-        "scores is a bias: `bias=ls.ScoreBias(fn)`.",
+        "the function must return bools, got float32. Compare, e.g. `values != 0`. To add numbers to the "
+        "scores, use a bias: `bias=ls.ScoreBias(fn)`.",
         dict(mask=ls.Custom(lambda q, k: -0.5 * abs(q - k).astype(np.float32)), engine="reference"),
     ),
     (TypeError, "`bias` as an array must be float, got bool", dict(bias=np.ones((5, 7), bool))),

@@ -46,7 +46,7 @@ def test_dense_equals_a_plain_double_loop(mask, q_seed, kv_seed):
 
 
 @given(ANY_MASK, tile, tile, positions, positions)
-def test_classify_never_lies_and_the_layout_visits_each_allowed_pair_once(mask, q_tile, kv_tile, q_seed, kv_seed):
+def test_bounds_hold_and_the_layout_visits_each_allowed_pair_once(mask, q_tile, kv_tile, q_seed, kv_seed):
     places = dict(q_positions=place(q_seed, T), kv_positions=place(kv_seed, S))
     assert_obeys_laws(mask, T, S, q_tile=q_tile, kv_tile=kv_tile, **places)
 
@@ -147,7 +147,7 @@ EVERY_RULE = [
 
 @pytest.mark.parametrize("mask", EVERY_RULE, ids=repr)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_each_rule_on_its_own_is_classified_tightly(mask, size):
+def test_each_leaf_is_classified_exactly(mask, size):
     """EMPTY exactly where nothing is allowed, FULL exactly where everything is."""
     q, kv = mask._sides(12, 12, None, None, np)
     allowed = np.broadcast_to(np.asarray(mask.allowed(q.slots(), kv.slots())), (1, 1, 12, 12))[0, 0]
@@ -161,7 +161,7 @@ def test_each_rule_on_its_own_is_classified_tightly(mask, size):
 
 @pytest.mark.parametrize("mask", [m for m in EVERY_RULE if getattr(m, "dilation", 1) == 1], ids=repr)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_each_rule_on_its_own_spans_no_more_than_it_sees(mask, size):
+def test_the_spans_of_each_leaf_are_tight(mask, size):
     """Rows visit nothing beyond their first and last tile with an allowed pair, in both directions."""
     layout = plan_layout(mask, 12, 12, size, size, xp=np)
     q, kv = layout.sides(xp=np)

@@ -45,7 +45,7 @@ def test_documents_in_any_order_span_their_first_to_last_occurrence():
     assert rows(layout) == [[0], [1], [2], []]
 
 
-def test_batch_rows_and_heads_are_told_apart_only_where_the_mask_does():
+def test_the_layout_distinguishes_the_rows_and_heads_that_the_mask_does():
     assert ls.Causal().layout(8, 8).starts.shape[:2] == (1, 1)
     assert ls.KvLengths(np.array([1, 2, 3])).layout(8, 8).starts.shape[:2] == (3, 1)
     assert ls.PerHead((ls.Causal(), ls.Full())).layout(8, 8).starts.shape[:2] == (1, 2)
@@ -58,7 +58,7 @@ FLAGGED = ls.PerHead((ls.Window(1, 0) | ls.Global((4,)),))
 @pytest.mark.parametrize(
     "mask", [ONE & THREE, ONE | THREE, ONE & ls.Dense(np.ones((1, 3, 7, 7), bool)), FLAGGED & THREE]
 )
-def test_a_single_mask_per_head_is_every_heads(mask):
+def test_per_head_with_one_mask_applies_it_to_every_head(mask):
     assert_obeys_laws(mask, 7, 7)
     q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=3, K=1, H=4), np.float32)
     expected = ls.attention(q, k, v, mask=mask, engine="reference")
@@ -66,7 +66,7 @@ def test_a_single_mask_per_head_is_every_heads(mask):
         np.testing.assert_allclose(ls.attention(q, k, v, mask=mask, engine=engine), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_positions_that_grow_are_bisected_and_others_visit_everything():
+def test_sorted_positions_are_bisected_and_others_visit_every_tile():
     growing = ls.Causal().layout(4, 8, q_tile=2, kv_tile=2, kv_positions=np.arange(8) - 4)
     assert rows(growing) == [[0, 1, 2], [0, 1, 2, 3]]
     rolling = ls.Causal().layout(4, 8, q_tile=2, kv_tile=2, kv_positions=np.roll(np.arange(8), 3))

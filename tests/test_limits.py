@@ -1,4 +1,4 @@
-"""Numbers, positions and ids at the limits of what engines count with: refused, or the same in every engine."""
+"""Numbers, positions and ids at the limits of int32: an error, or the same result in every engine."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ Q, K, V = make_qkv(Shape(B=2, T=7, S=7, N=2, K=1, H=4), jnp.float32)
 
 
 def weights(mask, engine, **positions):
-    """The output for values that are unit vectors: what each query takes of each key."""
+    """The output for values that are unit vectors: the weight of each key for each query."""
     units = np.broadcast_to(np.eye(7, dtype=np.float32)[None, :, None], (2, 7, 1, 7))
     q, k = (np.zeros((2, 7, n, 7), np.float32) for n in (2, 1))
     return ls.attention(*jax.device_put((q, k, units)), mask=mask, engine=engine, **positions)
@@ -40,7 +40,7 @@ CLAMPED = {
 @pytest.mark.parametrize("shape", [(), (2,)])
 @every_engine
 @pytest.mark.parametrize("name", CLAMPED)
-def test_a_traced_number_that_is_too_small_stands_for_the_least_legal_one(name, engine, shape):
+def test_a_traced_number_below_the_minimum_is_the_minimum(name, engine, shape):
     of, meaning = CLAMPED[name]
     got = jax.jit(lambda n: seen(of(n), engine))(jnp.ones(shape, np.int32))
     np.testing.assert_array_equal(got, seen(meaning, "reference"))
@@ -59,7 +59,7 @@ TOO_FAR = {
 
 @pytest.mark.parametrize("name", TOO_FAR)
 @pytest.mark.parametrize("side", ["q_positions", "kv_positions"])
-def test_positions_that_engines_cannot_count_with_are_refused(side, name):
+def test_positions_out_of_range_are_errors(side, name):
     positions = {side: TOO_FAR[name]}
     rows = {side: np.broadcast_to(TOO_FAR[name], (2, 7))}
     for call in (
@@ -75,7 +75,7 @@ def test_positions_that_engines_cannot_count_with_are_refused(side, name):
 
 
 @every_engine
-def test_the_furthest_legal_positions_are_told_apart_and_padding_comes_after_them(engine):
+def test_the_furthest_legal_positions_differ_and_padding_is_after_them(engine):
     mask = ls.Window(2, 0) & ls.Causal()
     expected = seen(mask, "reference")
     for offset in (FAR - 6, -FAR):
@@ -116,7 +116,7 @@ def test_ids_beyond_32_bits_never_become_one_document():
     with jax.enable_x64(True):
         for make in makers:
             with pytest.raises(
-                TypeError, match="got traced int64: ids that differ only beyond 32 bits would become one"
+                TypeError, match="got traced int64: ids that differ only beyond 32 bits would become equal"
             ):
                 jax.jit(make)(WIDE)
             jax.jit(lambda ids, make=make: make(ids.astype("int32")))(WIDE)
@@ -130,7 +130,7 @@ def test_offsets_and_numbers_of_a_maskinfo_saturate_instead_of_wrapping():
         ls.MaskInfo.from_offsets(np.array([0, 2**32 + 7]), max_q_len=7)
 
 
-def test_the_shape_of_ids_stands_for_the_int32_that_they_become():
+def test_shapes_of_wide_ids_become_int32():
     mask = ls.Segments(jax.ShapeDtypeStruct((2, 7), np.int64))
     assert mask.q_ids.dtype == np.int32
     assert ls.KvLengths(jax.ShapeDtypeStruct((2,), np.int64)).lengths.dtype == np.int32
@@ -188,7 +188,7 @@ NUMBERS = [2, 2.0, np.float16(2), np.float32(2), np.float64(2), np.int64(2), np.
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: f"{type(n).__name__} {getattr(n, 'dtype', '')}")
-def test_numbers_of_python_of_numpy_and_of_shape_zero_are_alike(number):
+def test_python_numpy_and_rank_0_numbers_are_equivalent(number):
     key = jax.random.key(0)
     for name, given, plain, more in (
         ("soft_cap", number, 2.0, {}),
@@ -216,7 +216,7 @@ def test_a_scale_of_numpy_is_static_and_one_of_jax_is_data():
 
 
 @pytest.mark.parametrize("name", ["soft_cap", "dropout_rate"])
-def test_a_traced_number_that_is_part_of_the_program_is_refused_with_what_to_do(name):
+def test_a_traced_static_argument_is_an_error_with_a_fix(name):
     def run(number):
         return ls.attention(Q, K, V, **{name: number}, dropout_key=jax.random.key(0))
 
@@ -247,7 +247,7 @@ def test_calls_of_no_rows_no_tokens_or_no_heads_give_zeros_and_zero_gradients(en
     assert ls.explain(q, k, v, mask=ls.Causal(), engine=engine).tiles_total == 0
 
 
-def test_queries_without_keys_heads_are_refused():
+def test_queries_without_key_heads_are_errors():
     q, k, v = make_qkv(Shape(2, 4, 5, 2, 1, 3), jnp.float32)
     with pytest.raises(ValueError, match="`q` has 2 heads and `k` has 0: query heads must be a multiple"):
         ls.attention(q, k[:, :, :0], v[:, :, :0])

@@ -1,4 +1,4 @@
-"""What masks are: small pictures, pytrees, values that compare and hash, and no retracing."""
+"""Masks: small pictures, pytrees, comparison and hashing by value, and no retracing."""
 
 import copy
 
@@ -41,7 +41,7 @@ def test_segments_hide_padding_and_other_documents():
     assert picture(ls.Segments(IDS[:, :2], IDS), 2, 5) == ["##...", "##..."]
 
 
-def test_token_types_disable_zero_unless_told_not_to():
+def test_token_type_zero_is_disabled_by_default():
     types = np.array([[0, 1, 0]])
     for zero in ("q", "kv", "both"):
         assert picture(ls.TokenTypes(types, zero=zero), 3, 3) == ["...", ".#.", "..."]
@@ -62,7 +62,7 @@ def test_blocks_list_pairs_and_repeats_count_once():
     assert picture(ls.Blocks(table, 2), 4, 4, head=1) == ["##..", "##..", "####", "####"]
 
 
-def test_blocks_see_themselves_and_all_before_them():
+def test_block_causal_allows_the_own_block_and_all_before_it():
     assert picture(ls.BlockCausal(3), 5, 7) == ["###....", "###....", "###....", "######.", "######."]
     causal_or_chunk = ls.Causal() | ls.Chunk(3)
     np.testing.assert_array_equal(ls.BlockCausal(3).dense(11, 13), causal_or_chunk.dense(11, 13))
@@ -71,7 +71,7 @@ def test_blocks_see_themselves_and_all_before_them():
     assert ls.BlockCausal(256).layout(4096, 4096).visits() == ls.Causal().layout(4096, 4096, q_tile=256).visits() * 2
 
 
-def test_queries_past_their_length_see_nothing():
+def test_queries_after_their_length_see_no_key():
     assert picture(ls.QLengths(np.array([1])), 3, 2) == ["##", "..", ".."]
     mask = ls.QLengths(np.array([3, 0]))
     assert mask.dense(4, 2).sum((1, 2, 3)).tolist() == [6, 0] and ls.QLengths(9).dense(4, 2).all()
@@ -81,7 +81,7 @@ def test_queries_past_their_length_see_nothing():
     np.testing.assert_array_equal(mask.dense(4, 2, q_positions=rolling), mask.dense(4, 2))
 
 
-def test_negation_opens_padding_so_padding_is_added_last():
+def test_negation_allows_padding_so_padding_is_added_last():
     padded = ls.Causal() & ls.KvLengths(np.array([2]))
     assert picture(~padded, 3, 3) == [".##", "..#", "..#"]
     assert picture(~ls.Causal() & ls.KvLengths(np.array([2])), 3, 3) == [".#.", "...", "..."]
@@ -93,11 +93,21 @@ def test_per_head_masks_have_a_head_axis():
     assert picture(mask, 2, 2, head=1) == ["##", "##"]
 
 
-def test_dense_has_the_batch_rows_and_heads_that_the_mask_tells_apart():
+def test_dense_has_the_batch_rows_and_heads_that_the_mask_distinguishes():
     assert ls.Causal().dense(3, 5).shape == (1, 1, 3, 5)
     assert ls.Causal(jnp.arange(4)).dense(3, 5).shape == (4, 1, 3, 5)
     assert ls.Causal().dense(3, 5, q_positions=np.zeros((2, 3), int)).shape == (2, 1, 3, 5)
     assert ls.Causal().dense(0, 5).shape == (1, 1, 0, 5)
+
+
+def test_without_kv_len_there_are_as_many_keys_as_queries():
+    mask = ls.Window(2, 1) & ls.Segments(np.array([[0, 0, 1, 1, 1]]))
+    np.testing.assert_array_equal(mask.dense(5), mask.dense(5, 5))
+    assert mask.show(5) == mask.show(5, 5)
+    layout, wanted = mask.layout(5, q_tile=2, kv_tile=3), mask.layout(5, 5, q_tile=2, kv_tile=3)
+    assert (layout.q_len, layout.kv_len) == (5, 5)
+    np.testing.assert_array_equal(layout.starts, wanted.starts)
+    np.testing.assert_array_equal(layout.stops, wanted.stops)
 
 
 def test_rules_read_positions_of_any_order():
@@ -144,7 +154,7 @@ def test_a_static_block_table_hashes_and_a_jax_table_is_data():
     assert len(jax.tree.leaves(ls.Blocks(jnp.asarray(table), 2))) == 1
 
 
-def test_hashing_a_mask_that_holds_arrays_says_what_to_do():
+def test_hashing_a_mask_with_arrays_raises_an_error_with_a_fix():
     with pytest.raises(TypeError, match=r"Segments\(i32\[1,5\]\) holds arrays.*ordinary argument"):
         hash(ls.Segments(IDS))
     with pytest.raises(TypeError, match="ordinary argument"):
@@ -223,6 +233,6 @@ def test_long_masks_are_drawn_by_blocks():
     assert drawn == ["+...", "#+..", "##+.", "###+"]
 
 
-def test_a_picture_of_a_head_that_is_not_there():
+def test_a_picture_of_a_missing_head_is_an_error():
     with pytest.raises(IndexError, match="head=3 is out of range: the mask has 2 heads, 0 to 1"):
         ls.PerHead((ls.Causal(), ls.Full())).show(3, 3, head=3)

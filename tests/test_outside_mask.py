@@ -1,4 +1,4 @@
-"""A mask from outside the package, written as CONTRIBUTING says, is skipped by the xla engine as ours are."""
+"""The xla engine skips tiles of a mask from outside the package, written as in CONTRIBUTING."""
 
 import re
 from pathlib import Path
@@ -21,11 +21,11 @@ def diagonal():
     return names["Diagonal"]
 
 
-def test_only_tiles_on_the_diagonal_are_looked_at():
+def test_only_tiles_on_the_diagonal_are_evaluated():
     looked = []
 
     class Counted(diagonal()):
-        """The same rule, which tells whenever its pairs are looked at in the running program."""
+        """The same rule, with a callback whenever its pairs are evaluated in the running program."""
 
         classify = diagonal().classify
         kv_spans, q_spans, reads = diagonal().kv_spans, diagonal().q_spans, diagonal().reads
@@ -38,7 +38,7 @@ def test_only_tiles_on_the_diagonal_are_looked_at():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2048, 1, 4)), jnp.float32)
     out = jax.jit(lambda x: ls.attention(x, x, x, mask=counted, engine="xla"))(x)
     jax.effects_barrier()
-    # 16 rows of tiles, each with one or two neighbours that are visited at once: not 16 x 16 tiles, nor 16 x 4 runs.
+    # 16 rows of tiles, each with one or two neighbours visited together: not 16 x 16 tiles, nor 16 x 4 runs.
     assert 16 <= len(looked) <= 32, len(looked)
     want = np.zeros_like(x)
     want[:, :-2] = np.asarray(x)[:, 2:]

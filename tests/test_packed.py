@@ -18,7 +18,7 @@ MIXED = RNG.integers(-1, 4, (2, 11))
 
 
 def by_hand(q_ids, kv_ids, n):
-    """Key j is the query's, and has fewer than n of its document before it."""
+    """Key j has the query's id, and fewer than n tokens of its document before it."""
     B, T, S = len(q_ids), q_ids.shape[1], kv_ids.shape[1]
     truth = np.zeros((B, 1, T, S), bool)
     for b, i, j in np.ndindex(B, T, S):
@@ -43,7 +43,7 @@ def test_one_row_of_ids_serves_all_rows_of_numbers():
 
 
 def test_pinned_tokens_of_the_row_leave_later_documents_without_any():
-    """What `Prefix` pins under `Segments` belongs to the first document; `FirstOfSegment` pins some of each."""
+    """`Prefix` under `Segments` pins tokens of the first document only; `FirstOfSegment` pins tokens of each."""
     near = ls.Window(1, 0)
     of_row = ((near | ls.Prefix(2)) & ls.Causal() & ls.Segments(PACKED)).dense(11, 11)[0, 0]
     of_each = ((near | ls.FirstOfSegment(PACKED, 2)) & ls.Causal() & ls.Segments(PACKED)).dense(11, 11)[0, 0]
@@ -59,7 +59,7 @@ def test_a_prefix_by_positions_of_documents_is_the_same_rule(ids):
     np.testing.assert_array_equal(prefix, ls.FirstOfSegment(ids, 2).dense(11, 11))
 
 
-def test_positions_start_anew_in_every_document():
+def test_positions_start_at_0_in_every_document():
     expected = [[0, 1, 2, 3, 0, 1, 2, 0, 0, 0, 0], [*range(11)]]
     for ids in (PACKED, jnp.asarray(PACKED), PACKED.astype(np.int8)):
         positions = ls.positions_from_segments(ids)
@@ -77,7 +77,7 @@ def test_its_tiles_are_those_of_the_first_tokens():
     assert layout.visits() <= 3 * layout.q_tiles
 
 
-def test_the_native_kernel_has_words_for_it_and_a_cut_keeps_what_was_first():
+def test_it_runs_natively_and_a_cut_keeps_the_first_tokens():
     mask = ls.FirstOfSegment(PACKED, 2)
     assert supports(mask) and supports(mask.cut([3, 5], [1, 2, 3, 5]))
     for slots in ([1, 2, 3, 5, 6], [5, 5, 4, 4, 4, 0]):

@@ -1,4 +1,4 @@
-"""A subclass of one of our rules that changes `allowed` is another rule: nothing said of the old one holds for it."""
+"""A subclass that overrides `allowed` is another rule: it does not inherit the properties of its parent."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class LoudSegments(ls.Segments):
 
 @rule
 class Tail(ls.KvLengths):
-    """The keys that its parent leaves out."""
+    """The keys that its parent does not allow."""
 
     def allowed(self, q, kv):
         return ~super().allowed(q, kv)
@@ -41,7 +41,7 @@ class Tail(ls.KvLengths):
 
 @rule
 class Acausal(ls.Causal):
-    """Its own `allowed` and `classify`, which its parent's band must not overrule."""
+    """A subclass with `allowed` and `classify`, which the parent's band must not override."""
 
     def allowed(self, q, kv):
         return kv.position >= q.position
@@ -64,14 +64,14 @@ def test_laws_and_engines_hold(mask, other):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_a_cut_allows_what_the_rule_allows(mask):
+def test_a_cut_allows_the_pairs_of_the_rule(mask):
     q, kv = np.array([4, 5, 9, 10]), np.array([1, 2, 3, 8, 10])
     want = np.asarray(mask.dense(11, 11))[0, 0][np.ix_(q, kv)]
     got = mask.cut(q, kv).dense(4, 5, q_positions=q, kv_positions=kv)
     np.testing.assert_array_equal(np.asarray(got)[0, 0], want)
 
 
-def test_what_is_said_anew_counts():
+def test_attributes_defined_by_the_subclass_apply():
     assert Heard(0, FLAGS).reads == {"position", "slot"} and ls.Causal().reads == {"position"}
     assert Acausal().atoms() == Acausal()
     assert Acausal().reads_q_place and not Acausal().unbounded()

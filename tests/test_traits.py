@@ -1,4 +1,4 @@
-"""What a mask answers about itself, so that no other room keeps a list of masks."""
+"""Properties of masks, which the rest of the package reads instead of keeping lists of mask types."""
 
 import numpy as np
 import pytest
@@ -44,12 +44,12 @@ READS = [
 
 
 @pytest.mark.parametrize("mask, reads", READS, ids=lambda m: repr(m) if isinstance(m, ls.Mask) else "")
-def test_a_mask_says_what_it_reads_and_what_says_nothing_reads_both(mask, reads):
+def test_masks_read_both_by_default(mask, reads):
     assert mask.reads == reads
 
 
-def test_what_a_mask_reads_is_true():
-    """By position nothing changes with the slots, by slot nothing with the positions."""
+def test_reads_is_true():
+    """Masks by position do not depend on slots, and masks by slot do not depend on positions."""
     rng = np.random.default_rng(0)
     order = rng.permutation(5)
     for mask, reads in READS:
@@ -67,7 +67,7 @@ def test_what_a_mask_reads_is_true():
             np.testing.assert_array_equal(moved, mask.dense(*sizes))
 
 
-def test_only_rules_that_look_at_the_query_read_its_position():
+def test_only_rules_that_compare_the_query_read_its_place():
     for mask in (ls.Prefix(3), ls.Global((0,), rows=False), ls.KvLengths(3) & ls.Prefix(2), ~ls.Prefix(1), ls.Full()):
         assert not mask.reads_q_place
     for mask in (ls.Causal(), ls.Global((0,)), ls.Global((0,), columns=False), Near(3), ls.Prefix(3) | ls.Chunk(2)):
@@ -76,7 +76,7 @@ def test_only_rules_that_look_at_the_query_read_its_position():
     assert [ls.Dense(np.ones((5, 5), bool), at).reads_q_place for at in (None, 0)] == [False, True]
 
 
-def test_compositions_are_taken_apart_and_put_together():
+def test_with_parts_of_parts_is_the_same_composition():
     causal, near, chunk = ls.Causal(), Near(3), ls.Chunk(4)
     for mask in (causal & near & chunk, causal | near, ~near, ls.PerHead((causal, near))):
         assert mask.with_parts(mask.parts()) == mask
@@ -88,7 +88,7 @@ def test_compositions_are_taken_apart_and_put_together():
     assert list(mask.walk()) == [mask, causal, ~(near | heads), near | heads, near, heads, chunk, causal]
 
 
-def test_rules_that_bound_nothing_are_named():
+def test_unbounded_lists_rules_without_bounds():
     custom = ls.Custom(lambda q, k: q == k)
     bounded = ls.Custom(lambda q, k: q >= k, bounds=lambda q, kv: (q.last >= kv.first, q.first >= kv.last))
     last = LastKeys(3)
@@ -108,7 +108,7 @@ def test_the_kernel_lists_the_rules_that_it_does_not_support():
     assert unsupported_rules(Wrapped(ls.Causal())) == (Wrapped(ls.Causal()),)
 
 
-def test_a_maskinfo_asks_the_rules_what_they_are_called():
+def test_a_maskinfo_reads_the_names_of_rules_from_the_masks():
     rules = ls.Window(3, 0) & ls.Causal() & ls.Chunk(9) & ls.TokenTypes(IDS) & Near(3)
     assert all(ls.MaskInfo.from_mask(rules, 1, 5).baked_in_masks.values())
     assert ls.MaskInfo.from_mask(ls.Band(-1, 0), 1, 5).baked_in_masks["sliding_window"]

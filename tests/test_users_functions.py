@@ -1,4 +1,4 @@
-"""Users' functions in masks and biases: the programs of at most 32 of them are kept, and the same one compiles once."""
+"""User functions in masks and biases: the programs of at most 32 are kept, and each function compiles once."""
 
 import gc
 
@@ -53,7 +53,7 @@ def test_a_new_function_per_call_frees_the_programs_of_earlier_ones(kind, engine
     assert programs("_run_engine") == 2
 
 
-def test_gradients_with_a_new_function_per_call_free_those_of_earlier_ones(few):
+def test_gradients_with_a_new_function_per_call_free_earlier_programs(few):
     for call in calls("mask", "reference", 4):
         jax.grad(lambda x, call=call: call(x).sum())(X)
     assert programs("_run_engine") == 4  # forward and backward

@@ -1,4 +1,4 @@
-"""Masks as users write them, with as much or as little as they care to define."""
+"""Masks as users write them, with all optional methods or none."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from longspan.masks.spans import Spans
 
 @rule
 class Near(Mask):
-    """At most `left` positions back, with everything that lets engines skip."""
+    """At most `left` positions back, with all bounds that let engines skip tiles."""
 
     left: int
 
@@ -48,7 +48,7 @@ class NearSlots(Mask):
 
 @rule
 class Louder(Mask):
-    """Keys that are at least as loud as the query: an array per side, read and bounded through the door."""
+    """Keys that are at least as loud as the query: an array per side, read and bounded through the sides."""
 
     q_loud: Any
     kv_loud: Any
@@ -63,7 +63,7 @@ class Louder(Mask):
 
 @rule
 class LastKeys(Mask):
-    """The last keys of the whole row: it reads the length, and bounds nothing."""
+    """The last keys of the whole row: it reads the length, and has no bounds."""
 
     count: int
 
@@ -73,7 +73,7 @@ class LastKeys(Mask):
 
 @rule
 class Wrapped(Mask):
-    """Whatever another mask says, without saying that it has a part."""
+    """The same pairs as another mask, which it does not list in `parts`."""
 
     mask: Mask
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from longspan.array_types import FAR, Array, no_type_check
-from longspan.axes import entries, explicit_mesh, on_auto_axes
+from longspan.axes import explicit_mesh, on_auto_axes, spec_entries
 from longspan.cache.checks import (
     check_drawable,
     check_dtype,
@@ -107,10 +107,10 @@ def _append(cache: "Cache", k, v, lengths) -> tuple["Cache", View]:
 def _specs(operands: tuple, results: tuple["Cache", View]) -> tuple["Cache", View]:
     """The specs of a cache and its view on explicit axes: rows and heads are sharded as the cache is, else as k is."""
     (cache, k, _, _), (after, view) = operands, results
-    k_rows, _, k_heads, _ = entries(k)
-    cache_rows, _, cache_heads, _ = entries(cache.k)
+    k_rows, _, k_heads, _ = spec_entries(k)
+    cache_rows, _, cache_heads, _ = spec_entries(cache.k)
     rows, heads = cache_rows or k_rows, cache_heads or k_heads
-    tables = jax.tree.map(lambda x: P(*entries(x)), cache.tables)
+    tables = jax.tree.map(lambda x: P(*spec_entries(x)), cache.tables)
 
     def specs(found):
         names = [field.name for field in fields(found) if field.name not in ("k", "v", "plan", "tables")]

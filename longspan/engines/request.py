@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from longspan.array_types import Namespace, statistics_dtype
-from longspan.axes import BATCH_AXES, HEAD_AXIS, numbers_of
+from longspan.axes import BATCH_AXES, HEAD_AXIS, shard_indices
 from longspan.biases import bound
 from longspan.checks import (
     FLOATS,
@@ -90,7 +90,7 @@ class Request:
         is_data = isinstance(scale, jax.Array | jax.ShapeDtypeStruct)  # a NumPy scalar is static
         static_scale = _check_scale(scale, is_data, q.dtype)
         rule, layout, positions = _resolve(mask, (B, N, T, S), (q_positions, kv_positions))
-        numbers = numbers_of(q, batch_axes, head_axis)
+        numbers = shard_indices(q, batch_axes, head_axis)
         whole, in_shard = None, {}
         if numbers is not None:
             whole = numbers.all_rows, numbers.all_heads

@@ -1,9 +1,14 @@
-"""The mask algebra: rules for who may attend to whom, composed with `&`, `|` and `~`.
+"""The mask algebra: rules for which query may attend to which key, composed with `&`, `|` and `~`.
 
-`sides` says how a rule sees tokens and tiles, `base` what every `Mask` answers, `pytree` what makes it a value, `spans`
-how intervals combine. `terms` are numbers of tokens, and `compare` holds one of the query against one of the key: most
-rules of `by_position`, `by_slot`, `between` and `packed` are said by it. Others stand in `tables` and `custom`;
-`algebra` makes masks of masks, `cut` cuts them to some slots.
+A mask is one of the leaves (`Causal`, `Window`, `Segments`, …), a composition of masks, or your own rule:
+
+- `Custom(fn)` is a function of positions, the shortest way to write a rule.
+- A subclass of `Rule` defines `lower`, which returns a `Compare` of two terms or any other mask. A term is a number per
+  token: `position`, `slot`, `array`, `number` or `member`. Such a rule skips tiles and runs natively.
+- A subclass of `Mask` defines `allowed`, and optionally the bounds `classify`, `kv_spans` and `q_spans` (`Spans`).
+
+Decorate subclasses with `rule`. In this package, `base` defines `Mask`, `sides` the arguments of a rule, `terms` and
+`compare` the comparisons that most leaves are lowered to, `algebra` the compositions, and `cut` masks of some slots.
 
 Example:
     >>> print((ls.masks.Causal() & ls.masks.Window(1, 0)).show(3, 3))

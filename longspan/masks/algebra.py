@@ -1,4 +1,4 @@
-"""Masks made of masks: `And`, `Or`, `Not`, and `PerHead`, which gives every head its own."""
+"""Compositions of masks: `And`, `Or`, `Not`, and `PerHead`, one mask per head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from longspan.masks.compare import Compare
 from longspan.masks.sides import KEYS, QUERIES
 from longspan.masks.spans import Spans, intersect, unite
 
-PATIENCE = 32  # rounds that every key may go in search of a query that all parts of an `And` agree on
-LEAST_PATIENCE = 2**22  # steps of single keys that are always gone: short masks are known exactly
+MAX_ROUNDS = 32  # of `And.nearest_query`, on average per key; after them the result is only a bound
+MIN_STEPS = 2**22  # the steps of single keys that are always made: for short masks the result is exact
 
 
 class _Composition(Mask):
-    """What all compositions share: they are what their parts are."""
+    """Base of compositions: their properties follow from those of their parts."""
 
     def parts(self):
         return self.masks  # type: ignore[attr-defined]
@@ -31,10 +31,10 @@ class _Composition(Mask):
         return self.with_parts(self._lowered())
 
     def _lowered(self):
-        # A plain loop, because masks nest: every function between two levels takes from Python's stack.
+        # A plain loop, because masks nest: each function call between two levels uses Python's stack.
         found: dict[int, Mask] = {}
         for part in self.parts():
-            if id(part) not in found:  # heads that share a mask still share it
+            if id(part) not in found:  # heads that share a mask share the lowered mask
                 found[id(part)] = part.atoms()
         return [found[id(part)] for part in self.parts()]
 
@@ -43,11 +43,13 @@ class _Composition(Mask):
         for part in self.parts():
             if id(part) not in found:
                 opposite = part.negated()
-                found[id(part)] = Not(part) if opposite is None else opposite
+                if opposite is None:
+                    opposite = Not(part)
+                found[id(part)] = opposite
         return [found[id(part)] for part in self.parts()]
 
     def with_parts(self, parts: Sequence[Mask]) -> Mask:
-        assert len(parts) == len(self.parts()), "as many parts as before"
+        assert len(parts) == len(self.parts()), "the number of parts stays the same"
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
     @property
@@ -63,7 +65,7 @@ class _Composition(Mask):
         return all(part.by_token or "slot" not in part.reads for part in self.parts())
 
     def pinned(self, length):
-        # Where no part pins anything, each part is its rest: so is what is made of them.
+        # On pairs without pinned tokens each part equals its rest, so the composition equals that of the rests.
         found = [part.pinned(length) for part in self.parts()]
         return Pinned(
             self.with_parts([part.rest for part in found]),
@@ -84,7 +86,7 @@ class _Composition(Mask):
 
 @rule
 class And(_Composition):
-    """Allows what every one of `masks` allows; write it `a & b`.
+    """Allows the pairs that every one of `masks` allows; write it `a & b`.
 
     Example:
         >>> from longspan import Causal, Chunk
@@ -116,12 +118,16 @@ class And(_Composition):
         return any(empty), all(full)
 
     def nearest_query(self, key, at, step):
-        """From one part's nearest to the next part's, until all agree, or for so long that it must do as a bound."""
+        """The nearest query that all parts allow.
+
+        Each part in turn moves the query to the nearest one that it allows, until no part moves it. If this takes too
+        many steps, the query reached so far is a bound.
+        """
         found, moving = np.array(np.broadcast_to(at, key.shape)), np.arange(key.size)
-        patience = max(PATIENCE * key.size, LEAST_PATIENCE)
-        while moving.size and patience > 0:
+        steps = max(MAX_ROUNDS * key.size, MIN_STEPS)
+        while moving.size and steps > 0:
             before = after = found[moving]
-            patience -= moving.size
+            steps -= moving.size
             for mask in self.masks:
                 after = mask.nearest_query(key[moving], after, step)
                 if (np.abs(after) >= NO_QUERY).all():
@@ -134,12 +140,16 @@ class And(_Composition):
         return (*super().inexact(), *self._slow_to_agree())
 
     def periodicity(self):
-        return None if self._slow_to_agree() else super().periodicity()
+        if self._slow_to_agree():
+            return None
+        return super().periodicity()
 
     def _slow_to_agree(self) -> list[Mask]:
-        """Two strides may take longer to agree than `nearest_query` searches."""
-        strides = [mask for mask in self.walk() if mask.is_strided]
-        return strides if len(strides) > 1 else []
+        """The strided parts if there are several: `nearest_query` may stop before they agree."""
+        strided = [mask for mask in self.walk() if mask.is_strided]
+        if len(strided) < 2:
+            return []
+        return strided
 
     def atoms(self):
         return And(_tightest(_flat(And, self._lowered())))
@@ -153,7 +163,7 @@ class And(_Composition):
 
 @rule
 class Or(_Composition):
-    """Allows what any one of `masks` allows; write it `a | b`.
+    """Allows the pairs that any one of `masks` allows; write it `a | b`.
 
     Example:
         >>> from longspan import Prefix, Window
@@ -186,7 +196,9 @@ class Or(_Composition):
 
     def nearest_query(self, key, at, step):
         found = [m.nearest_query(key, at, step) for m in self.masks]
-        return reduce(np.maximum if step < 0 else np.minimum, found)
+        if step < 0:
+            return reduce(np.maximum, found)
+        return reduce(np.minimum, found)
 
     def atoms(self):
         return Or.of(*self._lowered())
@@ -200,7 +212,7 @@ class Or(_Composition):
 
 @rule
 class Not(_Composition):
-    """Allows what `mask` does not; write it `~a`. Padding is opened too: add padding after it, with `&`.
+    """Allows the pairs that `mask` does not; write it `~a`. It also allows padding: add padding after it, with `&`.
 
     Example:
         >>> from longspan import Causal
@@ -227,34 +239,51 @@ class Not(_Composition):
         return ~must_all, ~may_any
 
     def provable_kinds(self):
-        if type(self.mask).classify is Mask.classify:  # its spans say nothing of what it leaves out
+        if type(self.mask).classify is Mask.classify:  # spans of a mask are no bound on its negation
             return False, False
         empty, full = self.mask.provable_kinds()
         return full, empty
 
     def atoms(self):
-        """`~` taken down to the comparisons: those say again what can be skipped."""
+        """The negation moved down to the comparisons, whose negations can skip tiles."""
         lowered = self.mask.atoms()
         opposite = lowered.negated()
-        return Not(lowered) if opposite is None else opposite
+        if opposite is None:
+            return Not(lowered)
+        return opposite
 
     def negated(self):
         return self.mask
 
     def kv_spans(self, q, kv):
-        return super().kv_spans(q, kv) if isinstance(rule := self.lower(), Not) else rule.kv_spans(q, kv)
+        lowered = self.lower()
+        if isinstance(lowered, Not):
+            return super().kv_spans(q, kv)
+        return lowered.kv_spans(q, kv)
 
     def q_spans(self, kv, q):
-        return super().q_spans(kv, q) if isinstance(rule := self.lower(), Not) else rule.q_spans(kv, q)
+        lowered = self.lower()
+        if isinstance(lowered, Not):
+            return super().q_spans(kv, q)
+        return lowered.q_spans(kv, q)
 
     def nearest_query(self, key, at, step):
-        return at if isinstance(rule := self.lower(), Not) else rule.nearest_query(key, at, step)
+        lowered = self.lower()
+        if isinstance(lowered, Not):
+            return at
+        return lowered.nearest_query(key, at, step)
 
     def inexact(self):
-        return (self,) if isinstance(rule := self.lower(), Not) or rule.inexact() else ()
+        lowered = self.lower()
+        if isinstance(lowered, Not) or lowered.inexact():
+            return (self,)
+        return ()
 
     def periodicity(self):
-        return Periodicity() if isinstance(rule := self.lower(), Not) else rule.periodicity()
+        lowered = self.lower()
+        if isinstance(lowered, Not):
+            return Periodicity()
+        return lowered.periodicity()
 
     def __repr__(self):
         return f"~{_wrapped(self.mask, And, Or)}"
@@ -262,7 +291,7 @@ class Not(_Composition):
 
 @rule
 class PerHead(_Composition):
-    """Allows, for head n, what `masks[n]` allows.
+    """Allows, in head n, the pairs that `masks[n]` allows.
 
     Args:
         masks: one mask per query head.
@@ -287,8 +316,9 @@ class PerHead(_Composition):
         return any(empty), any(full)
 
     def classify(self, q, kv):
-        kinds = [self._select(q.side, lambda mask, i=i: mask.classify(q, kv)[i]) for i in (0, 1)]
-        return kinds[0], kinds[1]
+        may_any = self._select(q.side, lambda mask: mask.classify(q, kv)[0])
+        must_all = self._select(q.side, lambda mask: mask.classify(q, kv)[1])
+        return may_any, must_all
 
     def kv_spans(self, q, kv):
         return self._spans(q.side, KEYS, lambda mask: mask.kv_spans(q, kv))
@@ -297,61 +327,67 @@ class PerHead(_Composition):
         return self._spans(q.side, QUERIES, lambda mask: mask.q_spans(kv, q))
 
     def nearest_query(self, key, at, step):
-        """That of any head."""
+        """The nearest query in any head."""
         return Or(self.masks).nearest_query(key, at, step)
 
     def negated(self):
         return PerHead(tuple(self._negated()))
 
     def of_head(self, head):
-        return self.masks[0 if len(self.masks) == 1 else head].of_head(head)
+        if len(self.masks) == 1:
+            return self.masks[0].of_head(head)
+        return self.masks[head].of_head(head)
 
     def extents(self):
         yield Extent("PerHead.masks", "N", len(self.masks))
         yield from super().extents()
 
     def _select(self, side, of: Callable[[Mask], Any]):
-        """Each head's own truth, along the head axis."""
+        """The truth of each head's mask, along the head axis."""
         xp, ((first, _), *others) = side.xp, self._groups()
         truth = of(first)
         for mask, heads in others:
-            # Not `where`: kernels have no select between bools.
+            # `where` is avoided: kernels have no select between bools.
             mine = _is_one_of(side.head, heads)
             truth = (mine & of(mask)) | (~mine & truth)
         return xp.broadcast_to(truth, np.broadcast_shapes(truth.shape, side.head.shape))
 
     def _spans(self, side, axis: int, of: Callable[[Mask], Spans]) -> Spans:
-        """The spans of every head side by side; a head with fewer intervals gets empty ones."""
+        """The spans of all heads; a head with fewer intervals gets empty ones."""
         xp, parts = side.xp, [(of(mask), heads) for mask, heads in self._groups()]
-        most = max(spans.low.shape[axis] for spans, _ in parts)
-        # What no other part claims is the first's, as in `_select`: a single mask is every head's.
-        (first, _), *others = [(_padded(xp, spans, axis, most), heads) for spans, heads in parts]
+        count = max(spans.low.shape[axis] for spans, _ in parts)
+        # The first mask is for all heads that are not in another group, as in `_select`.
+        (first, _), *others = [(_padded(xp, spans, axis, count), heads) for spans, heads in parts]
         low, high, common = first
         for spans, heads in others:
             mine = _is_one_of(side.head, heads)
             low, high = xp.where(mine, spans.low, low), xp.where(mine, spans.high, high)
             if common is not None or spans.common is not None:
-                theirs = False if common is None else ~mine & common
-                common = theirs if spans.common is None else (mine & spans.common) | theirs
+                theirs = False
+                if common is not None:
+                    theirs = ~mine & common
+                if spans.common is not None:
+                    theirs = (mine & spans.common) | theirs
+                common = theirs
         return Spans(low, high, common)
 
     def _groups(self) -> list[tuple[Mask, list[int]]]:
-        """Equal masks once, with the heads that have them."""
+        """The distinct masks, each with its heads."""
         groups: dict[Any, tuple[Mask, list[int]]] = {}
         for head, mask in enumerate(self.masks):
             try:
                 key = (type(mask), mask, hash(mask))
-            except TypeError:  # it holds arrays: compared by identity
+            except TypeError:  # a mask with arrays does not hash, and is compared by identity
                 key = id(mask)
             groups.setdefault(key, (mask, []))[1].append(head)
         return list(groups.values())
 
     def _arguments(self):
-        return [f"({', '.join(map(repr, self.masks))}{',' if len(self.masks) == 1 else ''})"]
+        return [f"({', '.join(map(repr, self.masks))}{',' * (len(self.masks) == 1)})"]
 
 
 def combine_periodicities(found: Sequence[Periodicity | None]) -> Periodicity | None:
-    """What several rules depend on; None if that is not known of one of them."""
+    """The quantities that several masks depend on; None if those of one mask are not known."""
     known = [one for one in found if one is not None]
     if len(known) < len(found):
         return None
@@ -363,38 +399,52 @@ def combine_periodicities(found: Sequence[Periodicity | None]) -> Periodicity | 
 
 
 def _flat(kind, masks: Sequence[Mask]) -> tuple[Mask, ...]:
-    """Nested ands (ors) as one tuple, so that grouping does not show."""
-    return tuple(part for m in masks for part in (m.parts() if type(m) is kind else (m,)))
+    """The parts of nested `And`s (or `Or`s) as one tuple, so that the grouping does not matter."""
+    found = []
+    for mask in masks:
+        if type(mask) is kind:
+            found += mask.parts()
+        else:
+            found.append(mask)
+    return tuple(found)
 
 
 def _tightest(masks: Sequence[Mask]) -> tuple[Mask, ...]:
-    """The same `&` without what another part says as well: of static ends that differ in what is added, one is left."""
+    """Drops the parts of an `&` that another part implies.
+
+    Of static bounds that differ only in the number added to the query's term, the tightest is kept.
+    """
     kept: dict[Any, Mask] = {}
     for number, mask in enumerate(masks):
-        kind = (_kind_of_end(mask) if isinstance(mask, Compare) else None) or number
+        kind: Any = number
+        if _is_static_bound(mask):
+            kind = (mask.relation, replace(mask.q, plus=0), mask.kv)  # type: ignore[attr-defined]
         other = kept.get(kind)
         if other is None or _is_tighter(mask, other):
             kept[kind] = mask
     return tuple(kept.values())
 
 
-def _kind_of_end(mask: Compare) -> Any:
-    """What two static ends have in common that differ in what is added to the query's term; None: it is no such end."""
-    is_end = mask.q.is_static and mask.kv.is_static and mask.relation != "=="
-    return (mask.relation, replace(mask.q, plus=0), mask.kv) if is_end else None
+def _is_static_bound(mask: Mask) -> bool:
+    return isinstance(mask, Compare) and mask.q.is_static and mask.kv.is_static and mask.relation != "=="
 
 
-def _is_tighter(end: Any, other: Any) -> bool:
-    return end.q.plus > other.q.plus if "<" in end.relation else end.q.plus < other.q.plus
+def _is_tighter(bound: Any, other: Any) -> bool:
+    if "<" in bound.relation:
+        return bound.q.plus > other.q.plus
+    return bound.q.plus < other.q.plus
 
 
 def _wrapped(mask: Mask, *kinds) -> str:
-    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
+    if isinstance(mask, kinds):
+        return f"({mask!r})"
+    return repr(mask)
 
 
-def _padded(xp, spans: Spans, axis: int, most: int) -> Spans:
-    """The spans with `most` intervals per row, the further ones empty."""
-    more = [(0, most - spans.low.shape[axis]) if i == axis else (0, 0) for i in range(4)]
+def _padded(xp, spans: Spans, axis: int, count: int) -> Spans:
+    """The spans with `count` intervals per row; the added ones are empty."""
+    more = [(0, 0)] * 4
+    more[axis] = (0, count - spans.low.shape[axis])
     return Spans(xp.pad(spans.low, more), xp.pad(spans.high, more), spans.common)
 
 

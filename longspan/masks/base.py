@@ -1,15 +1,16 @@
-"""`Mask`: an immutable rule for who may attend to whom, and what it answers about itself.
+"""`Mask`: an immutable rule for which query may attend to which key.
 
-A rule is written once at three granularities: `allowed` for single tokens, `classify` for tiles, `kv_spans` (with its
-mirror `q_spans`) for whole rows of tiles. The algebra combines all three, so a composition is as sound as its parts.
+A rule is defined at three granularities: `allowed` for single tokens, `classify` for tiles, and `kv_spans` (with its
+mirror `q_spans`) for whole rows of tiles. The algebra combines all three, so the bounds of a composition hold if those
+of its parts do.
 
-It also says what it is: which masks it is made of (`parts`), what it `reads`, how it is `cut` to some slots. What says
-nothing is taken for the worst: a rule that reads everything and bounds nothing.
+A mask also has properties: the masks it is made of (`parts`), the data it `reads`, its `cut` to some slots. The
+defaults are safe for every rule: it reads everything and bounds nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ from longspan.checks import check_lengths, check_sides, is_known, renamed_argume
 from longspan.constants import on_host
 from longspan.masks.checks import check_bools, check_slots
 from longspan.masks.count_pieces import CountPiece
+from longspan.masks.properties import Extent as Extent
+from longspan.masks.properties import Listing as Listing
+from longspan.masks.properties import Periodicity as Periodicity
+from longspan.masks.properties import Pinned as Pinned
 from longspan.masks.pytree import Value
 from longspan.masks.pytree import rule as rule
 from longspan.masks.sides import Side, Slots, Tiles, two_sides
@@ -31,13 +36,13 @@ if TYPE_CHECKING:
 
     from longspan.layout import BlockLayout
 
-POSITION, SLOT = "position", "slot"  # what a rule may read of its tokens
+POSITION, SLOT = "position", "slot"  # the two properties of a token that a rule may read
 BY_POSITION, BY_SLOT = frozenset({POSITION}), frozenset({SLOT})
-FEW_PAIRS = 2**22  # whose truth NumPy computes sooner than JAX compiles an operation
-NO_QUERY = 2**62  # `nearest_query` gives NO_QUERY * step where no query sees the key: beyond every position
+FEW_PAIRS = 2**22  # up to this many pairs, NumPy is faster than compiling a JAX operation
+NO_QUERY = 2**62  # `nearest_query` gives NO_QUERY * step for a key that no query sees: it is beyond every position
 
 
-# What holds for one `allowed` only: a class with another forgets what its parent said; a `Rule` asks what it lowers to.
+# Attributes that a subclass must not inherit when it overrides `allowed`. A `Rule` takes them from its lowered mask.
 NOT_INHERITED = (
     "reads", "reads_q_place", "by_token", "is_strided", "classify", "kv_spans", "q_spans", "nearest_query",
     "periodicity", "inexact", "unbounded", "provable_kinds", "pinned", "listing", "documents", "of_head", "negated",
@@ -45,60 +50,17 @@ NOT_INHERITED = (
 )  # fmt: skip
 
 
-class Extent(NamedTuple):
-    """One fact that an array in a mask fixes: `name` has `size` blocks of `unit` along `axis` (B, N, T or S)."""
-
-    name: str
-    axis: str
-    size: int
-    unit: int = 1
-
-
-class Pinned(NamedTuple):
-    """A rule taken apart: what it is where neither the key is one of `columns` nor the query one of `rows`.
-
-    Both are positions, the same for every batch row and head. Flags [B or 1, L] name further keys and queries by slot.
-    """
-
-    rest: "Mask"
-    columns: frozenset[int] = frozenset()
-    rows: frozenset[int] = frozenset()
-    kv_flags: tuple[Any, ...] = ()
-    q_flags: tuple[Any, ...] = ()
-
-
-class Periodicity(NamedTuple):
-    """What `nearest_query` of a rule depends on, for keys and queries at any places.
-
-    Whether query q may see key k depends on q and k modulo `period`, on which side of the `distances` k - q lies, give
-    or take a period, and on which side of the `places` q and k lie.
-    """
-
-    period: int = 1
-    distances: frozenset[int] = frozenset()
-    places: frozenset[int] = frozenset()
-
-
-class Listing(NamedTuple):
-    """What is known of a table that lists blocks: who lists which is in it, and may be data."""
-
-    block_size: int
-    entries: int  # how many blocks each one lists
-    by_head: bool
-    unlisted: "Mask | None"  # if the table is data: the rule of one that lists nothing
-
-
 class Mask(Value):
     """A rule for which query may attend to which key; `True` = may attend.
 
-    Masks know no lengths. They compose with `&`, `|` and `~`, are pytrees whose leaves are their arrays (so new
-    arrays never retrace), compare by value, and hash if they hold no arrays. `~` is plain negation: it opens padding,
-    so add padding last, with `&`.
+    Masks do not depend on lengths. They compose with `&`, `|` and `~`. They are pytrees whose leaves are their arrays
+    (new arrays never retrace), compare by value, and hash if they hold no arrays. `~` is plain negation: it also allows
+    padding, so add padding last, with `&`.
 
-    Subclass with `@rule` and define `allowed`; `classify`, `kv_spans` and `q_spans` are optional and let engines skip.
-    Read your arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). Say in `reads` what your
-    rule compares, if not both positions and slots, and in `array_axes` which axes of your arrays are batch rows and
-    heads (`{"ids": "BT"}`), or else every device needs all of them.
+    Subclass with `@rule` and define `allowed`. `classify`, `kv_spans` and `q_spans` are optional: with them, engines
+    skip tiles. Read arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). Set `reads` if the
+    rule does not compare both positions and slots. Set `array_axes` to name the axes of arrays that are batch rows and
+    heads (`{"ids": "BT"}`); arrays without it are replicated on every device.
 
     Example:
         >>> from longspan import Causal, Window
@@ -109,61 +71,65 @@ class Mask(Value):
         ..##
     """
 
-    # What the rule compares: "position", "slot" or both. By position it holds for any slots, by slot it must be `cut`.
+    # "position", "slot" or both. A rule by position applies to any slots unchanged; a rule by slot must be `cut`.
     reads: ClassVar[frozenset[str]] = BY_POSITION | BY_SLOT
     array_axes: ClassVar[dict[str, str]] = {}
-    applied: ClassVar[str | None] = None  # what `MaskInfo.baked_in_masks` calls a rule of this kind
-    # Its arrays hold one entry per token and nothing else is read of the slots: tokens in another order take it along.
+    applied: ClassVar[str | None] = None  # the name of this rule in `MaskInfo.baked_in_masks`
+    # The arrays have one entry per token, and slot indices are not read: if tokens are reordered, so are the entries.
     by_token: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class with an `allowed` of its own is another rule: what its parent said of the old one is forgotten."""
+        """Resets the attributes in `NOT_INHERITED` to those of `Mask` if the class overrides `allowed`."""
         super().__init_subclass__(**options)
         if "allowed" in vars(cls):
             cls.allowed = _of_bools(cls.allowed)
             for name in NOT_INHERITED:
-                says = next(c for c in cls.__mro__ if name in vars(c))
-                # A parent that has no rule of its own speaks of all rules of a kind.
-                if says is not cls and says.allowed is not Mask.allowed:
+                defined_in = next(c for c in cls.__mro__ if name in vars(c))
+                # An abstract parent without `allowed` defines the attribute for all of its subclasses.
+                if defined_in is not cls and defined_in.allowed is not Mask.allowed:
                     setattr(cls, name, vars(Mask)[name])
 
     def allowed(self, q: Slots, kv: Slots) -> Bool[Array, "..."]:
-        """The truth for each pair of slots, rank 4."""
+        """Whether each pair of slots is allowed, of rank 4."""
         raise NotImplementedError(f"{type(self).__name__} must define `allowed(q, kv)`.")
 
     def classify(self, q: Tiles, kv: Tiles) -> tuple[Any, Any]:
-        """(may_any, must_all) for each pair of tiles: sound bounds, so (True, False) is always legal."""
+        """Bounds (may_any, must_all) for each pair of tiles; (True, False) is always correct.
+
+        `may_any` is True if any pair of tokens is allowed; `must_all` is True only if all are.
+        """
         return q.side.xp.full((1, 1, 1, 1), True), q.side.xp.full((1, 1, 1, 1), False)
 
     def kv_spans(self, q: Tiles, kv: Tiles) -> Spans:
-        """Key slots that cover all that each query tile may see."""
+        """Spans of key slots that cover all keys that each query tile may see."""
         return everything(q.side.xp, kv.side.length)
 
     def q_spans(self, kv: Tiles, q: Tiles) -> Spans:
-        """Query slots that cover all that may see each key tile."""
+        """Spans of query slots that cover all queries that may see each key tile."""
         return everything(q.side.xp, q.side.length)
 
     @property
     def reads_q_place(self) -> bool:
-        """Whether it matters where a query stands: its position, or the index of its slot.
+        """Whether the mask depends on the position or the slot index of a query.
 
-        A rule may look at the keys' alone, as `Prefix`, or at arrays along the queries, which are cut with them.
+        It does not if it reads only the keys' (`Prefix`), or only arrays along the queries, which `cut` cuts.
         """
         return bool(self.reads)
 
     def lower(self) -> "Mask":
-        """The same rule, said by other masks: most are a comparison or two (`Compare`)."""
+        """The same mask in terms of other masks: most leaves are one or two comparisons (`Compare`)."""
         return self
 
     def atoms(self) -> "Mask":
-        """What plans and engines ask: comparisons, tables, arrays of bools, users' own rules, compositions of these.
+        """The same mask made of atoms only, which plans and engines evaluate.
 
-        Ask once, and keep it: lowering computes numbers, which a program would compute again.
+        Atoms are comparisons, tables, arrays of bools and users' own rules. Call it once and keep the result: lowering
+        computes numbers, which a program would compute again.
         """
         return self.lower()
 
     def negated(self) -> "Mask | None":
-        """What the rule does not allow, as a rule that can be planned with; None if there is none."""
+        """The negation as a mask that can skip tiles; None if there is none."""
         return None
 
     def parts(self) -> tuple["Mask", ...]:
@@ -171,7 +137,7 @@ class Mask(Value):
         return ()
 
     def with_parts(self, parts: Sequence["Mask"]) -> "Mask":
-        """The same composition of other parts, as many as before."""
+        """The same composition with other parts, in the same number."""
         assert not parts, f"{type(self).__name__} has no parts"
         return self
 
@@ -188,69 +154,76 @@ class Mask(Value):
             yield from part.walk()
 
     def unbounded(self) -> tuple["Mask", ...]:
-        """The rules in it that bound nothing: they have neither `classify` nor `kv_spans`, so no tile is skipped."""
+        """The leaves without `classify` and `kv_spans`: they skip no tile."""
         if type(self).classify is Mask.classify and type(self).kv_spans is Mask.kv_spans:
             return (self,)
         return tuple(leaf for part in self.parts() for leaf in part.unbounded())
 
     def provable_kinds(self) -> tuple[bool, bool]:
-        """Whether tiles of it can be known to be EMPTY, and whether they can be known to be FULL."""
-        own = not self.unbounded()
-        return own, own and type(self).classify is not Mask.classify
+        """Whether the mask can prove that a tile is EMPTY, and whether it can prove that a tile is FULL."""
+        bounded = not self.unbounded()
+        return bounded, bounded and type(self).classify is not Mask.classify
 
     def nearest_query(self, key: np.ndarray, at: np.ndarray, step: int) -> np.ndarray:
-        """The last query up to `at` (step = -1), or the first from it on (step = 1), that may see each key.
+        """The last query <= `at` (step = -1), or the first query >= `at` (step = 1), that may see each key.
 
-        `NO_QUERY · step` if there is none. By this caches know how long to keep a key. What says nothing may be seen by
-        everybody.
+        It is NO_QUERY * step if there is none. Caches use this to decide when to evict a key. By default every query
+        may attend to every key.
         """
         return at
 
     def inexact(self) -> tuple["Mask", ...]:
-        """The rules in it of which `nearest_query` knows only a bound: those that hold data, and users' own."""
+        """The leaves for which `nearest_query` is only a bound: those that hold data, and users' own rules."""
         if type(self).nearest_query is Mask.nearest_query:
             return (self,)
         return tuple(leaf for part in self.parts() for leaf in part.inexact())
 
     def periodicity(self) -> Periodicity | None:
-        """What `nearest_query` depends on, if that repeats: caches then plan one period, not every position.
+        """The quantities `nearest_query` depends on: with them, caches plan one period instead of every position.
 
-        None: not known. A rule of which `nearest_query` knows nothing allows every query, at any place.
+        None if they are not known. With the default `nearest_query` there are none: every query sees every key.
         """
-        return None if type(self).nearest_query is not Mask.nearest_query else Periodicity()
+        if type(self).nearest_query is not Mask.nearest_query:
+            return None
+        return Periodicity()
 
     @property
     def is_strided(self) -> bool:
-        """Whether the queries that see a key lie apart at a fixed distance."""
+        """Whether a key is seen by queries at a fixed distance from each other, and not by those between."""
         return False
 
     def pinned(self, length: int) -> Pinned:
-        """The rule, and the few tokens among `length` that everybody sees or that see everybody, if they are known.
+        """Splits off the known tokens among `length` that every query sees, or that see every key.
 
-        Devices that share a sequence bring those together by themselves, and plan the rest without them.
+        Devices that share a sequence gather these tokens separately, and plan only the rest.
         """
         return Pinned(self)
 
     def listing(self) -> Listing | None:
-        """What a rule says of its table, if it is one that lists blocks.
+        """The properties of a table that lists blocks; None for other masks.
 
-        Devices that share a sequence then send each other blocks, for each head its own.
+        Devices that share a sequence then send each other the listed blocks, per head.
         """
         return None
 
     def of_head(self, head: int) -> "Mask":
-        """The rule as one head has it."""
+        """The mask of one head."""
         return self.with_parts([part.of_head(head) for part in self.parts()])
 
     def documents(self) -> tuple[Any, Any] | None:
-        """The ids of both sides, int [B or 1, T] and [B or 1, S], if it has some: pictures show them as bands."""
+        """The document ids of both sides, int [B or 1, T] and [B or 1, S], or None: pictures show them as bands."""
         return next((ids for part in self.parts() if (ids := part.documents()) is not None), None)
 
     def largest_number(self) -> int:
-        """The largest number in it, as far as it holds numbers: how long a picture must be to show them."""
-        own = [n for value in vars(self).values() for n in (value if isinstance(value, tuple) else (value,))]
+        """The largest number in the mask: a picture must be longer than this to show its effect."""
+        own = []
+        for value in vars(self).values():
+            if isinstance(value, tuple):
+                own += value
+            else:
+                own.append(value)
         numbers = [abs(n) for n in own if isinstance(n, int) and not isinstance(n, bool)]
-        # Numbers by batch row; longer arrays are along tokens, and what they hold are ids and flags.
+        # Arrays of rank 0 and 1 hold numbers per batch row. Arrays of higher rank run along tokens: ids and flags.
         arrays = [n for n in own if isinstance(n, np.ndarray | jax.Array) and n.ndim <= 1 and is_known(n)]
         numbers += [int(np.abs(np.asarray(n)).max(initial=0)) for n in arrays if n.dtype.kind == "i"]
         return max([*numbers, *(part.largest_number() for part in self.parts())], default=0)
@@ -264,16 +237,16 @@ class Mask(Value):
         q_len: int | None = None,
         kv_len: int | None = None,
     ) -> "Mask":
-        """The rule for some slots of each side: one decoding step, one shard.
+        """The mask of some slots of each side: one decoding step, or one shard.
 
-        Rules by position stay as they are, so the positions that you attend with must be cut alike. Slots that grow
-        keep what can be skipped.
+        Masks by position are unchanged, so cut the positions that you attend with in the same way. If the slots are in
+        increasing order, tiles can still be skipped.
 
         Args:
-            q: the query slots that stay, int [n] or [B, n]: NumPy (static) or JAX (data, may be traced); None: all.
-            kv: the key slots that stay, likewise.
-            q_len: number of queries before the cut; only for a rule of your own that reads `side.length`.
-            kv_len: number of keys before the cut.
+            q: the query slots to keep, int [n] or [B, n]: NumPy (static) or JAX (data, may be traced); None: all.
+            kv: the key slots to keep, likewise.
+            q_len: number of queries before the cut; needed only for your own rules that read `side.length`.
+            kv_len: number of keys before the cut, likewise.
 
         Example:
             >>> from longspan import Segments
@@ -281,25 +254,24 @@ class Mask(Value):
             ##..
             ..##
         """
-        q, kv = check_slots(
-            self,
-            q,
-            kv,
-            self._length("T") if q_len is None else q_len,
-            self._length("S") if kv_len is None else kv_len,
-        )
+        q_limit, kv_limit = q_len, kv_len
+        if q_limit is None:
+            q_limit = self._length("T")
+        if kv_limit is None:
+            kv_limit = self._length("S")
+        q, kv = check_slots(self, q, kv, q_limit, kv_limit)
         if (q is None and kv is None) or SLOT not in self.reads:
             return self
         return self._cut(q, kv, q_len, kv_len)
 
     def _cut(self, q, kv, q_len: int | None, kv_len: int | None) -> "Mask":
-        """`cut` of a rule by slot, to int32 [B or 1, n] or None; by default it is looked at through the slots."""
+        """`cut` of a rule by slot, to int32 [B or 1, n] or None; by default the rule is evaluated at these slots."""
         from longspan.masks.cut import cut_mask
 
         return cut_mask(self, q, kv, q_len, kv_len)
 
     def extents(self) -> Iterator[Extent]:
-        """The sizes that this mask's arrays fix."""
+        """Yields the sizes that the mask's arrays fix."""
         for name, letters in self._letters():
             for axis, size in zip(letters, getattr(self, name).shape, strict=True):
                 if axis != ".":
@@ -308,39 +280,49 @@ class Mask(Value):
             yield from part.extents()
 
     def _length(self, axis: str) -> int | None:
-        """How many slots the mask's arrays fix along an axis (T or S), if any do; the last block may be too long."""
+        """The length that the mask's arrays fix along an axis (T or S), or None; the last block may exceed it."""
         return min(((e.unit, e.size * e.unit) for e in self.extents() if e.axis == axis), default=(1, None))[1]
 
     @property
     def batch(self) -> int:
-        """How many batch rows the mask's arrays tell apart (1: all rows alike)."""
+        """The number of batch rows that the mask distinguishes (1: all rows have the same mask)."""
         return max([e.size for e in self.extents() if e.axis == "B"], default=1)
 
     @property
     def heads(self) -> int:
-        """How many heads the mask tells apart (1: all heads alike)."""
+        """The number of heads that the mask distinguishes (1: all heads have the same mask)."""
         return max([e.size for e in self.extents() if e.axis == "N"], default=1)
 
     @no_type_check
     def dense(
-        self, q_len: int, kv_len: int, *, q_positions: Positions | None = None, kv_positions: Positions | None = None
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
     ) -> Bool[jax.Array, "B_or_1 N_or_1 T S"]:
-        """The whole truth table, bool [B or 1, N or 1, T, S]. This is the T×S array that Longspan otherwise avoids.
+        """The dense mask, bool [B or 1, N or 1, T, S]. This is the T×S array that Longspan otherwise avoids.
 
         Args:
             q_len: number of queries, T.
-            kv_len: number of keys, S.
-            q_positions: int [T], [1, T] or [B, T] within ±(2**30 - 1); by default each slot's index. What lies further
-                is refused, or, where it is traced, taken for the end of that range.
-            kv_positions: int [S], [1, S] or [B, S], likewise; int32's maximum is legal too, and comes after all else.
+            kv_len: number of keys, S; by default T.
+            q_positions: int [T], [1, T] or [B, T] within ±(2**30 - 1); by default each slot's index. Positions outside
+                of this range are an error; traced ones are clipped to it.
+            kv_positions: int [S], [1, S] or [B, S], likewise. The maximum of int32 is also legal: it is after every
+                query.
 
         Example:
             >>> from longspan import Causal
             >>> Causal().dense(2, 3)[0, 0].astype(int).tolist()
             [[1, 0, 0], [1, 1, 0]]
         """
+        if kv_len is None:
+            kv_len = q_len
         check_lengths(q_len, kv_len)
-        known = on_host((self, q_positions, kv_positions)) if q_len * kv_len <= FEW_PAIRS else None
+        known = None
+        if q_len * kv_len <= FEW_PAIRS:
+            known = on_host((self, q_positions, kv_positions))
         if known is None:
             return self._truth(q_len, kv_len, q_positions, kv_positions, jnp)
         mask, q_positions, kv_positions = known
@@ -350,21 +332,29 @@ class Mask(Value):
         q, kv = self._sides(q_len, kv_len, q_positions, kv_positions, xp)
         shape = (max(q.batch.size, *(_rows(s.positions) for s in (q, kv))), self.heads, q_len, kv_len)
         truth = self.allowed(q.slots(), kv.slots())
-        # A user's rule may tell rows or heads apart without saying so in `extents`.
+        # A user's rule may distinguish rows or heads that are not in `extents`.
         return xp.broadcast_to(truth, np.broadcast_shapes(truth.shape, shape))
 
     @no_type_check
     def layout(
         self,
         q_len: int,
-        kv_len: int,
+        kv_len: int | None = None,
         *,
         q_tile: int = 128,
         kv_tile: int = 128,
         q_positions: Positions | None = None,
         kv_positions: Positions | None = None,
     ) -> "BlockLayout":
-        """The `BlockLayout` of this mask: which key tiles each query tile visits.
+        """The `BlockLayout` of this mask: the key tiles that each query tile visits.
+
+        Args:
+            q_len: number of queries, T.
+            kv_len: number of keys, S; by default T.
+            q_tile: number of queries in a tile.
+            kv_tile: number of keys in a tile.
+            q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
+            kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
 
         Example:
             >>> from longspan import Window
@@ -373,6 +363,8 @@ class Mask(Value):
         """
         from longspan.layout import plan_layout
 
+        if kv_len is None:
+            kv_len = q_len
         return plan_layout(self, q_len, kv_len, q_tile, kv_tile, q_positions=q_positions, kv_positions=kv_positions)
 
     @renamed_argument("most", "max_cells")
@@ -380,7 +372,7 @@ class Mask(Value):
     def show(
         self,
         q_len: int,
-        kv_len: int,
+        kv_len: int | None = None,
         *,
         batch: int = 0,
         head: int | None = None,
@@ -397,9 +389,9 @@ class Mask(Value):
 
         Args:
             q_len: number of queries, T.
-            kv_len: number of keys, S.
+            kv_len: number of keys, S; by default T.
             batch: which batch row.
-            head: which head; None: if the mask tells heads apart, the first few side by side.
+            head: which head; None: if the mask distinguishes heads, the first few side by side.
             max_cells: maximum number of cells along a side, one character each.
             axes: whether to write a caption, token numbers and a legend; by default where blocks are drawn.
             q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
@@ -407,7 +399,7 @@ class Mask(Value):
 
         Example:
             >>> from longspan import Window
-            >>> print(Window(1, 0).show(3, 3))
+            >>> print(Window(1, 0).show(3))
             #..
             ##.
             .##
@@ -427,6 +419,8 @@ class Mask(Value):
         """
         from longspan.render import draw
 
+        if kv_len is None:
+            kv_len = q_len
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
         return draw(self, q_len, kv_len, batch=batch, head=head, max_cells=max_cells, axes=axes, **positions)
 
@@ -451,7 +445,7 @@ class Mask(Value):
             q_len: number of queries, T.
             kv_len: number of keys, S; by default T.
             batch: which batch row.
-            head: which head; None: if the mask tells heads apart, the first few side by side.
+            head: which head; None: if the mask distinguishes heads, the first few side by side.
             tile: also draw the tiles of this size, or (queries, keys), by kind: EMPTY, PARTIAL or FULL.
             max_cells: maximum number of cells along a side.
             q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
@@ -464,17 +458,10 @@ class Mask(Value):
         """
         from longspan.render.plot import plot
 
+        if kv_len is None:
+            kv_len = q_len
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
-        return plot(
-            self,
-            q_len,
-            q_len if kv_len is None else kv_len,
-            batch=batch,
-            head=head,
-            tile=tile,
-            max_cells=max_cells,
-            **positions,
-        )
+        return plot(self, q_len, kv_len, batch=batch, head=head, tile=tile, max_cells=max_cells, **positions)
 
     def _repr_html_(self) -> str | None:
         from longspan.render.notebook import shown_html
@@ -484,12 +471,16 @@ class Mask(Value):
     def __and__(self, other: "Mask") -> "Mask":
         from longspan.masks.algebra import And
 
-        return And.of(self, other) if isinstance(other, Mask) else NotImplemented
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return And.of(self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
         from longspan.masks.algebra import Or
 
-        return Or.of(self, other) if isinstance(other, Mask) else NotImplemented
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Or.of(self, other)
 
     def __invert__(self) -> "Mask":
         from longspan.masks.algebra import Not
@@ -498,12 +489,12 @@ class Mask(Value):
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self!r} is a rule, neither true nor false: `and`, `or` and `not` would drop one mask in silence. "
-            "Compose masks with `&`, `|` and `~`, and ask for none with `mask is None`."
+            f"{self!r} has no truth value: `and`, `or` and `not` would silently drop one mask. "
+            "Compose masks with `&`, `|` and `~`, and test for a missing mask with `mask is None`."
         )
 
     def _count_pieces(self, q: Side, kv: Side) -> list[CountPiece] | None:
-        """Disjoint pieces that are just what is allowed in one batch row and head (NumPy only); None: not known."""
+        """Disjoint pieces whose union is the allowed pairs of one batch row and head (NumPy only); None: not known."""
         if SLOT in self.reads:
             return None
         return [CountPiece(within=self)]
@@ -515,7 +506,7 @@ class Mask(Value):
 
 
 def _of_bools(allowed: Callable) -> Callable:
-    """The same rule. Numbers are an error: compositions would combine them bit by bit."""
+    """Wraps `allowed` to check that it returns bools: compositions would combine the bits of numbers."""
 
     @wraps(allowed)
     def checked(self, q, kv):
@@ -527,4 +518,6 @@ def _of_bools(allowed: Callable) -> Callable:
 
 
 def _rows(positions) -> int:
-    return 1 if positions is None else positions.shape[0]
+    if positions is None:
+        return 1
+    return positions.shape[0]

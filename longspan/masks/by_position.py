@@ -1,7 +1,7 @@
-"""Rules by position: everything, bands (causal, windows), chunks, prefixes. They hold for any slots as they are.
+"""Masks by position: full, empty, bands (causal, windows), chunks and prefixes. They apply to any slots unchanged.
 
-A number is checked when its mask is made. One that is traced has no value then: if it turns out less than is legal, it
-stands for the least legal one (`Window(-1, 0)` for `Window(0, 0)`, `Chunk(0)` for `Chunk(1)`), in every engine.
+Numbers are checked when a mask is made, except traced numbers, which have no value yet. In every engine a traced number
+below the legal minimum is replaced by the minimum: `Window(-1, 0)` is `Window(0, 0)`, and `Chunk(0)` is `Chunk(1)`.
 """
 
 from typing import ClassVar
@@ -56,7 +56,7 @@ class Full(Mask):
 
 @rule
 class Empty(Mask):
-    """Allows no pair: every query gives zeros.
+    """Allows no pair: every output is zero.
 
     Example:
         >>> Empty().dense(2, 3).any().item()
@@ -96,7 +96,7 @@ class Empty(Mask):
 
 @rule
 class Band(Leaf):
-    """Allows low <= k - q <= high, where `None` leaves a side open. `Causal` and `Window` are bands.
+    """Allows low <= k - q <= high, where `None` is no bound. `Causal` and `Window` are bands.
 
     Example:
         >>> print(Band(1, 2).show(3, 4))
@@ -128,7 +128,7 @@ class Causal(Leaf):
     """Allows k <= q + offset.
 
     Args:
-        offset: how far ahead a query may look; an int, or an int array of shape () or [B].
+        offset: the distance to the last allowed key; an int, or an int array of shape () or [B].
 
     Example:
         >>> print(Causal().show(3, 3))
@@ -150,15 +150,17 @@ class Causal(Leaf):
         return _between(None, self.offset)
 
     def _arguments(self):
-        return [] if isinstance(self.offset, int) and self.offset == 0 else [short(self.offset)]
+        if isinstance(self.offset, int) and self.offset == 0:
+            return []
+        return [short(self.offset)]
 
 
 @rule
 class Window(Leaf):
     """Allows q - left·dilation <= k <= q + right·dilation where k - q is divisible by dilation.
 
-    `left` and `right` count keys *besides* the query's own position: `Window(3, 0)` is itself and 3 before, 4 keys;
-    `Window(4, 4)` is Longformer's radius 4, 9 keys.
+    `left` and `right` do not count the query's own position: `Window(3, 0)` allows 4 keys, the query's own position and
+    3 before it. `Window(4, 4)` is Longformer's radius 4, 9 keys.
 
     Args:
         left: keys before the query; an int >= 0, or an int array of shape () or [B].
@@ -186,23 +188,26 @@ class Window(Leaf):
         check_at_least(self, "right", 0)
         check_at_least(self, "dilation", 1)
 
-    def _dense(self) -> bool:
-        return isinstance(self.dilation, int) and self.dilation == 1
+    def _is_dilated(self) -> bool:
+        return not isinstance(self.dilation, int) or self.dilation != 1
 
     def largest_number(self):
-        dilation = self.dilation if isinstance(self.dilation, int) else 1
-        return super().largest_number() * dilation
+        if isinstance(self.dilation, int):
+            return super().largest_number() * self.dilation
+        return super().largest_number()
 
     def lower(self):
         near = _between(reach(self.left, self.dilation, -1), reach(self.right, self.dilation))
-        if self._dense():
+        if not self._is_dilated():
             return near
         residue = position(modulo=no_less(self.dilation, 1))
         return near & Compare(residue, "==", residue)
 
     def _arguments(self):
-        dilated = [] if self._dense() else [f"dilation={short(self.dilation)}"]
-        return [short(self.left), short(self.right), *dilated]
+        arguments = [short(self.left), short(self.right)]
+        if self._is_dilated():
+            arguments.append(f"dilation={short(self.dilation)}")
+        return arguments
 
 
 @rule
@@ -239,7 +244,7 @@ class Chunk(Leaf):
 
 @rule
 class BlockCausal(Leaf):
-    """Allows k // size <= q // size: all of the query's own block and of the blocks before it (block diffusion).
+    """Allows k // size <= q // size: the query's own block and all blocks before it (block diffusion).
 
     Args:
         size: positions in a block; an int >= 1, or an int array of shape () or [B].
@@ -296,7 +301,14 @@ class Prefix(Leaf):
 
 
 def _between(low: Number | None, high: Number | None) -> Mask:
-    """Low <= k - q <= high."""
-    ends = ((low, "<="), (high, ">="))
-    found = [Compare(position(plus=end), relation, position()) for end, relation in ends if end is not None]
-    return And(tuple(found)) if len(found) > 1 else found[0] if found else Full()
+    """The mask low <= k - q <= high, where None is no bound."""
+    bounds: list[Mask] = []
+    if low is not None:
+        bounds.append(Compare(position(plus=low), "<=", position()))
+    if high is not None:
+        bounds.append(Compare(position(plus=high), ">=", position()))
+    if not bounds:
+        return Full()
+    if len(bounds) == 1:
+        return bounds[0]
+    return And(tuple(bounds))

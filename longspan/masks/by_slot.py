@@ -1,6 +1,6 @@
-"""Rules by slot: lengths, segment ids, token types and global tokens. Their arrays line up with the slots of a side.
+"""Masks by slot: lengths, segment ids, token types and global tokens. Their arrays have one entry per slot of a side.
 
-`tables` has those whose arrays say who sees whom, block by block or pair by pair.
+`tables` has the masks with one entry per pair of blocks or per pair of slots.
 """
 
 from dataclasses import KW_ONLY, replace
@@ -20,7 +20,7 @@ from longspan.masks.terms import Term, array, member, number, slot
 
 
 class BySlot(Mask):
-    """What rules with arrays along the slots share: those are cut with the queries, and so say who the queries are."""
+    """Base of masks whose arrays have one entry per slot. They do not read the query's place: `cut` cuts the arrays."""
 
     reads = BY_SLOT
 
@@ -31,7 +31,7 @@ class BySlot(Mask):
 
 @rule
 class KvLengths(Leaf):
-    """Allows kv slot < lengths[b]: the rest of each row of keys is padding.
+    """Allows kv slot < lengths[b]: the later keys of each row are padding.
 
     Args:
         lengths: int [B].
@@ -58,7 +58,7 @@ class KvLengths(Leaf):
 
 @rule
 class QLengths(Leaf):
-    """Allows query slot < lengths[b]: the rest of each row of queries is padding, which gives zeros.
+    """Allows query slot < lengths[b]: the later queries of each row are padding, whose outputs are zero.
 
     Args:
         lengths: int [B].
@@ -84,7 +84,7 @@ class QLengths(Leaf):
 
 
 def kv_flags(flags: Any) -> Mask:
-    """Allows the keys that are flagged, bool [B or 1, S], for every query.
+    """Allows every query the flagged keys, bool [B or 1, S].
 
     Example:
         >>> print(kv_flags(np.array([[True, False, True]])).show(2, 3))
@@ -95,7 +95,7 @@ def kv_flags(flags: Any) -> Mask:
 
 
 class EqualIds(Leaf):
-    """What `Segments`, `TokenTypes` and `FirstOfSegment` share: ids are equal, and both are valid."""
+    """Base of `Segments`, `TokenTypes` and `FirstOfSegment`: allows equal ids if both are valid."""
 
     def _ids(self) -> tuple[Any, Any]:
         raise NotImplementedError
@@ -111,7 +111,7 @@ class EqualIds(Leaf):
 
 @rule
 class Segments(EqualIds):
-    """Allows equal ids, both >= 0: packed documents that do not see each other. Negative ids are padding.
+    """Allows equal ids >= 0: packed documents that do not attend to each other. Negative ids are padding.
 
     Args:
         q_ids: int [B or 1, T].
@@ -135,7 +135,9 @@ class Segments(EqualIds):
         check_array(self, "kv_ids", "int", "BS", optional=True)
 
     def _ids(self):
-        return self.q_ids, self.q_ids if self.kv_ids is None else self.kv_ids
+        if self.kv_ids is None:
+            return self.q_ids, self.q_ids
+        return self.q_ids, self.kv_ids
 
     def documents(self):
         return self._ids()
@@ -148,7 +150,9 @@ class Segments(EqualIds):
         return replace(self, q_ids=gather(q_ids, q), kv_ids=gather(kv_ids, kv))
 
     def _arguments(self):
-        return [short(self.q_ids)] + ([] if self.kv_ids is None else [short(self.kv_ids)])
+        if self.kv_ids is None:
+            return [short(self.q_ids)]
+        return [short(self.q_ids), short(self.kv_ids)]
 
 
 @rule
@@ -158,8 +162,8 @@ class TokenTypes(EqualIds):
     Args:
         q_types: int [B or 1, T].
         kv_types: int [B or 1, S]; by default the same as `q_types`.
-        zero: which side's type 0 is disabled: "q", "kv", "both", or "none" (0 is a type like any other). As the rule
-            asks for equal types, the first three allow the same pairs.
+        zero: the side whose type 0 is disabled: "q", "kv", "both", or "none" (0 is a type like any other). The first
+            three allow the same pairs, because both types of a pair are equal.
 
     Example:
         >>> print(TokenTypes(np.array([[1, 0, 2, 2]])).show(4, 4))
@@ -183,11 +187,15 @@ class TokenTypes(EqualIds):
         check_choice("zero", self.zero, ("q", "kv", "both", "none"))
 
     def _ids(self):
-        return self.q_types, self.q_types if self.kv_types is None else self.kv_types
+        if self.kv_types is None:
+            return self.q_types, self.q_types
+        return self.q_types, self.kv_types
 
     @property
     def _valid(self):
-        return "all" if self.zero == "none" else "!=0"
+        if self.zero == "none":
+            return "all"
+        return "!=0"
 
     def extents(self):
         yield from both_extents(self, "q_types", "kv_types")
@@ -197,20 +205,24 @@ class TokenTypes(EqualIds):
         return replace(self, q_types=gather(q_ids, q), kv_types=gather(kv_ids, kv))
 
     def _arguments(self):
-        types = [short(self.q_types)] + ([] if self.kv_types is None else [short(self.kv_types)])
-        return types + ([] if self.zero == "q" else [f"zero={self.zero!r}"])
+        arguments = [short(self.q_types)]
+        if self.kv_types is not None:
+            arguments.append(short(self.kv_types))
+        if self.zero != "q":
+            arguments.append(f"zero={self.zero!r}")
+        return arguments
 
 
 @rule
 class Global(Leaf):
-    """Allows a pair if its key is global (columns) or its query is (rows).
+    """Allows a pair if its key is global (columns) or its query is global (rows).
 
     Args:
-        indices: positions that are global, a tuple of ints.
-        q_flags: bool [B or 1, T]: further queries that are global.
-        kv_flags: bool [B or 1, S]: further keys that are global.
-        rows: whether global queries see every key.
-        columns: whether every query sees global keys.
+        indices: the positions of global tokens, a tuple of ints.
+        q_flags: bool [B or 1, T]: additional global queries.
+        kv_flags: bool [B or 1, S]: additional global keys.
+        rows: whether global queries attend to every key.
+        columns: whether every query attends to global keys.
 
     Example:
         >>> print(Global((0,)).show(3, 3))
@@ -234,26 +246,40 @@ class Global(Leaf):
         check_array(self, "kv_flags", "bool", "BS", optional=True)
 
     def lower(self):
-        rows = [Compare(term, ">=", number(1), few=True) for term in self._terms(self.q_flags) if self.rows]
-        columns = [Compare(number(1), "<=", term, few=True) for term in self._terms(self.kv_flags) if self.columns]
-        parts = (*rows, *columns)
-        return Or(parts) if len(parts) > 1 else parts[0] if parts else Empty()
+        parts: list[Mask] = []
+        if self.rows:
+            parts += [Compare(term, ">=", number(1), few=True) for term in self._terms(self.q_flags)]
+        if self.columns:
+            parts += [Compare(number(1), "<=", term, few=True) for term in self._terms(self.kv_flags)]
+        if not parts:
+            return Empty()
+        if len(parts) == 1:
+            return parts[0]
+        return Or(tuple(parts))
 
     @property
     def reads(self):
-        held = self.q_flags is not None or self.kv_flags is not None  # they are cut, though rows or columns may be off
-        return self.lower().reads | (BY_SLOT if held else frozenset())
+        reads = self.lower().reads
+        if self.q_flags is None and self.kv_flags is None:
+            return reads
+        return reads | BY_SLOT  # flags are cut even if rows or columns are off
 
     def _terms(self, flags: Any) -> list[Term]:
-        """What is 1 for the global tokens of a side."""
-        listed = [member(self.indices)] if self.indices else []
-        return listed if flags is None else [*listed, array(flags)]
+        """The terms that are 1 for the global tokens of a side, and 0 for the others."""
+        found = []
+        if self.indices:
+            found.append(member(self.indices))
+        if flags is not None:
+            found.append(array(flags))
+        return found
 
     def _cut(self, q, kv, q_len, kv_len):
         return replace(self, q_flags=gather(self.q_flags, q), kv_flags=gather(self.kv_flags, kv))
 
     def _arguments(self):
-        arguments = [repr(self.indices)] if self.indices else []
+        arguments = []
+        if self.indices:
+            arguments.append(repr(self.indices))
         for name in ("q_flags", "kv_flags"):
             if getattr(self, name) is not None:
                 arguments.append(f"{name}={short(getattr(self, name))}")
@@ -261,7 +287,7 @@ class Global(Leaf):
 
 
 def both_extents(mask: Mask, q: str, kv: str):
-    """The sizes that ids of both sides fix."""
+    """The sizes that the ids of both sides fix."""
     for name, ids, axes in zip((q, kv), mask._ids(), ("BT", "BS"), strict=True):  # type: ignore[attr-defined]
         for axis, size in zip(axes, ids.shape, strict=True):
             yield Extent(f"{type(mask).__name__}.{name}", axis, size)

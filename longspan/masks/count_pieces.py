@@ -1,4 +1,4 @@
-"""`CountPiece`: pairs that can be counted query by query, without being read."""
+"""`CountPiece`: a set of pairs whose number is computed query by query, without reading the pairs."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -7,11 +7,11 @@ if TYPE_CHECKING:
 
 
 class CountPiece(NamedTuple):
-    """Some pairs of one batch row and head: those for which all that is given holds."""
+    """The pairs of one batch row and head that satisfy every condition given; None is no condition."""
 
-    low: Any = None  # int [T] or an int: the query sees key slots from here on
-    high: Any = None  # up to here
-    q_ids: Any = None  # int [T], equal to
+    low: Any = None  # int [T] or int: low <= key slot
+    high: Any = None  # int [T] or int: key slot < high
+    q_ids: Any = None  # int [T]: the query's id equals the key's id in `kv_ids`
     kv_ids: Any = None  # int [S]
-    keys: Any = None  # bool [S]: the keys that can be seen
-    within: "Mask | None" = None  # a rule by position that may allow an interval of keys to each query
+    keys: Any = None  # bool [S]: the key is flagged
+    within: "Mask | None" = None  # a rule by position, counted if it allows each query one interval of keys

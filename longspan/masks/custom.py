@@ -1,6 +1,7 @@
-"""`Custom`: a user's function of two positions, perhaps by batch row and head, as a rule."""
+"""`Custom`: a mask defined by a function of two positions, and optionally of batch row and head."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +17,35 @@ from longspan.masks.search import search_spans
 
 @rule
 class Custom(Mask):
-    """Allows where `fn(q, k, *arrays)` or `fn(b, h, q, k, *arrays)` is true.
+    """Allows pairs for which `fn(q, k, *arrays)` or `fn(b, h, q, k, *arrays)` is true.
 
-    `q` and `k` are positions, `b` and `h` the numbers of the batch row and of the query head; all are int arrays that
-    broadcast against each other. Which of the two is meant is told by how many parameters `fn` requires: two or four
-    more than there are arrays. Where both would fit, as with `*args` or defaults, it is `fn(q, k, *arrays)` if `fn`
-    requires no more than two, and an error otherwise.
+    `q` and `k` are positions, `b` is the index of the batch row and `h` the index of the query head: int arrays that
+    broadcast against each other. The number of parameters that `fn` requires decides between the two forms: two or four
+    more than there are arrays. If both forms fit (`*args`, default values), it is `fn(q, k, *arrays)` if `fn` requires
+    at most two parameters, and an error otherwise.
 
-    `batch` and `heads` say how many rows and heads the rule tells apart: 1, or all of a call's. Where it is 1, one mask
-    serves them all, and `b` (or `h`) is 0. Rows and heads are numbered as the call sees them: over a batch that `jit`
-    shards they are the global ones, inside `shard_map` and `vmap` those of one shard or example. Add what is missing
-    as data there: `Custom(lambda b, h, q, k, first: rule(b + first, h, q, k), first, batch=B)`.
+    `batch` and `heads` are the numbers of distinct rows and heads: 1, or all of the call's. With 1, all rows (or heads)
+    share one mask, and `b` (or `h`) is 0. The indices are global over a batch that `jit` shards; inside `shard_map` and
+    `vmap` they count within one shard or example. There, pass the first index as data:
+    `Custom(lambda b, h, q, k, first: rule(b + first, h, q, k), first, batch=B)`.
 
-    Without `bounds` no tile can be skipped (`explain` says so).
+    Without `bounds` no tile is skipped (`explain` reports this).
 
     `fn` and `bounds` are part of the compiled program, and a function equals only itself. Define them once, outside of
-    loops, and pass what changes as `arrays`: then nothing is compiled again. A new lambda per call compiles at every
-    call; the programs of the 32 functions used last are kept.
+    loops, and pass values that change as `arrays`: then nothing is compiled again. A new lambda per call compiles at
+    every call; the programs of the last 32 functions are kept.
 
     Args:
-        fn: any traceable function of these arrays; it returns bools, by a comparison for example. Numbers are an error:
-            what is added to scores is a `ScoreBias`.
-        arrays: data of the rule; new values do not retrace. Traced values belong here: a function that closes over one
-            cannot be differentiated or mapped by `engine="xla"`.
-        bounds: `bounds(q, kv, *arrays) -> (may_any, must_all)` for tiles whose positions lie in
-            [q.first, q.last] x [kv.first, kv.last]; both must hold for every pair of positions in them, and for every
-            row and head; or `bounds(b, h, q, kv, *arrays)`. Tiles may be of any size. Any traceable function.
-        batch: how many batch rows `fn` tells apart.
-        heads: how many query heads `fn` tells apart.
+        fn: any traceable function of these arrays. It returns bools, for example a comparison; numbers are an error
+            (to add numbers to the scores, use `ScoreBias`).
+        arrays: data of the function; new values do not retrace. Pass traced values here: `engine="xla"` cannot
+            differentiate or map a function that closes over one.
+        bounds: `bounds(q, kv, *arrays) -> (may_any, must_all)`, or `bounds(b, h, q, kv, *arrays)`, for tiles whose
+            positions lie in [q.first, q.last] x [kv.first, kv.last]. `may_any` must be True if any pair of these
+            positions is allowed in any row and head; `must_all` may be True only if all are allowed in every row and
+            head. Tiles may have any size. Any traceable function.
+        batch: the number of batch rows that `fn` distinguishes.
+        heads: the number of query heads that `fn` distinguishes.
 
     Example:
         >>> print(Custom(lambda q, k: (q + k) % 2 == 0).show(3, 3))
@@ -70,14 +72,14 @@ class Custom(Mask):
     heads: int = 1
 
     @no_type_check
-    def __init__(self, fn: Callable, *arrays, bounds: Callable | None = None, batch: int = 1, heads: int = 1):
+    def __init__(self, fn: Callable, *arrays: Any, bounds: Callable | None = None, batch: int = 1, heads: int = 1):
         check_custom(fn, bounds, len(arrays), batch, heads)
         values = dict(fn=fn, arrays=arrays, bounds=bounds, batch=int(batch), heads=int(heads))
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def allowed(self, q, kv):
-        # The user's function may use jax.numpy, whatever namespace the caller plans in.
+        # JAX arrays, even if the caller plans in NumPy: the user's function may use jax.numpy.
         arrays = [constant(jnp, a) if hasattr(a, "shape") else a for a in self._arrays(q)]
         given = [constant(jnp, a) for a in (*self._row_and_head(self.fn, q), q.position, kv.position)]
         truth = jnp.asarray(self.fn(*given, *arrays))
@@ -85,7 +87,9 @@ class Custom(Mask):
         check_bools(self, "the function", truth.dtype)
         check_truth(truth.shape, shape)
         shape = np.broadcast_shapes(truth.shape, shape)
-        return np.broadcast_to(np.asarray(truth), shape) if q.side.xp is np else jnp.broadcast_to(truth, shape)
+        if q.side.xp is np:
+            return np.broadcast_to(np.asarray(truth), shape)
+        return jnp.broadcast_to(truth, shape)
 
     def classify(self, q, kv):
         if self.bounds is None:
@@ -93,7 +97,7 @@ class Custom(Mask):
         xp, given = q.side.xp, (*self._row_and_head(self.bounds, q), q, kv, *self._arrays(q))
         if xp is not np:
             some, every = self.bounds(*given)
-        else:  # static parts are planned while a program is traced: the user's function may use jax.numpy there too
+        else:  # planned in NumPy, perhaps while JAX is tracing: the user's function may use jax.numpy here too
             with jax.ensure_compile_time_eval():
                 some, every = self.bounds(*given)
         some, every, no = xp.asarray(some), xp.asarray(every), xp.zeros((1, 1, 1, 1), bool)
@@ -111,24 +115,33 @@ class Custom(Mask):
         return search_spans(lambda runs: self.classify(runs, kv)[0], kv, q)
 
     def unbounded(self):
-        return (self,) if self.bounds is None else ()
+        if self.bounds is None:
+            return (self,)
+        return ()
 
     def extents(self):
         yield Extent("Custom.batch", "B", self.batch)
         yield Extent("Custom.heads", "N", self.heads)
 
     def _row_and_head(self, function: Callable, q):
-        """What a function of rows and heads is given first: nothing, if it is none."""
+        """The leading arguments (b, h) of a function; none for a function of positions only."""
         if not takes_rows_and_heads(function, len(self.arrays)):
             return ()
-        numbers = ((q.side.rows_among(self.batch), self.batch), (q.side.heads_of(self.heads), self.heads))
-        return tuple(number if apart > 1 else np.zeros((1, 1, 1, 1), np.int32) for number, apart in numbers)
+        row = head = np.zeros((1, 1, 1, 1), np.int32)
+        if self.batch > 1:
+            row = q.side.rows_among(self.batch)
+        if self.heads > 1:
+            head = q.side.heads_of(self.heads)
+        return row, head
 
     def _arrays(self, side):
         return [side.table(a) if hasattr(a, "shape") else a for a in self.arrays]
 
     def _arguments(self):
-        name = getattr(self.fn, "__name__", repr(self.fn))
-        bounds = [] if self.bounds is None else [f"bounds={getattr(self.bounds, '__name__', repr(self.bounds))}"]
-        apart = [f"{axis}={n}" for axis, n in (("batch", self.batch), ("heads", self.heads)) if n > 1]
-        return [name, *map(short, self.arrays), *bounds, *apart]
+        arguments = [getattr(self.fn, "__name__", repr(self.fn)), *map(short, self.arrays)]
+        if self.bounds is not None:
+            arguments.append(f"bounds={getattr(self.bounds, '__name__', repr(self.bounds))}")
+        for axis, count in (("batch", self.batch), ("heads", self.heads)):
+            if count > 1:
+                arguments.append(f"{axis}={count}")
+        return arguments

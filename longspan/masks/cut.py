@@ -1,4 +1,4 @@
-"""A rule cut to some slots: arrays are gathered, and what cannot be gathered is looked at through the slots.
+"""Masks cut to some slots: arrays are gathered; rules that cannot be gathered are evaluated through the kept slots.
 
 `CutMask` gives its rule the sides as they were before the cut. For each tile the rule reads the range of slots that the
 kept slots lie in, their positions, and the entries of its arrays at the kept slots only. A bound on the tile therefore
@@ -18,27 +18,27 @@ from longspan.masks.pytree import short
 from longspan.masks.sides import Side, Slots, Tiles, find_between, grows
 from longspan.masks.spans import MAX_INTERVALS, Spans
 
-Kept = Any  # int32 [B or 1, n], the slots of a side that stay, NumPy (static) or JAX (data); None: all
+Kept = Any  # int32 [B or 1, n], the slots of a side that are kept, NumPy (static) or JAX (data); None: all
 
 
 def gather(array: Any, slots: Kept) -> Any:
-    """The entries of an array [B or 1, ..., L] at some slots of each row, in NumPy if both are NumPy's."""
+    """The entries of an array [B or 1, ..., L] at some slots of each row; a NumPy array if both are NumPy arrays."""
     if array is None or slots is None:
         return array
-    xp = np if isinstance(array, np.ndarray) and isinstance(slots, np.ndarray) else jnp
+    xp = jnp
+    if isinstance(array, np.ndarray) and isinstance(slots, np.ndarray):
+        xp = np
     return _columns(xp, xp.asarray(array), xp.asarray(slots))
 
 
 def cut_mask(mask: Mask, q: Kept, kv: Kept, q_len: int | None, kv_len: int | None) -> "CutMask":
-    """A rule looked at through some slots; lengths that are not given are those of its arrays, or else bounds."""
-    q_len = None if q is None else _length(q, mask._length("T") if q_len is None else q_len)
-    kv_len = None if kv is None else _length(kv, mask._length("S") if kv_len is None else kv_len)
-    return CutMask(mask, q, kv, q_len, kv_len)
+    """A mask cut to some slots. Lengths that are not given are those of the mask's arrays, or else upper bounds."""
+    return CutMask(mask, q, kv, _length_before(mask, "T", q, q_len), _length_before(mask, "S", kv, kv_len))
 
 
 @rule
 class CutMask(Mask):
-    """Allows what `mask` allows for the slots that were kept."""
+    """Allows the pairs of kept slots that `mask` allows."""
 
     static = ("q_slots", "kv_slots")
 
@@ -47,7 +47,7 @@ class CutMask(Mask):
     mask: Mask
     q_slots: Kept
     kv_slots: Kept
-    q_len: int | None  # of the side before the cut; None if all slots stay
+    q_len: int | None  # the length of the side before the cut; None if all slots are kept
     kv_len: int | None
 
     def allowed(self, q, kv):
@@ -87,9 +87,11 @@ class CutMask(Mask):
         yield from (extent for extent in self.mask.extents() if extent.axis not in gone)
 
     def _cut(self, q, kv, q_len, kv_len):
-        # Through both at once, instead of a view of a view.
-        q, q_len = (q, q_len) if self.q_slots is None else (gather(self.q_slots, q), self.q_len)
-        kv, kv_len = (kv, kv_len) if self.kv_slots is None else (gather(self.kv_slots, kv), self.kv_len)
+        # One cut with the slots of both, instead of a cut of a cut.
+        if self.q_slots is not None:
+            q, q_len = gather(self.q_slots, q), self.q_len
+        if self.kv_slots is not None:
+            kv, kv_len = gather(self.kv_slots, kv), self.kv_len
         return cut_mask(self.mask, q, kv, q_len, kv_len)
 
     def _tiles(self, q, kv):
@@ -101,7 +103,7 @@ class CutMask(Mask):
 
 @dataclass(frozen=True)
 class KeptSide(Side):
-    """A side before a cut. Its positions are known at the slots that were kept, so rules ask those for them."""
+    """A side before a cut. It has positions only at the kept slots, so rules read positions through those."""
 
     _: KW_ONLY
     outer: Side  # after the cut
@@ -114,20 +116,21 @@ class KeptSide(Side):
         return self.outer.table(array)
 
     def between(self, low, high):
-        """What the kept slots with such positions lie in."""
+        """The interval of slots before the cut that contains the kept slots with positions in [low, high]."""
         xp, kept = self.xp, self.table(self.kept)
         start, stop = self.outer.between(low, high)
         if not kept.shape[1]:
             return start * 0, stop * 0
         seen, grow = start < stop, grows(kept).reshape(-1, 1, 1, 1)
-        first, last = (_each_row(xp, kept, xp.clip(at, 0, kept.shape[1] - 1)) for at in (start, stop - 1))
+        first = _each_row(xp, kept, xp.clip(start, 0, kept.shape[1] - 1))
+        last = _each_row(xp, kept, xp.clip(stop - 1, 0, kept.shape[1] - 1))
         high = xp.where(grow, last + 1, np.int32(self.length))
         return xp.where(seen & grow, first, np.int32(0)), xp.where(seen, high, np.int32(0))
 
 
 @dataclass(frozen=True)
 class KeptSlots(Slots):
-    """Slots of a side before a cut, at the positions of the side after it."""
+    """Kept slots, by their indices before the cut and their positions after it."""
 
     _: KW_ONLY
     outer: Slots
@@ -146,7 +149,7 @@ class KeptSlots(Slots):
 
 @dataclass(frozen=True)
 class KeptTiles(Tiles):
-    """Tiles of a side before a cut, as far as they were kept: `size` is a bound on stop - start."""
+    """The kept slots of each tile, by their indices before the cut: `size` is an upper bound on stop - start."""
 
     _: KW_ONLY
     outer: Tiles
@@ -168,7 +171,9 @@ class KeptTiles(Tiles):
         return self.outer.last
 
     def blocks(self, unit: int):
-        return super().blocks(unit) if self.size <= MAX_INTERVALS * unit else None
+        if self.size > MAX_INTERVALS * unit:
+            return None
+        return super().blocks(unit)
 
     @property
     def _kept(self):
@@ -185,9 +190,9 @@ class KeptTiles(Tiles):
 
 
 def _side(outer: Side, kept: Kept, length: int) -> Side:
-    # Never None: positions are not the slots' numbers here.
-    positions = outer.xp.arange(outer.length, dtype=np.int32).reshape(1, -1)
-    positions = positions if outer.positions is None else outer.positions
+    positions = outer.positions
+    if positions is None:  # explicit, because a position is not the slot's index before the cut
+        positions = outer.xp.arange(outer.length, dtype=np.int32).reshape(1, -1)
     seen = (outer.batch, outer.head, outer.xp, outer.whole, outer.places)
     return KeptSide(outer.axis, length, positions, *seen, outer=outer, kept=kept)
 
@@ -201,13 +206,15 @@ def _slots(outer: Slots, kept: Kept, length: int | None) -> Slots:
 def _tiles(outer: Tiles, kept: Kept, length: int | None) -> Tiles:
     if length is None:
         return outer
-    known = kept if isinstance(kept, np.ndarray) else outer.table(kept)
+    known = kept
+    if not isinstance(kept, np.ndarray):
+        known = outer.table(kept)
     size = _widest(known, outer.size, length)
     return KeptTiles(_side(outer.side, kept, length), size, outer.least(kept), unit=1, outer=outer)
 
 
 def _widest(kept, size: int, length: int) -> int:
-    """The most slots that `size` neighbours among the kept ones lie in, as far as that is known."""
+    """An upper bound on the range of slots before the cut that `size` neighbouring kept slots cover."""
     if not isinstance(kept, np.ndarray) or not grows(kept).all():
         return length
     step = min(size, kept.shape[1]) - 1
@@ -215,7 +222,7 @@ def _widest(kept, size: int, length: int) -> int:
 
 
 def _after_cut(side: Side, kept: Kept, spans: Spans) -> Spans:
-    """Intervals of the slots before a cut, as intervals of those after it."""
+    """Converts intervals of slots before a cut to intervals of slots after it."""
     if kept is None:
         return spans
     xp, (low, high, common) = side.xp, spans
@@ -223,17 +230,23 @@ def _after_cut(side: Side, kept: Kept, spans: Spans) -> Spans:
     return Spans(xp.where(low < high, start, np.int32(0)), xp.where(low < high, stop, np.int32(0)), common)
 
 
-def _length(kept: Kept, known: int | None) -> int:
-    """How many slots there were before a cut: a bound where that is not known."""
-    if known is not None:
-        return known
-    return int(kept.max(initial=-1)) + 1 if isinstance(kept, np.ndarray) else FAR
+def _length_before(mask: Mask, axis: str, kept: Kept, given: int | None) -> int | None:
+    """The length of a side before a cut, or an upper bound if it is not known; None if all slots are kept."""
+    if kept is None:
+        return None
+    if given is None:
+        given = mask._length(axis)
+    if given is not None:
+        return given
+    if isinstance(kept, np.ndarray):
+        return int(kept.max(initial=-1)) + 1
+    return FAR
 
 
 def _columns(xp: Namespace, array, slots):
     """The entries of an array [B or 1, ..., L] at slots [B or 1, n] of its last axis."""
     _, *middle, length = array.shape
-    # Slots past the end, as a traced cut may have them, read the last entry instead of failing or filling.
+    # Slots after the end, which a traced cut may have, read the last entry.
     slots = xp.clip(slots, 0, max(length - 1, 0))
     if slots.shape[0] == 1:
         return xp.take(array, slots[0], axis=-1)
@@ -243,6 +256,6 @@ def _columns(xp: Namespace, array, slots):
 
 
 def _each_row(xp: Namespace, rows, index):
-    """The entries of rows [B or 1, L] at an index of rank 4, row by row of a batch."""
+    """The entries of rows [B or 1, L] at an index of rank 4, for each batch row."""
     found = _columns(xp, rows, index.reshape(index.shape[0], -1))
     return found.reshape(found.shape[0], *index.shape[1:])

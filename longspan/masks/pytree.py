@@ -1,4 +1,4 @@
-"""What makes a mask a value: a frozen pytree that compares by its contents, and hashes if it holds no arrays."""
+"""`Value`, the base of masks, terms and biases: a frozen pytree that compares by value."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,12 +12,16 @@ Class = TypeVar("Class", bound=type)
 
 
 class Value:
-    """A frozen pytree made by `rule`: its arrays are leaves, so new arrays never retrace; all else is structure."""
+    """A frozen pytree made by `rule`: its arrays are leaves, so new arrays never retrace. All else is structure.
 
-    static: ClassVar[tuple[str, ...]] = ()  # fields whose NumPy arrays belong to the structure, not to the data
-    _data: tuple[str, ...] = ()  # fields that are pytree children, found by `rule`
-    # What the last axes of a field's arrays run along, where that is batch rows (B) or heads (N): of {"ids": "BT"} each
-    # device has its own rows. Only of arrays that are read through the sides; others, and what is not named, are whole.
+    It compares by value, and hashes if it holds no arrays.
+    """
+
+    static: ClassVar[tuple[str, ...]] = ()  # fields whose NumPy arrays are part of the structure, not data
+    _data: tuple[str, ...] = ()  # the fields that are pytree children, set by `rule`
+    # The last axes of each field's arrays: batch rows (B), heads (N), queries (T), keys (S) or others (.). With
+    # {"ids": "BT"}, each device holds the ids of its own rows. Name only arrays that are read through the sides: arrays
+    # that are not named are replicated.
     array_axes: ClassVar[dict[str, str]] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -37,12 +41,16 @@ class Value:
         return hash(tree)
 
     def _letters(self) -> Iterator[tuple[str, str]]:
-        """The fields that hold arrays, and what each axis of these runs along."""
+        """Yields each field that holds an array, and one letter per axis of the array."""
         for name in self._data:
             ndim = getattr(getattr(self, name), "ndim", None)
-            if ndim is not None:
-                letters = self.array_axes.get(name) or ("B" if ndim == 1 else "")
-                yield name, letters.rjust(ndim, ".")[-ndim:] if ndim else ""
+            if ndim is None:
+                continue
+            letters = self.array_axes.get(name, "")
+            if not letters and ndim == 1:
+                letters = "B"
+            letters = letters.rjust(ndim, ".")
+            yield name, letters[len(letters) - ndim :]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._arguments())})"
@@ -53,28 +61,30 @@ class Value:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def rule(cls: Class) -> Class:
-    """Makes a frozen pytree of a `Mask` subclass: fields that hold arrays or masks are data, all others are static.
+    """Class decorator: makes a frozen dataclass and pytree of a subclass of `Mask`, `Rule` or `Bias`.
+
+    Fields that hold arrays or masks are pytree children; all others are static.
 
     Example:
-        >>> @ls.masks.rule
-        ... class Strided(ls.Mask):
-        ...     stride: int
+        >>> from longspan.masks import Mask, rule
+        >>> @rule
+        ... class Multiples(Mask):
+        ...     of: int
         ...
         ...     def allowed(self, q, kv):
-        ...         return (q.position - kv.position) % self.stride == 0
-        >>> print(Strided(2).show(3, 4))
-        #.#.
-        .#.#
-        #.#.
+        ...         return (kv.position % self.of == 0) & (q.position >= 0)
+        >>> print(Multiples(2).show(2, 5))
+        #.#.#
+        #.#.#
     """
     made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
     names = tuple(f.name for f in fields(made))
-    plain_init = made.__init__
+    dataclass_init = made.__init__
 
-    @wraps(plain_init)
+    @wraps(dataclass_init)
     def init(self, *args, **kwargs):
-        plain_init(self, *args, **kwargs)
-        # Decided once, here: JAX rebuilds masks with placeholders (ints, None) where the arrays were.
+        dataclass_init(self, *args, **kwargs)
+        # Decided once, here, because JAX rebuilds masks with placeholders (ints, None) instead of arrays.
         object.__setattr__(self, "_data", tuple(n for n in names if _is_data(getattr(self, n), n in made.static)))
 
     def flatten_with_keys(self):
@@ -90,7 +100,9 @@ def rule(cls: Class) -> Class:
         data, static = aux
         self = object.__new__(made)
         for name, value in (*zip(data, children, strict=True), *static):
-            object.__setattr__(self, name, value.array if isinstance(value, StaticArray) else value)
+            if isinstance(value, StaticArray):
+                value = value.array
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "_data", data)
         return self
 
@@ -100,7 +112,7 @@ def rule(cls: Class) -> Class:
 
 
 def axes_of(tree: Any, letters: str = "") -> list[str]:
-    """What each array in a tree runs along, one letter per axis, "." for those that the tree does not name.
+    """The axes of each array in a tree: one letter per axis, "." for axes without a name.
 
     Example:
         >>> axes_of(ls.Causal(jnp.ones(2, int)) & ls.Segments(jnp.zeros((2, 3), int)))
@@ -113,12 +125,17 @@ def axes_of(tree: Any, letters: str = "") -> list[str]:
         ndim = len(tree.shape)
         return [letters.rjust(ndim, ".")[max(len(letters) - ndim, 0) :]]
     own = getattr(tree, "array_axes", None)
-    children = [(getattr(key, "name", ""), child) for key, child in flat[0]]
-    return [axes for name, child in children for axes in axes_of(child, letters if own is None else own.get(name, ""))]
+    found = []
+    for key, child in flat[0]:
+        child_letters = letters
+        if own is not None:
+            child_letters = own.get(getattr(key, "name", ""), "")
+        found += axes_of(child, child_letters)
+    return found
 
 
 class StaticArray:
-    """A NumPy array as part of a mask's static structure: compared and hashed by its contents."""
+    """A NumPy array in a mask's static structure: it compares and hashes by value."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -132,17 +149,19 @@ class StaticArray:
 
 
 def short(value: Any) -> str:
-    """A value as it stands in a repr: arrays by dtype and shape (`i32[2,7]`), tuples and masks in full."""
+    """A value in a repr: arrays by dtype and shape (`i32[2,7]`), tuples and masks in full."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = {"bool": "bool", "int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
-        name = np.dtype(value.dtype).name if not isinstance(value.dtype, str) else value.dtype
+        name = value.dtype
+        if not isinstance(name, str):
+            name = np.dtype(name).name
         letters = name.rstrip("0123456789")
         return f"{kind.get(letters, letters)}{name[len(letters) :]}[{','.join(map(str, value.shape))}]"
     return repr(value)
 
 
 def _is_data(value: Any, static_if_numpy: bool = False) -> bool:
-    if value is None or isinstance(value, int | str):  # most are: asked first, because rules are made at every plan
+    if value is None or isinstance(value, int | str):  # the common case first: every plan makes masks
         return False
     if isinstance(value, np.ndarray):
         return not static_if_numpy
@@ -152,4 +171,6 @@ def _is_data(value: Any, static_if_numpy: bool = False) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    return StaticArray(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return StaticArray(value)
+    return value

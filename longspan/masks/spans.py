@@ -1,4 +1,4 @@
-"""`Spans`: the few intervals that cover what a row of tiles may see, and how `&` and `|` combine them."""
+"""`Spans`: intervals that cover the tokens a row of tiles may see, and how `&` and `|` combine them."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -11,19 +11,20 @@ from longspan.array_types import Namespace
 from longspan.masks.sides import KEYS
 
 NO_SLOT = np.iinfo(np.int32).max  # where an interval without slots begins: after every slot
-MAX_INTERVALS = 64  # a rule that needs more than this many intervals per row is covered by fewer, wider ones
+MAX_INTERVALS = 64  # per row: if a rule needs more intervals, fewer and wider ones cover its tokens
 
 
 class Spans(NamedTuple):
-    """What a row of tiles may see: half-open slot intervals, and tiles that every row sees.
+    """Covers the slots that each row of tiles may see: half-open intervals, and tiles that every row may see.
 
-    `low`, `high`: [B or 1, N or 1, rows, P] (for `q_spans` [.., P, rows]); `common`: bool over the other side's
-    tiles, rank 4, or None.
+    `low`, `high`: int32 [B or 1, N or 1, rows, P] (for `q_spans` [.., P, rows]); `common`: bool over the tiles of the
+    other side, rank 4, or None. `Mask.kv_spans` and `Mask.q_spans` return spans.
 
     Example:
-        >>> low, high = np.zeros((1, 1, 3, 1), np.int32), np.full((1, 1, 3, 1), 4, np.int32)
-        >>> ls.masks.Spans(low, high).common is None  # keys 0 to 3 for each of three rows of tiles
-        True
+        >>> from longspan.masks import Spans
+        >>> first_ten = Spans(np.zeros((1, 1, 1, 1), np.int32), np.full((1, 1, 1, 1), 10, np.int32))
+        >>> first_ten.high.item(), first_ten.common
+        (10, None)
     """
 
     low: Any
@@ -42,28 +43,30 @@ def nothing(xp: Namespace) -> Spans:
 
 
 def whole_or_nothing(xp: Namespace, seen, length: int) -> Spans:
-    """The whole other side for the tiles that are `seen`, nothing for the others."""
+    """The whole other side for tiles that are `seen`, an empty interval for the others."""
     return Spans(xp.zeros_like(seen, np.int32), xp.where(seen, np.int32(length), np.int32(0)))
 
 
 def unite(axis: int, spans: list[Spans]) -> Spans:
-    """What any of them covers; intervals stand side by side along `axis`, the other side's."""
-    low, high = (_stack(axis, [getattr(s, end) for s in spans]) for end in ("low", "high"))
+    """The union of several spans: their intervals, concatenated along `axis`, the axis of the other side."""
+    low, high = _stack(axis, [s.low for s in spans]), _stack(axis, [s.high for s in spans])
     return Spans(low, high, reduce(_either, [s.common for s in spans]))
 
 
 def intersect(axis: int, spans: list[Spans]) -> Spans:
-    """What all of them cover."""
+    """Spans that cover the intersection of several spans."""
     return reduce(lambda a, b: _both(axis, a, b), spans)
 
 
 def running_max(xp: Namespace, array):
-    """The greatest entry up to each one, along the last axis."""
-    return np.maximum.accumulate(array, axis=-1) if xp is np else jax.lax.cummax(array, axis=array.ndim - 1)
+    """The running maximum along the last axis."""
+    if xp is np:
+        return np.maximum.accumulate(array, axis=-1)
+    return jax.lax.cummax(array, axis=array.ndim - 1)
 
 
 def _both(axis: int, a: Spans, b: Spans) -> Spans:
-    # What both see lies in an interval of each, or in a tile common to one of them.
+    # A token seen by both lies in an interval of each, or in a common tile of one of them.
     common = _either(a.common, b.common)
     if a.low.shape[axis] * b.low.shape[axis] > MAX_INTERVALS:
         few, many = sorted((a, b), key=lambda s: s.low.shape[axis])
@@ -76,7 +79,7 @@ def _both(axis: int, a: Spans, b: Spans) -> Spans:
 
 
 def _clip(axis: int, few: Spans, many: Spans):
-    """The intervals of `few`, cut to what lies between the first and the last of `many`."""
+    """The intervals of `few`, cut to the range from the first slot of `many` to the last."""
     xp = _namespace(*few[:2], *many[:2])
     empty = many.low >= many.high
     first = xp.min(xp.where(empty, np.int32(NO_SLOT), many.low), axis=axis, keepdims=True)
@@ -87,23 +90,33 @@ def _clip(axis: int, few: Spans, many: Spans):
 def _nth(axis: int, array, i: int):
     if array.shape[axis] == 1:
         return array
-    return array[:, :, :, i : i + 1] if axis == KEYS else array[:, :, i : i + 1, :]
+    if axis == KEYS:
+        return array[:, :, :, i : i + 1]
+    return array[:, :, i : i + 1, :]
 
 
 def _stack(axis: int, arrays):
+    """Concatenates arrays along an axis, broadcast along all others."""
     if len(arrays) == 1:
         return arrays[0]
     xp = _namespace(*arrays)
-    shape = np.broadcast_shapes(*[tuple(1 if i == axis else n for i, n in enumerate(a.shape)) for a in arrays])
-    full = [tuple(a.shape[i] if i == axis else n for i, n in enumerate(shape)) for a in arrays]
-    return xp.concatenate([xp.broadcast_to(a, s) for a, s in zip(arrays, full, strict=True)], axis=axis)
+    others = np.broadcast_shapes(*[(*a.shape[:axis], 1, *a.shape[axis + 1 :]) for a in arrays])
+    parts = []
+    for a in arrays:
+        shape = (*others[:axis], a.shape[axis], *others[axis + 1 :])
+        parts.append(xp.broadcast_to(a, shape))
+    return xp.concatenate(parts, axis=axis)
 
 
 def _either(a, b):
-    if a is None or b is None:
-        return b if a is None else a
+    if a is None:
+        return b
+    if b is None:
+        return a
     return a | b
 
 
 def _namespace(*arrays) -> Namespace:
-    return np if all(isinstance(a, np.ndarray) for a in arrays) else jnp
+    if all(isinstance(a, np.ndarray) for a in arrays):
+        return np
+    return jnp

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from longspan.axes import entries, explicit_mesh, on_auto_axes, once
+from longspan.axes import explicit_mesh, on_auto_axes, spec_entries, unique_spec
 from longspan.models.output import Output
 from longspan.parallel.sequence_sharding import SequenceSharding
 
@@ -43,19 +43,19 @@ def columns_of(head: Any, table: Any) -> Any:
     """The mesh axes that a head is split over by outputs, or without one the table that stands in for it."""
     # Of layers that were replaced, as LoRA's, nothing is known.
     weights = getattr(table, "embedding", None) if head is None else getattr(head, "kernel", None)
-    return None if weights is None else entries(weights[...])[0 if head is None else -1]
+    return None if weights is None else spec_entries(weights[...])[0 if head is None else -1]
 
 
 def _specs(call: Any, graph: Any, columns: Any, options: tuple, operands: tuple, output: Output) -> Output:
     arrays = operands[1]
-    tokens = [entries(x)[:2] for name, x in arrays.items() if name not in ("cache", "keys") and x is not None]
+    tokens = [spec_entries(x)[:2] for name, x in arrays.items() if name not in ("cache", "keys") and x is not None]
     rows, length = (next((entry[axis] for entry in tokens if entry[axis]), None) for axis in (0, 1))
 
     def spec(name: str, x: Any) -> Any:
         if name == "cache":
-            return jax.tree.map(lambda x: P(*entries(x)), arrays["cache"])
+            return jax.tree.map(lambda x: P(*spec_entries(x)), arrays["cache"])
         if name == "logits":
-            return P(rows, None) if x.ndim == 2 else once(rows, length, columns)
+            return P(rows, None) if x.ndim == 2 else unique_spec(rows, length, columns)
         return P(rows, None) if name == "pooler_output" else P(rows, length, *[None] * (x.ndim - 2))
 
     return Output(**{name: None if x is None else spec(name, x) for name, x in vars(output).items()})

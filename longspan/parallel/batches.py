@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longspan.array_types import no_type_check
-from longspan.axes import BATCH_AXES, entries, on_auto_axes
+from longspan.axes import BATCH_AXES, on_auto_axes, spec_entries
 from longspan.checks import check_static_size
 from longspan.parallel.order import Order, check_order, padded, stored
 from longspan.parallel.specs import Axes
@@ -117,7 +117,7 @@ def _by_token(length: int, shards: int, order: str, x: Any) -> Any:
 def _first_axis(*given: Any) -> P:
     """How a result lies on explicit axes: by batch rows, as the array that was given."""
     *_, (x,), result = given
-    return P(entries(x)[0], *[None] * (result.ndim - 1))
+    return P(spec_entries(x)[0], *[None] * (result.ndim - 1))
 
 
 def _check_fill(name: str, dtype: Any, padding: Any) -> None:
