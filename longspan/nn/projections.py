@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from longspan.array_types import statistics_dtype
-from longspan.axes import spec_entries, on_auto_axes, unique_spec
+from longspan.axes import on_auto_axes, spec_entries, unique_spec
 
 
 class Heads(NamedTuple):
@@ -123,4 +123,6 @@ def _product(dimension_numbers, precision, preferred_element_type, x, kernel):
 def _product_specs(dimension_numbers, precision, preferred_element_type, operands, product):
     """Axes that are not summed over stay split as they are in the operands: first those of x, then the kernel's."""
     sides = zip(operands, dimension_numbers[0], strict=True)
-    return unique_spec(*(entry for side, summed in sides for axis, entry in enumerate(spec_entries(side)) if axis not in summed))
+    return unique_spec(
+        *(entry for side, summed in sides for axis, entry in enumerate(spec_entries(side)) if axis not in summed)
+    )
