@@ -1,5 +1,7 @@
-"""The engines that tests run with. Without the native library, tests of `cpu` are skipped, and test_cpu_engine.py fails
-if there is a compiler."""
+"""The engines that tests run on.
+
+Without the native library, tests of `cpu` are skipped. test_cpu_engine.py fails if there is a compiler.
+"""
 
 import pytest
 
@@ -10,7 +12,7 @@ NATIVE = pytest.mark.skipif(library.missing() is not None, reason=f"engine='cpu'
 
 
 def available(*choices):
-    """Parameters of a test: engines by name, or tuples that end with one."""
+    """Parameters of a test: names of engines, or tuples that end with one."""
     named = [choice if isinstance(choice, tuple) else (choice,) for choice in choices]
     return [pytest.param(*choice, marks=[NATIVE] * (choice[-1] == "cpu")) for choice in named]
 

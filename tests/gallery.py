@@ -1,7 +1,7 @@
-"""The masks of attention-gym, each in one expression of the algebra beside its plain meaning.
+"""The masks of attention-gym, each as one expression of the algebra and as a Python function of one pair.
 
-An exhibit is made for sizes: `build(**sizes)` gives the mask, the truth of one pair in Python ints (head, q, k), and
-both lengths. `small` sizes are odd, for truth tables; `large` ones are for counting tiles.
+`build(**sizes)` of an exhibit returns the mask, the function of Python ints (head, q, k), and both lengths. `small`
+sizes are odd, for dense masks; `large` sizes are for counting tiles.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from longspan.masks.sides import Tiles
 
 
 class Made(NamedTuple):
-    """A mask for some sizes, and what it means."""
+    """A mask for given sizes, and whether one pair is allowed as a Python function."""
 
     mask: ls.Mask
     truth: Callable[[int, int, int], bool]  # of head, query and key
@@ -30,7 +30,7 @@ class Exhibit(NamedTuple):
     small: dict
     large: dict
     tile: int = 32  # along both sides, for counting at the large sizes
-    slack: float = 1.0  # tiles that are visited, for each that holds an allowed pair
+    slack: float = 1.0  # upper bound on visited tiles per tile that holds an allowed pair
 
 
 def causal(length):
@@ -68,7 +68,7 @@ def document(lengths):
 
 
 def packed_documents(lengths, prefix):
-    """A rule of positions within the document, here prefix LM, in every document of a packed row."""
+    """Prefix LM within each document of a packed row."""
     ids = np.repeat(np.arange(len(lengths)), lengths)
     within = np.concatenate([np.arange(n) for n in lengths])
     mask = (ls.Causal() | ls.FirstOfSegment(ids[None], prefix)) & ls.Segments(ids[None])
@@ -100,7 +100,7 @@ def shared_prefix(groups):
 
 
 def block_diffusion(length, size):
-    """Noised tokens first, clean ones after them: 2 * length slots."""
+    """2 * length slots: noised tokens first, then clean tokens."""
     slot = np.arange(2 * length)
     clean, block = slot >= length, slot % length // size
     stops = np.minimum(length + (block + clean) * size, 2 * length)  # the clean blocks before a noised one, or up to it
@@ -116,7 +116,7 @@ def block_diffusion(length, size):
 
 
 def flamingo(text, image, intervals):
-    """Text of q_len tokens attends to images; image i is seen by the text in intervals[i], both of whose ends grow."""
+    """Text tokens attend to images: those in intervals[i] to image i. Starts and stops of intervals ascend."""
     starts, stops = np.array(intervals).T
     place = np.arange(text)
     first, last = np.searchsorted(stops, place, "right"), np.searchsorted(starts, place, "right")
@@ -130,7 +130,7 @@ def flamingo(text, image, intervals):
 
 
 def natten(height, width, kernel):
-    """Tokens are the pixels of an image, row by row; a kernel that would leave the image is moved back inside."""
+    """Tokens are the pixels of an image, row by row. At the borders the kernel is shifted to stay inside the image."""
 
     def first(place, size):
         return (place - kernel // 2).clip(0, size - kernel)
@@ -182,7 +182,7 @@ def sliding_tiles(canvas, kernel, tile, text):
 
 
 def sparse_video_gen(prompt, frames, per_frame, width):
-    """Head 0 looks at frames nearby, head 1 at the same place in all frames; both, and everybody, at the prompt."""
+    """Head 0 attends to frames nearby, head 1 to the same place in all frames; prompt tokens are global."""
     length, near, apart = prompt + frames * per_frame, width * per_frame, width * per_frame // frames
 
     def seen(q, k):
@@ -208,7 +208,7 @@ def sparse_video_gen(prompt, frames, per_frame, width):
 
 
 def chosen_blocks(blocks, size, chosen):
-    """Top-k of random scores: VSA, NSA and MoBA choose so, by content."""
+    """Blocks with the top-k random scores, as VSA, NSA and MoBA choose them by content."""
     scores = np.random.default_rng(0).random((1, 2, blocks, blocks))
     table = np.argsort(scores, axis=-1)[..., :chosen].astype(np.int32)
 
@@ -219,7 +219,7 @@ def chosen_blocks(blocks, size, chosen):
 
 
 def tree(prefix, parents):
-    """Drafted tokens, each of which sees the prefix and its ancestors; parents come before their children."""
+    """Drafted tokens attend to the prefix and to their ancestors. Parents come before their children."""
     nodes = len(parents)
     ancestors = np.eye(nodes, dtype=bool)
     for node, parent in enumerate(parents):
@@ -237,7 +237,7 @@ def tree(prefix, parents):
 
 
 def draft_training(prefix, blocks, size):
-    """Sampled blocks behind a prefix: each token sees the prefix and its own block up to itself."""
+    """Sampled blocks after a prefix: each token attends to the prefix and to its own block up to itself."""
     queries = blocks * size
     mine = np.arange(queries) // size
     theirs = np.concatenate([np.full(prefix, -1), mine])
@@ -250,7 +250,7 @@ def draft_training(prefix, blocks, size):
 
 
 def over_parts(q_parts, kv_parts, pairs):
-    """Bounds of tiles that are a few simple parts each: some part of each, or all of them; empty parts have none."""
+    """The bounds (some, every) of tiles that consist of a few simple parts; parts that are not real are ignored."""
     some, every = np.zeros((1, 1, 1, 1), bool), np.ones((1, 1, 1, 1), bool)
     for q_real, one in q_parts:
         for kv_real, other in kv_parts:
@@ -260,7 +260,7 @@ def over_parts(q_parts, kv_parts, pairs):
 
 
 def rectangles(tiles: Tiles, width):
-    """A run of pixels as rows and columns: the end of one row, whole rows, the beginning of another."""
+    """A run of pixels as rectangles: the end of one row, whole rows, the beginning of another row."""
     top, bottom, left, right = tiles.first // width, tiles.last // width, tiles.first % width, tiles.last % width
     one, zero = top == bottom, left * 0
     return (
@@ -271,7 +271,7 @@ def rectangles(tiles: Tiles, width):
 
 
 def places(tiles: Tiles, period, offset):
-    """A run of tokens as places within a frame: one interval, or two where it passes the end of a frame."""
+    """A run of tokens as places within a frame: one interval, or two if it passes the end of a frame."""
     first, last = (tiles.first - offset) % period, (tiles.last - offset) % period
     whole = tiles.last - tiles.first >= period - 1
     wraps = (first > last) & ~whole
@@ -284,7 +284,7 @@ EVERY_FOURTH = tuple(max(0, i - 1 - i % 4) if i else -1 for i in range(19))
 GALLERY = {
     "causal": Exhibit("Keys up to the query.", causal, dict(length=37), dict(length=512)),
     "sliding window": Exhibit(
-        "Keys up to the query, and not far before it.",
+        "Keys up to the query, within a window.",
         sliding_window, dict(length=37, window=5), dict(length=512, window=70),
     ),
     "dilated sliding window": Exhibit(
@@ -292,7 +292,7 @@ GALLERY = {
         dilated_sliding_window, dict(length=37, keys=4, dilation=3), dict(length=512, keys=30, dilation=3),
     ),
     "global sliding window": Exhibit(
-        "Longformer: a window, and tokens that see and are seen by all.",
+        "Longformer: a window, and tokens that attend to all and are attended to by all.",
         global_sliding_window, dict(length=37, window=4, tokens=(0, 19)), dict(length=512, window=40, tokens=(0, 300)),
     ),
     "attention sinks": Exhibit(
@@ -300,11 +300,11 @@ GALLERY = {
         attention_sinks, dict(length=37, window=4, sinks=3), dict(length=512, window=40, sinks=4),
     ),
     "prefix LM": Exhibit(
-        "A prefix that everybody sees, causal after it.",
+        "All queries attend to a prefix; causal after it.",
         prefix_lm, dict(length=37, prefix=7), dict(length=512, prefix=100),
     ),
     "document": Exhibit(
-        "Documents in one row, each to itself.",
+        "Packed documents: queries attend only to their own.",
         document, dict(lengths=(7, 13, 1, 12)), dict(lengths=(100, 300, 80, 32)),
     ),
     "packed documents": Exhibit(
@@ -312,38 +312,38 @@ GALLERY = {
         packed_documents, dict(lengths=(7, 13, 1, 12), prefix=3), dict(lengths=(100, 300, 80, 32), prefix=9),
     ),
     "shared prefix": Exhibit(
-        "Several answers to one prompt, which is there once.",
+        "Several answers to one prompt, which is stored once.",
         shared_prefix, dict(groups=((5, 3, 4), (7, 2, 6, 1))), dict(groups=((96, 64, 64), (128, 32, 64, 64))),
     ),
     "block diffusion": Exhibit(
-        "Noised blocks see themselves and the clean ones before, clean blocks see clean ones.",
+        "Noised blocks attend to themselves and to earlier clean blocks; clean blocks attend to clean blocks.",
         block_diffusion, dict(length=15, size=4), dict(length=512, size=32),
     ),
     "flamingo": Exhibit(
-        "Text sees the images that it is about.",
+        "Text attends to the images that it is about.",
         flamingo, dict(text=12, image=3, intervals=[[0, 7], [1, 7], [7, 12]]),
         dict(text=512, image=64, intervals=[[0, 150], [100, 300], [150, 310], [310, 512]]),
     ),
     "natten": Exhibit(
-        "Each pixel sees its neighbours in two dimensions.",
+        "Each pixel attends to its neighbours in two dimensions.",
         natten, dict(height=7, width=9, kernel=3), dict(height=32, width=32, kernel=7),
     ),
     "natten, wide": Exhibit(
-        "The same where a row of pixels is several tiles.",
+        "The same for rows of pixels that span several tiles.",
         natten, dict(height=5, width=11, kernel=5), dict(height=12, width=128, kernel=3),
     ),
     "sliding tiles 2d": Exhibit(
-        "STA: tiles of an image see whole tiles nearby; text sees and is seen by all.",
+        "STA: tiles of an image attend to whole tiles nearby; text tokens are global.",
         sliding_tiles, dict(canvas=(6, 9), kernel=(4, 3), tile=(2, 3), text=5),
         dict(canvas=(32, 48), kernel=(12, 24), tile=(4, 8), text=32),
     ),
     "sliding tiles 3d": Exhibit(
-        "STA: tiles of a video see whole tiles nearby.",
+        "STA: tiles of a video attend to whole tiles nearby.",
         sliding_tiles, dict(canvas=(3, 4, 4), kernel=(3, 2, 2), tile=(1, 2, 2), text=3),
         dict(canvas=(8, 16, 16), kernel=(6, 12, 12), tile=(2, 4, 4), text=0),
     ),
     "sparse video gen": Exhibit(
-        "SVG: one head looks at frames nearby, another at the same place in all frames.",
+        "SVG: one head attends to frames nearby, another to the same place in all frames.",
         sparse_video_gen, dict(prompt=3, frames=5, per_frame=7, width=2),
         dict(prompt=32, frames=4, per_frame=256, width=1), slack=1.05,
     ),
@@ -352,18 +352,18 @@ GALLERY = {
         chosen_blocks, dict(blocks=7, size=5, chosen=2), dict(blocks=32, size=32, chosen=4),
     ),
     "tree": Exhibit(
-        "Drafted tokens see the prefix and their ancestors.",
+        "Drafted tokens attend to the prefix and to their ancestors.",
         tree, dict(prefix=6, parents=(-1, 0, 1, 1, 3, 3, 0)), dict(prefix=512, parents=EVERY_FOURTH),
     ),
     "draft training": Exhibit(
-        "Sampled blocks see a prefix, and themselves up to the query.",
+        "Sampled blocks attend to a prefix, and causally to themselves.",
         draft_training, dict(prefix=5, blocks=3, size=4), dict(prefix=128, blocks=12, size=32),
     ),
 }  # fmt: skip
 
 
 class Scored(NamedTuple):
-    """One change of the scores: what a call of `attention` is given for it, and what becomes of one score."""
+    """One change of the scores: the arguments of `attention`, and a Python function of one score."""
 
     sentence: str
     arguments: Callable[[int], dict]  # of the number of heads
@@ -383,15 +383,15 @@ def bucketed(heads: int) -> np.ndarray:
 
 
 def bucket(distance: int) -> int:
-    """Of eight: half for keys after the query; exact up to one, then logarithmic up to a distance of 16."""
+    """One of eight buckets: four for keys after the query; exact up to distance 1, then logarithmic up to 16."""
     later, far = 4 * (distance > 0), abs(distance)
     return later + (far if far < 2 else min(3, 2 + int(np.log(far / 2) / np.log(16 / 2) * 2)))
 
 
-# Scores that are multiplied, as a checkerboard's, are no bias and cannot be written so.
+# Score mods that multiply, such as a checkerboard, are not biases and have no counterpart.
 SCORES = {
     "ALiBi": Scored(
-        "Each head falls off with the distance at its own slope.",
+        "Scores decrease with the distance, with one slope per head.",
         lambda heads: dict(bias=ls.alibi(slopes(heads))),
         lambda s, h, q, k: s - slopes(2)[h] * abs(q - k),
     ),
@@ -411,7 +411,7 @@ SCORES = {
         lambda s, h, q, k: s + offsets(2)[h, k % 7],
     ),
     "soft cap": Scored(
-        "Scores beyond the cap are bent, before any bias.",
+        "Scores are capped by tanh, before any bias.",
         lambda heads: dict(soft_cap=2.0, bias=ls.alibi(slopes(heads))),
         lambda s, h, q, k: 2 * np.tanh(s / 2) - slopes(2)[h] * abs(q - k),
     ),

@@ -1,4 +1,4 @@
-"""Finds what XLA would compute while it compiles: expensive operations on constants that a program closes over."""
+"""Finds expensive operations on closed-over constants, which XLA would compute at compile time."""
 
 import re
 from collections import Counter
@@ -9,21 +9,21 @@ import jax
 import numpy as np
 from jax.extend import core
 
-MOST_FOLDED = 4096  # elements of a constant that may be reduced at compile time: some 40 ms
+MAX_FOLDED = 4096  # elements of a constant that may be reduced at compile time, about 40 ms
 SLOW = re.compile(r"^reduce_(?!precision)|cum|sort|arg(max|min)|dot_general|scatter|conv_general|top_k")
 COUNTED = ("reduce", "reduce-window", "sort", "scatter", "dot", "while", "custom-call")  # opcodes of XLA
-# What is known of a value when XLA compiles: its numbers; only how it is counted (iota, scalars); nothing.
+# What XLA knows of a value at compile time: all elements of an array; a scalar or an iota; nothing.
 CONSTANT, COUNTING, DATA = 2, 1, 0
 
 
 def assert_nothing_is_folded(function: Callable, *arguments: Any) -> None:
-    """No reduction, sort, scan or product in a program has nothing but constants for operands."""
+    """Asserts that no reduction, sort, scan or product in a program has only constant operands."""
     found = list(folded(function, *arguments))
     assert not found, f"XLA computes at compile time: {found}"
 
 
 def assert_same_operations(function: Callable, closed_over: Any, *arguments: Any) -> None:
-    """XLA's optimised program has the same expensive operations if data are closed over as if they are an argument."""
+    """Asserts that the optimised program has the same expensive operations for closed-over data as for an argument."""
     inside = jax.jit(lambda *given: function(closed_over, *given)).lower(*arguments)
     outside = jax.jit(function).lower(closed_over, *arguments)
     assert operations(inside) == operations(outside)
@@ -31,12 +31,12 @@ def assert_same_operations(function: Callable, closed_over: Any, *arguments: Any
 
 
 def operations(lowered: Any) -> Counter[str]:
-    """How often each expensive operation stands in a program after XLA's optimisations."""
+    """The number of times each expensive operation occurs in a program after XLA's optimisations."""
     return Counter(re.findall(rf" ({'|'.join(COUNTED)})\(", lowered.compile().as_text()))
 
 
 def folded(function: Callable, *arguments: Any) -> Iterator[str]:
-    """The operations of a program that have nothing but constants, of more than MOST_FOLDED elements, for operands."""
+    """The operations of a program with only constant operands, of more than MAX_FOLDED elements."""
     closed = jax.make_jaxpr(function)(*arguments)
     yield from _walk(closed.jaxpr, [_constant(value) for value in closed.consts], [DATA] * len(closed.in_avals))[1]
 
@@ -46,7 +46,7 @@ def _constant(value: Any) -> int:
 
 
 def _walk(jaxpr: Any, constants: list[int], given: list[int]) -> tuple[list[int], list[str]]:
-    """What is known of a program's results, and what is folded in it."""
+    """The kinds of a program's results, and its folded operations."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *given), strict=True))
     found: list[str] = []
     for equation in jaxpr.eqns:
@@ -59,7 +59,7 @@ def _walk(jaxpr: Any, constants: list[int], given: list[int]) -> tuple[list[int]
             if name not in ("scan", "while", "cond") and len(inner_results) == len(results):
                 results = inner_results
         sizes = [x.aval.size for x, kind in zip(equation.invars, operands, strict=True) if kind == CONSTANT]
-        if SLOW.search(name) and results[0] == CONSTANT and max(sizes) > MOST_FOLDED:
+        if SLOW.search(name) and results[0] == CONSTANT and max(sizes) > MAX_FOLDED:
             found.append(f"{name}({', '.join(str(x.aval) for x in equation.invars)})")
         known.update(zip(equation.outvars, results, strict=True))
     return [COUNTING if isinstance(x, core.Literal) else known[x] for x in jaxpr.outvars], found
@@ -72,7 +72,7 @@ def _result(name: str, operands: list[int]) -> int:
 
 
 def _inner(equation: Any, operands: list[int]) -> Iterator[tuple[Any, list[int]]]:
-    """The programs inside of an operation, and what is known of their operands: nothing of what changes in a loop."""
+    """The programs inside an operation and the kinds of their operands; values that change in a loop are DATA."""
     params, name = equation.params, equation.primitive.name
     if name == "scan":
         fixed = params["num_consts"]

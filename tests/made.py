@@ -1,4 +1,4 @@
-"""Models with random parameters, drawn by NumPy: Flax would compile some thirty programs to initialise one."""
+"""Models with random parameters from NumPy. Flax would compile about thirty programs to initialise one model."""
 
 import functools
 from typing import Any
@@ -10,9 +10,9 @@ from flax import nnx
 
 
 def made(kind: Any, config: Any, *, seed: int = 0, **options: Any) -> Any:
-    """kind(config, rngs=..., **options) with other random numbers of the same spread; each call gives a new model."""
+    """A new model kind(config, rngs=..., **options) with random parameters of the same standard deviation."""
     graph, shapes = _shapes(kind, config, tuple(options.items()))
-    # Mapped, because `merge` takes the state's own variables into the model.
+    # A copy of the tree, because `merge` puts the state's own variables into the model.
     model, rng = nnx.merge(graph, jax.tree.map(lambda shape: shape, shapes)), np.random.default_rng(seed)
     state = nnx.state(model, nnx.Param)
     for path, variable in nnx.to_flat_state(state):

@@ -1,4 +1,4 @@
-"""`longspan.testing` notices what is wrong, NaN included: a maximum may drop it, and NaN equals NaN to NumPy."""
+"""`longspan.testing` detects wrong results, also NaN, which a maximum may drop and NumPy treats as equal to NaN."""
 
 from dataclasses import replace
 
@@ -28,18 +28,18 @@ def spoiled(what, value):
 
 @pytest.mark.parametrize("what", ["out", "lse"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e-3])
-def test_one_wrong_number_is_noticed(what, value):
+def test_one_wrong_number_is_detected(what, value):
     with pytest.raises(AssertionError, match=r"reference: \w+: (not finite where the reference is|off by)"):
         assert_matches_reference("reference", Q, K, V, ls.Causal(), run=spoiled(what, value))
 
 
-def test_a_reference_that_gives_nan_judges_nothing():
-    with pytest.raises(AssertionError, match="the reference itself gives NaN"):
+def test_a_reference_with_nan_is_an_error():
+    with pytest.raises(AssertionError, match=r"the reference returns NaN\. Does a query attend to a NaN\?"):
         assert_matches_reference("xla", Q, K.at[0, 2].set(jnp.nan), V, ls.Causal())
 
 
-def test_a_reference_that_overflows_judges_nothing():
-    with pytest.raises(AssertionError, match="the reference overflows in the dtype under test, not in float64"):
+def test_a_reference_that_overflows_is_an_error():
+    with pytest.raises(AssertionError, match="the reference overflows in the tested dtype, but not in float64"):
         _assert_usable("dk", np.array([1.0, np.inf]), np.array([1.0, 7e4]))
     _assert_usable("lse", np.array([1.0, -np.inf]), np.array([1.0, -np.inf]))
 
@@ -63,7 +63,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_float64_in_numpy_equals_the_reference_in_float64(feature):
-    """Each feature once: values and gradients, with queries that attend to no key and NaN in keys that none sees."""
+    """Values and gradients of each feature, with queries that attend to no key and NaN in keys that no query uses."""
     mask = ls.Causal(-1) & ls.Segments(np.array([[0, 0, 0, 1, 1, 1, -1]]), np.array([[0, 0, 1, 1, 1, 2, 2, 1, -1]]))
     rng = np.random.default_rng(0)
     operands = dict(q=rng.normal(size=(2, 7, 4, 5)), k=rng.normal(size=(2, 9, 2, 5)), v=rng.normal(size=(2, 9, 2, 3)))

@@ -1,7 +1,7 @@
-"""Parity and law helpers that we test ourselves with, for people who add a mask or an engine.
+"""Longspan's own test helpers, for users who add a mask or an engine.
 
-`assert_matches_reference` compares an engine with float64, `assert_obeys_laws` checks a mask's three granularities
-against each other, `masks` is a Hypothesis strategy for compositions of every rule.
+`assert_matches_reference` compares an engine with float64. `assert_obeys_laws` checks that a mask's methods for pairs,
+tiles and rows of tiles agree. `masks` is a Hypothesis strategy for compositions of every rule.
 
 Example:
     >>> q, k, v = make_qkv(Shape(B=1, T=7, S=11, N=6, K=3, H=5), jnp.float32)

@@ -1,4 +1,4 @@
-"""A mask's three granularities agree: single pairs, tiles, and the tiles that a layout visits."""
+"""Checks that a mask's methods agree: `allowed` for pairs, `classify` for tiles, and the layout of its spans."""
 
 import numpy as np
 
@@ -9,14 +9,14 @@ from longspan.masks import Mask
 def assert_obeys_laws(
     mask: Mask, q_len: int, kv_len: int, *, q_tile: int = 3, kv_tile: int = 2, q_positions=None, kv_positions=None
 ) -> None:
-    """Asserts that a mask's `classify` never lies and that its layout visits every allowed pair exactly once.
+    """Asserts that a mask's `classify` agrees with `allowed`, and that its layout visits every allowed pair once.
 
     Args:
-        mask: any mask, yours included.
+        mask: any mask, also one of your own classes.
         q_len: number of queries.
         kv_len: number of keys.
-        q_tile: queries in a tile.
-        kv_tile: keys in a tile.
+        q_tile: queries per tile.
+        kv_tile: keys per tile.
         q_positions: positions of the queries, as for `attention`.
         kv_positions: positions of the keys.
     """
@@ -25,23 +25,24 @@ def assert_obeys_laws(
     q, kv = layout.sides(xp=np)
     shape = (q.batch.size, q.head.size, q_len, kv_len)
     truth = np.broadcast_to(np.asarray(mask.allowed(q.slots(), kv.slots())), shape)
-    some, every = (
-        np.broadcast_to(np.asarray(kind), (*shape[:2], layout.q_tiles, layout.kv_tiles))
-        for kind in mask.classify(q.tiles(q_tile), kv.tiles(kv_tile))
-    )
+    some, every = mask.classify(q.tiles(q_tile), kv.tiles(kv_tile))
+    some = np.broadcast_to(np.asarray(some), (*shape[:2], layout.q_tiles, layout.kv_tiles))
+    every = np.broadcast_to(np.asarray(every), some.shape)
     visits, mirrored = _visits(layout, shape[:2]), _visits(layout.transpose(), shape[:2]).swapaxes(2, 3)
     for b, n, i, j in np.ndindex(*some.shape):
         tile = truth[b, n, i * q_tile : (i + 1) * q_tile, j * kv_tile : (j + 1) * kv_tile]
         where = f"{mask!r}, batch {b}, head {n}, tile ({i}, {j})"
-        assert some[b, n, i, j] or not tile.any(), f"classify says EMPTY, but a pair is allowed: {where}"
-        assert not every[b, n, i, j] or tile.all(), f"classify says FULL, but a pair is not allowed: {where}"
+        assert some[b, n, i, j] or not tile.any(), f"classify returned EMPTY, but a pair is allowed: {where}"
+        assert not every[b, n, i, j] or tile.all(), f"classify returned FULL, but a pair is not allowed: {where}"
         for times, name in ((visits[b, n, i, j], "layout"), (mirrored[b, n, i, j], "transpose")):
-            assert tile.any() <= times <= 1, f"visited {times} times by the {name}: {where}"
+            assert tile.any() <= times <= 1, f"the {name} visits a tile {times} times: {where}"
 
 
 def _visits(layout, planes: tuple[int, int]) -> np.ndarray:
-    """How often a layout visits each pair of tiles."""
-    rows, tiles = (layout.kv_tiles, layout.q_tiles) if layout.is_transposed else (layout.q_tiles, layout.kv_tiles)
+    """The number of times a layout visits each tile."""
+    rows, tiles = layout.q_tiles, layout.kv_tiles
+    if layout.is_transposed:
+        rows, tiles = tiles, rows
     times = np.zeros((*planes, rows, tiles), int)
     for b, n in np.ndindex(*planes):
         for row, tile in layout.entries(b, n):

@@ -1,4 +1,4 @@
-"""Engines against float64: outputs, lse and all gradients, with tolerances from the reference's own error."""
+"""Compares engines with float64: outputs, lse and all gradients, with tolerances from the reference's own error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from longspan.biases import combine_floats, partition_floats
 from longspan.engines import Engine
 from longspan.testing.truth import Truth, attention_in_float64
 
-TIMES = 2  # how much further from float64 an engine may be than the reference: once for doing the same, once for luck
-ROUNDING_UNITS = 8  # how many units in the last place an engine may be off where the reference happens to be exact
+MAX_ERROR_RATIO = 2  # of an engine's error to the reference's error
+ROUNDING_UNITS = 8  # units in the last place that are allowed in addition, where the reference happens to be exact
 
 
 class Shape(NamedTuple):
-    """The sizes of one call, one letter an axis."""
+    """The sizes of one call, one letter per axis."""
 
     B: int
     T: int
@@ -33,11 +33,13 @@ class Shape(NamedTuple):
 
 
 def make_qkv(shape: Shape, dtype: Any, seed: int = 0):
-    """Random q, k, v of a shape, spread enough that the softmax is far from uniform."""
+    """Random q, k and v of a shape, with a standard deviation of 1.5, so that the softmax is far from uniform."""
     rng = np.random.default_rng(seed)
     B, T, S, N, K, H, Hv = shape
-    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, H if Hv is None else Hv))
-    # Rounded in NumPy, and as JAX does it, by way of float32: `jnp.asarray` would compile a program per shape.
+    if Hv is None:
+        Hv = H
+    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv))
+    # Rounded in NumPy, by way of float32 as in JAX: `jnp.asarray` would compile a program per shape.
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     return tuple(jnp.asarray(rng.normal(size=size, scale=1.5).astype(wide).astype(dtype), dtype) for size in sizes)
 
@@ -54,11 +56,11 @@ def assert_matches_reference(
 ) -> None:
     """Asserts that an engine is as close to float64 as the reference is, in outputs, lse and all gradients.
 
-    The truth is computed in float64 by NumPy, and the reference runs in the dtype under test. The engine may be at most
-    twice as far from float64 as the reference, plus a few rounding units.
+    NumPy computes the exact results in float64; the reference runs in the dtype under test. The engine's error may be
+    at most twice the reference's error, plus 8 rounding units.
 
     Args:
-        engine: the engine under test by name, one of your own, or several.
+        engine: the engine under test by name, an `Engine`, or several of them.
         q: queries, as for `attention`.
         k: keys.
         v: values.
@@ -66,20 +68,23 @@ def assert_matches_reference(
         run: a function with the signature of `attention` to test instead of `attention`.
         features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
     """
-    floats = {"q": q, "k": k, "v": v, **{n: features.pop(n) for n in ("bias", "sinks") if features.get(n) is not None}}
-    floats, integers = partition_floats(floats)
-    plain, tested = _with(attention, integers), _with(run or attention, integers)
+    operands = {"q": q, "k": k, "v": v}
+    for name in ("bias", "sinks"):
+        if features.get(name) is not None:
+            operands[name] = features.pop(name)
+    floats, integers = partition_floats(operands)
+    reference, tested = _taking_floats(attention, integers), _taking_floats(run or attention, integers)
     engines = list(engine) if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]
-    # The reference's own error in float64 cannot be seen, so it is that of float32, scaled to float64's unit.
+    # The reference's error in float64 cannot be measured, so its error in float32 is scaled to float64's rounding unit.
     narrow = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, floats)
     shrink = float(jnp.finfo(q.dtype).eps / jnp.finfo(narrow["q"].dtype).eps)
 
-    @jax.jit  # one program: compiling is nearly all of it
-    def everything(narrow, floats, mask):
-        near = _values_and_gradients(plain, "reference", narrow, mask, features)
+    @jax.jit  # one program, because compiling takes nearly all of the time
+    def run_all(narrow, floats, mask):
+        near = _values_and_gradients(reference, "reference", narrow, mask, features)
         return near, [_values_and_gradients(tested, e, floats, mask, features) for e in engines]
 
-    near, got = jax.tree.map(_as_numpy, everything(narrow, floats, mask))
+    near, got = jax.tree.map(_as_numpy, run_all(narrow, floats, mask))
     exact, scales = _exact(floats, integers, mask, features)
     units = _units(floats)
     for part in exact:
@@ -87,26 +92,28 @@ def assert_matches_reference(
     for name, results in zip(engines, got, strict=True):
         for part in exact:
             rounding = ROUNDING_UNITS * units[part] * scales[part]
-            allowed = TIMES * shrink * _distance(near[part], exact[part]) + rounding
+            allowed = MAX_ERROR_RATIO * shrink * _distance(near[part], exact[part]) + rounding
             _assert_close(f"{getattr(name, 'name', name)}: {part}", results[part], exact[part], allowed)
 
 
-def _with(call: Callable, integers: dict[str, Any]) -> Callable:
-    """A call of `attention` that takes its arrays of floats, and adds the other arrays of its operands."""
+def _taking_floats(call: Callable, integers: dict[str, Any]) -> Callable:
+    """`call` as a function of the float arrays of its operands; the integer arrays are fixed."""
 
-    def run(floats, **arguments):
+    def call_with_floats(floats, **arguments):
         return call(**combine_floats(floats, integers), **arguments)
 
-    return run
+    return call_with_floats
 
 
 def _by_part(floats: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of some operands by the names of their gradients; a bias may have several."""
+    """The arrays of operands by the names of their gradients; a bias may have several arrays."""
     parts = {}
     for name, tree in floats.items():
         leaves = jax.tree.leaves(tree)
-        alone = len(leaves) == 1
-        parts |= {f"d{name}" if alone else f"d{name}.{i}": leaf for i, leaf in enumerate(leaves)}
+        if len(leaves) == 1:
+            parts[f"d{name}"] = leaves[0]
+        else:
+            parts |= {f"d{name}.{i}": leaf for i, leaf in enumerate(leaves)}
     return parts
 
 
@@ -124,7 +131,7 @@ def _loss(call: Callable, engine, floats: dict[str, Any], mask, features):
 
 
 def _exact(floats: dict[str, Any], integers, mask, features) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The results in float64, and the size of what each of them adds up."""
+    """The results in float64, and the scale of the terms that each result sums."""
     cotangents = _cotangents(floats["q"], floats["v"])
     truth = attention_in_float64(combine_floats(floats, integers), mask, features, cotangents)
     exact = {"out": truth.out, "lse": truth.lse, **_by_part(truth.gradients)}
@@ -138,7 +145,7 @@ def _exact(floats: dict[str, Any], integers, mask, features) -> tuple[dict[str, 
 
 
 def _cotangents(q, v):
-    """Weights of out and lse: float32's numbers in every dtype, so that passes in different ones have the same."""
+    """Random weights of out and lse, rounded to float32 in every dtype, so that all dtypes have the same weights."""
     rng = np.random.default_rng(1)
     sizes = (*q.shape[:3], v.shape[3]), q.shape[:3]
     return tuple(rng.normal(size=size).astype(np.float32).astype(statistics_dtype(q.dtype)) for size in sizes)
@@ -148,17 +155,22 @@ def _as_numpy(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
+def _finite(x) -> np.ndarray:
+    """An array in float64 with 0 for NaN and infinities, which tokens that no query attends to may hold."""
+    return np.nan_to_num(_as_numpy(x), posinf=0, neginf=0)
+
+
 def _units(floats: dict[str, Any]) -> dict[str, float]:
-    """The rounding unit of each result: its own dtype's."""
+    """The rounding unit of each result's dtype."""
     dtype = floats["q"].dtype
     dtypes = dict(out=dtype, lse=statistics_dtype(dtype)) | {part: x.dtype for part, x in _by_part(floats).items()}
     return {part: float(jnp.finfo(of).eps) for part, of in dtypes.items()}
 
 
 def _sink_scale(sinks: np.ndarray, truth: Truth, cotangents) -> float:
-    """What a sink's gradient adds up over queries and head elements, as roots of summed squares.
+    """The scale of a sink's gradient: the root of the summed squares of its terms over queries and features.
 
-    The terms cancel, their rounding errors do not: those add up as a random walk does.
+    The terms cancel, but their rounding errors do not: they add up like a random walk.
     """
     weight = np.where(np.isfinite(truth.lse), np.exp(sinks.reshape(1, 1, -1) - truth.lse), 0)
     squares = np.square(cotangents[0] * truth.out).sum(-1) + np.square(cotangents[1])
@@ -166,17 +178,16 @@ def _sink_scale(sinks: np.ndarray, truth: Truth, cotangents) -> float:
 
 
 def _score_scales(floats, truth: Truth, cotangents, features) -> dict[str, float]:
-    """What the gradients of q and k add up, as roots of summed squares: p * (dp - sum(dout * out)) * (k or q).
+    """The scales of the gradients of q and k: roots of summed squares of p * (dp - sum(dout * out)) * (k or q).
 
-    Kernels that keep no weights take the difference between two numbers that were rounded apart. The dense softmax
-    subtracts the mean of the very dp, so that where one weight is nearly 1 its errors cancel and theirs do not.
+    Kernels that do not store the weights subtract two numbers that were rounded separately. The dense softmax subtracts
+    the mean of the same dp. Where one weight is nearly 1, its errors cancel, and those of kernels do not.
     """
     (B, _, N, H), (S, K) = floats["q"].shape, floats["k"].shape[1:3]
     scale = features.get("scale") or H**-0.5
-    wide = (np.asarray(floats[name], np.float64) for name in "qkv")
-    q, k, v = (np.nan_to_num(x, posinf=0, neginf=0) for x in wide)  # unseen places may hold anything
-    k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
-    dout, dlse = (np.asarray(x, np.float64) for x in cotangents)
+    q, k, v = _finite(floats["q"]), _finite(floats["k"]), _finite(floats["v"])
+    k, v = np.repeat(k, N // K, axis=2), np.repeat(v, N // K, axis=2)
+    dout, dlse = _as_numpy(cotangents[0]), _as_numpy(cotangents[1])
     dp = np.square(truth.kept) * np.einsum("btnh,bsnh->bnts", np.square(dout), np.square(v))
     delta = np.square(dout * truth.out).sum(-1) + np.square(dlse)
     squares = (dp + np.square(truth.whole) * delta.swapaxes(1, 2)[..., None]) * scale**2 * np.square(truth.slope)
@@ -186,10 +197,10 @@ def _score_scales(floats, truth: Truth, cotangents, features) -> dict[str, float
 
 
 def _assert_usable(what: str, near: np.ndarray, exact: np.ndarray) -> None:
-    """The reference can judge: compared with NaN, or with a tolerance that is not finite, everything would pass."""
-    assert not np.isnan(exact).any(), f"{what}: the reference itself gives NaN. Is there one that a query sees?"
+    """Asserts that the reference is finite: with NaN or an infinite tolerance every comparison would pass."""
+    assert not np.isnan(exact).any(), f"{what}: the reference returns NaN. Does a query attend to a NaN?"
     finite = np.isfinite(exact)
-    assert np.isfinite(near[finite]).all(), f"{what}: the reference overflows in the dtype under test, not in float64"
+    assert np.isfinite(near[finite]).all(), f"{what}: the reference overflows in the tested dtype, but not in float64"
 
 
 def _distance(near: np.ndarray, exact: np.ndarray) -> float:

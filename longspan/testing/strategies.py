@@ -34,7 +34,7 @@ from longspan.masks import number as constant
 
 
 def masks(q_len: int, kv_len: int, *, batch: int = 2, heads: int = 2, leaves: int = 4):
-    """A Hypothesis strategy: compositions of every rule, with static and array numbers, for these lengths."""
+    """A Hypothesis strategy for compositions of every rule, with static numbers and arrays, for these lengths."""
     from hypothesis import strategies as st
 
     rule = _rules(st, q_len, kv_len, batch, heads)
@@ -61,50 +61,71 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         rows = st.lists(scalar, min_size=batch, max_size=batch).map(lambda xs: np.array(xs, np.int32))
         return st.one_of(scalar, scalar.map(lambda x: np.array(x, np.int32)), rows)
 
+    def size_or_1(rng, size: int, chance_of_1: float) -> int:
+        return 1 if rng.random() < chance_of_1 else size
+
     def ids(rng, length: int, low: int = -1):
         values = rng.integers(low, 3, size=(int(rng.choice([1, batch])), length))
-        return np.sort(values, axis=1) if rng.random() < 0.5 else values
+        if rng.random() < 0.5:
+            values = np.sort(values, axis=1)
+        return values
 
     def dense(rng):
-        sizes = [(n, 1)[int(rng.random() < 0.3)] for n in (batch, heads, q_len, kv_len)]
+        sizes = [size_or_1(rng, n, 0.3) for n in (batch, heads, q_len, kv_len)]
         return Dense(rng.random(sizes) < 0.6)
 
     def dense_at(p):
         rng, offsets = p[0], list(p[1:])
-        sizes = [(n, 1)[int(rng.random() < 0.3)] for n in (batch, heads)]
+        sizes = [size_or_1(rng, n, 0.3) for n in (batch, heads)]
         for side, length in enumerate((q_len, kv_len)):
             if rng.random() < 0.3:
                 offsets[side] = None
-            sizes.append(int(rng.integers(0, length + 2)) if offsets[side] is not None else length)
+                sizes.append(length)
+            else:
+                sizes.append(int(rng.integers(0, length + 2)))
         return Dense(rng.random(sizes) < 0.6, *offsets)
 
     def between(rng):
-        shape = [(n, 1)[int(rng.random() < 0.5)] for n in (batch, heads)] + [q_len]
+        shape = [size_or_1(rng, n, 0.5) for n in (batch, heads)] + [q_len]
         starts = rng.integers(-2, kv_len + 3, size=shape)
         if rng.random() < 0.5:
             starts = np.sort(starts, axis=2)
-        widths = rng.integers(-1, kv_len + 1, size=shape if rng.random() < 0.5 else q_len)
-        return Between(starts, starts + widths)
+        width_shape = shape if rng.random() < 0.5 else [q_len]
+        return Between(starts, starts + rng.integers(-1, kv_len + 1, size=width_shape))
 
     def blocks(rng):
         size = int(rng.integers(1, 4))
-        shape = (int(rng.choice([1, heads])), -(-q_len // size), int(rng.integers(0, 4)))
-        shape = (int(rng.choice([1, batch])), *shape) if rng.random() < 0.5 else shape
+        shape = [int(rng.choice([1, heads])), -(-q_len // size), int(rng.integers(0, 4))]
+        if rng.random() < 0.5:
+            shape.insert(0, int(rng.choice([1, batch])))
         table = rng.integers(-1, max(1, -(-kv_len // size)), size=shape).astype(np.int32)
-        return Blocks(table if rng.random() < 0.5 else jnp.asarray(table), size)
+        if rng.random() < 0.5:
+            return Blocks(table, size)
+        return Blocks(jnp.asarray(table), size)
+
+    def flags(rng, length: int):
+        if rng.random() < 0.5:
+            return rng.random((batch, length)) < 0.3
+        return None
 
     def globals_(rng):
         indices = tuple(int(i) for i in rng.integers(0, max(1, span), size=int(rng.integers(0, 3))))
-        flags = [rng.random((batch, n)) < 0.3 if rng.random() < 0.5 else None for n in (q_len, kv_len)]
-        rows, columns = (bool(rng.random() < 0.7) for _ in range(2))
-        return Global(indices, q_flags=flags[0], kv_flags=flags[1], rows=rows, columns=columns)
+        q_flags, kv_flags = flags(rng, q_len), flags(rng, kv_len)
+        rows, columns = bool(rng.random() < 0.7), bool(rng.random() < 0.7)
+        return Global(indices, q_flags=q_flags, kv_flags=kv_flags, rows=rows, columns=columns)
 
     def term(rng, length: int, numbers: tuple):
         divide, modulo, plus = numbers if rng.random() < 0.5 else (1, None, 0)
-        modulo = None if rng.random() < 0.6 else modulo
+        if rng.random() < 0.6:
+            modulo = None
         steps = dict(divide=divide, modulo=modulo, plus=plus)
-        shape = (int(rng.choice([1, batch])), *([int(rng.choice([1, heads]))] if rng.random() < 0.3 else []), length)
-        entries = np.sort(rng.integers(-3, 9, shape), axis=-1) if rng.random() < 0.5 else rng.integers(-3, 9, shape)
+        shape = [int(rng.choice([1, batch])), length]
+        if rng.random() < 0.3:
+            shape.insert(1, int(rng.choice([1, heads])))
+        is_sorted = rng.random() < 0.5
+        entries = rng.integers(-3, 9, shape)
+        if is_sorted:
+            entries = np.sort(entries, axis=-1)
         places = tuple(int(i) for i in rng.integers(0, max(1, span), size=int(rng.integers(0, 4))))
         return [
             lambda: position(**steps),
@@ -121,9 +142,9 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         return Compare(term(rng, q_len, mine), relation, term(rng, kv_len, theirs), few=bool(rng.random() < 0.3))
 
     def custom(rng):
-        apart = [int(rng.choice([1, n])) for n in (batch, heads)]
+        sizes = dict(batch=int(rng.choice([1, batch])), heads=int(rng.choice([1, heads])))
         bounds = _bounds_by_head if rng.random() < 0.5 else None
-        return Custom(_by_row_and_head, batch=apart[0], heads=apart[1], bounds=bounds)
+        return Custom(_by_row_and_head, **sizes, bounds=bounds)
 
     return st.one_of(
         st.sampled_from([Full(), Empty()]),
@@ -152,7 +173,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
     )
 
 
-# Jitted: outside of a program each of their operations would compile alone, for every shape.
+# Jitted, because outside a program each operation would compile separately for every shape.
 @jax.jit
 def _alternating(q, k):
     return (q + k) % 3 != 0
