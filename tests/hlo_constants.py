@@ -12,7 +12,7 @@ from jax.extend import core
 MAX_FOLDED = 4096  # elements of a constant that may be reduced at compile time, about 40 ms
 SLOW = re.compile(r"^reduce_(?!precision)|cum|sort|arg(max|min)|dot_general|scatter|conv_general|top_k")
 COUNTED = ("reduce", "reduce-window", "sort", "scatter", "dot", "while", "custom-call")  # opcodes of XLA
-# What XLA knows of a value at compile time: all elements of an array; a scalar or an iota; nothing.
+# The kinds of values at compile time: arrays with known elements; scalars and iotas; unknown values.
 CONSTANT, COUNTING, DATA = 2, 1, 0
 
 

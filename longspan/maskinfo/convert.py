@@ -16,13 +16,13 @@ from longspan.array_types import no_type_check
 from longspan.checks import check_choice
 from longspan.constants import unfolded
 from longspan.maskinfo.checks import check_ids, check_ints, check_rank, check_size
-from longspan.maskinfo.debug import traced
+from longspan.maskinfo.debug import logged
 from longspan.maskinfo.ids import first_equal
 
 HEADS = ("any", "all", "first")
 
 
-@traced
+@logged
 @no_type_check
 def mask_to_segment_ids(
     mask: Shaped[AnyArray, "*B T S"], per_head: bool = False
@@ -30,7 +30,7 @@ def mask_to_segment_ids(
     """Segment ids recovered from a dense mask: equal rows share a query id, equal columns a key id.
 
     Ids count from 0 in order of first appearance; a row or column that is all false gets -1. The ids determine the
-    mask only if it consists of blocks (documents, padding). In a causal mask every token has an id of its own.
+    mask only if it consists of blocks (documents, padding). In a causal mask every token gets a different id.
 
     Args:
         mask: [T, S], [B, T, S] or [B, N, T, S]; nonzero = may attend.
@@ -71,7 +71,7 @@ def segment_ids_to_mask(
 ) -> Separate: ...
 
 
-@traced
+@logged
 @no_type_check
 def segment_ids_to_mask(
     segment_ids: Int[AnyArray, "B L"] | tuple[Int[AnyArray, "B T"], Int[AnyArray, "B S"]],
@@ -99,7 +99,7 @@ def segment_ids_to_mask(
     return (q_ids >= 0).astype(dtype), (kv_ids >= 0).astype(dtype), attention_mask.astype(dtype)
 
 
-@traced
+@logged
 @no_type_check
 def segment_ids_to_qkv_masks(
     q_segment_ids: Int[AnyArray, "B T"], kv_segment_ids: Int[AnyArray, "B S"] | None = None, dtype: Any = jnp.bool_
@@ -116,7 +116,7 @@ def segment_ids_to_qkv_masks(
     return segment_ids_to_mask((q_segment_ids, kv_segment_ids), dtype, return_separate_masks=True)
 
 
-@traced
+@logged
 @no_type_check
 def qkv_masks_to_cu_seqlens(
     q_mask: Shaped[AnyArray, "B T"], kv_mask: Shaped[AnyArray, "B S"] | None = None, *, out_dtype: Any = jnp.int32
@@ -135,7 +135,7 @@ def qkv_masks_to_cu_seqlens(
     return _spans(as_bool(q_mask)).astype(out_dtype), _spans(as_bool(kv_mask)).astype(out_dtype)
 
 
-@traced
+@logged
 @no_type_check
 def cu_seqlens_to_mask(cu_seqlens: Int[AnyArray, "2*B"], max_len: int, dtype: Any = jnp.bool_) -> Shaped[Array, "B L"]:
     """The padding masks [B, max_len] of pairs [start0, end0, start1, end1, ...].
@@ -150,7 +150,7 @@ def cu_seqlens_to_mask(cu_seqlens: Int[AnyArray, "2*B"], max_len: int, dtype: An
     return ((pairs[0::2, None] <= slots) & (slots < pairs[1::2, None])).astype(dtype)
 
 
-@traced
+@logged
 @no_type_check
 def qkv_cu_seqlens_to_qkv_masks(
     cu_seqlens_q: Int[AnyArray, "2*B"],
@@ -174,7 +174,7 @@ def qkv_cu_seqlens_to_qkv_masks(
     return cu_seqlens_to_mask(cu_seqlens_q, max_q_len, dtype), cu_seqlens_to_mask(cu_seqlens_kv, max_kv_len, dtype)
 
 
-@traced
+@logged
 @no_type_check
 def qkv_cu_seqlens_to_attention_mask(
     cu_seqlens_q: Int[AnyArray, "2*B"],
@@ -197,7 +197,7 @@ def qkv_cu_seqlens_to_attention_mask(
     return (q_mask[:, None, :, None] & kv_mask[:, None, None, :]).astype(dtype)
 
 
-@traced
+@logged
 @no_type_check
 def attention_mask_to_qkv_cu_seqlens(
     attention_mask: Shaped[AnyArray, "..."], *, reduce_heads: str = "any", out_dtype: Any = jnp.int32

@@ -38,7 +38,7 @@ def get_debug_mode() -> bool:
     return not LOG.disabled
 
 
-def traced(fn: F, label: str | None = None) -> F:
+def logged(fn: F, label: str | None = None) -> F:
     """The same function; in debug mode each call is logged."""
     name = label or fn.__name__
 
@@ -51,7 +51,7 @@ def traced(fn: F, label: str | None = None) -> F:
     return call  # type: ignore[return-value]
 
 
-def trace_methods(cls: type) -> type:
+def log_methods(cls: type) -> type:
     """Logs the calls of all public methods of a class, with inherited ones, labelled with the class's name."""
     for name, _ in inspect.getmembers(cls):
         if name.startswith("_"):
@@ -59,9 +59,9 @@ def trace_methods(cls: type) -> type:
         member = inspect.getattr_static(cls, name)
         label = f"{cls.__name__}.{name}"
         if isinstance(member, classmethod | staticmethod):
-            setattr(cls, name, type(member)(traced(member.__func__, label)))
+            setattr(cls, name, type(member)(logged(member.__func__, label)))
         elif inspect.isfunction(member):
-            setattr(cls, name, traced(member, label))
+            setattr(cls, name, logged(member, label))
     return cls
 
 

@@ -10,7 +10,7 @@ from longspan.array_types import no_type_check
 from longspan.maskinfo.bound import as_positions, check_axis_names
 from longspan.maskinfo.build import Constructors
 from longspan.maskinfo.checks import check_ids, is_traced
-from longspan.maskinfo.debug import trace_methods
+from longspan.maskinfo.debug import log_methods
 from longspan.maskinfo.ids import check_offsets, check_total, from_offsets
 from longspan.maskinfo.picture import Pictures
 from longspan.maskinfo.rules import MaskInfoRules
@@ -184,4 +184,4 @@ def _ids_of_offsets(name: str, offsets: Any, length: int):
 
 
 jax.tree_util.register_dataclass(MaskInfo)
-trace_methods(MaskInfo)
+log_methods(MaskInfo)

@@ -23,7 +23,7 @@ from longspan.parallel.call import attention as parallel_attention
 from longspan.parallel.order import Order, check_mesh
 from longspan.patterns.padding import padding_ids
 
-LEGACY_REACH = 1024  # for legacy lengths, random blocks lie in the first 1024 tokens
+LEGACY_REACH = 1024  # tokens: for legacy lengths, random blocks are among the first 1024 tokens
 
 
 @no_type_check

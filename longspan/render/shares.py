@@ -67,7 +67,7 @@ def _allowed(search: Search, parts: Parts, sizes: tuple[int, int], random: np.ra
 def _samples(
     start: np.ndarray, stop: np.ndarray, count: int, size: int, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`count` slots of each part [parts, count], and whether each is a slot of its own, not a repetition."""
+    """`count` slots of each part [parts, count], and whether each is real: a short part repeats its last slot."""
     if count == size:
         return within(start, stop, size), start[:, None] + np.arange(size) < stop[:, None]
     # One random slot in each of `count` equal stretches: a regular step could coincide with a stride of the mask.

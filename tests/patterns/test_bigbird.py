@@ -34,9 +34,9 @@ def assert_close(got, wanted):
 
 
 def counts(rand_attn, nb, block_size=2, *, B=1, kv_mask=None, engine="auto"):
-    """How often query block i counts key block j, [B, N, nb, nb], read off the output.
+    """The number of times query block i counts key block j, [B, N, nb, nb], computed from the output.
 
-    Keys are 0, so that all weights are alike, and the value of a key says which block it is in.
+    Keys are 0, so that all weights are equal, and the value of a key is the one-hot number of its block.
     """
     N, T = len(rand_attn), nb * block_size
     zero = np.zeros((B, T, N, nb), np.float32)
