@@ -103,7 +103,7 @@ def test_window_may_be_an_array_with_one_size_per_row(engine):
 
 
 def seen_keys(kinds, engine, **options):
-    """The number of times each query counts each key, [B, T, T], from the output of equal weights and one-hot values."""
+    """How often each query counts each key, [B, T, T], with equal weights and one-hot values."""
     rows, length = kinds.shape
     zero = np.zeros((rows, length, 1, length), np.float32)
     v = zero + np.eye(length, dtype=np.float32)[None, :, None]
