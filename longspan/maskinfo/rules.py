@@ -156,10 +156,8 @@ class MaskInfoRules(BoundMask):
             update_segment_ids = combine != "union"
         if update_segment_ids:
             if zero_policy != "none":
-                q_types, kv_types = (
-                    jnp.where(q_types == 0, PADDING, q_types),
-                    jnp.where(kv_types == 0, PADDING, kv_types),
-                )
+                q_types = jnp.where(q_types == 0, PADDING, q_types)
+                kv_types = jnp.where(kv_types == 0, PADDING, kv_types)
             q_ids, kv_ids = type_ids(q_ids, kv_ids, q_types, kv_types)
             fields.update(_q_ids=q_ids, _kv_ids=kv_ids)
         return self._with(_rule=_combined(combine, self._rule, types), **fields)
