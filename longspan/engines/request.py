@@ -192,7 +192,10 @@ def _repeat_for_all_heads(mask: Mask, here: int, all_heads: int) -> Mask:
     """The mask with each `PerHead` of only the heads `here` repeated for all heads: parts are looked up by number."""
     parts = mask.parts()
     if not parts:
-        return mask
+        lowered = mask.atoms()
+        if lowered is mask or not any(isinstance(part, PerHead) for part in lowered.walk()):
+            return mask
+        return _repeat_for_all_heads(lowered, here, all_heads)
     mask = mask.with_parts([_repeat_for_all_heads(part, here, all_heads) for part in parts])
     if isinstance(mask, PerHead) and len(mask.masks) == here > 1:
         return PerHead(mask.masks * (all_heads // here))

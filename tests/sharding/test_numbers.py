@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
+from longspan.masks import Rule, rule
 from longspan.testing import Shape, make_qkv
 from tests.engines import every_engine
 from tests.selection import one_in
@@ -93,6 +94,27 @@ def test_a_mask_of_each_head_here_is_that_of_every_such_head(engine):
         want = ls.attention(Q, K, V, mask=both, **key, engine="reference", return_lse=True)
         for mine, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@rule
+class ByHead(Rule):
+    def lower(self):
+        return ls.PerHead((ls.Window(1, 0), ls.Window(4, 0)))
+
+
+@rule
+class Opposite(Rule):
+    def lower(self):
+        return ls.Causal() & ~ByHead()
+
+
+@every_engine
+def test_a_rule_that_lowers_to_masks_of_the_heads_here_is_that_of_every_such_head(engine):
+    by_head = ls.PerHead(ByHead().lower().masks * 2)
+    for mask, same in ((ByHead(), by_head), (Opposite(), ls.Causal() & ~by_head)):
+        got, _ = whole(lambda mask=mask: (mask, None, 0.0), engine=engine)
+        want = ls.attention(Q, K, V, mask=same, engine="reference")
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
