@@ -42,7 +42,7 @@ def work(dims: dict[str, int], layout: BlockLayout | None, counts: Counts | None
     )
 
 
-def short(amount: int | None, unit: str, step: int) -> str:
+def short(amount: int | float | None, unit: str, step: int) -> str:
     """A number with four significant digits and its unit.
 
     Example:

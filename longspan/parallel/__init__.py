@@ -1,9 +1,9 @@
-"""Attention over sequences that devices share: what is sent follows from the mask.
+"""Attention over sequences that devices share: the mask decides which keys are sent.
 
-`plan` asks the mask which keys of its neighbours a device needs, `attention` brings just those and is exact for every
-mask, `explain(..., mesh=)` shows it in bytes and `cost` in time. `order` and `shard_batch` lay tokens out once for a
-whole model. Every pair is computed once, where it is cheapest to bring its query and key together; partial results
-are joined by their log-sum-exps.
+`plan` finds the keys of other devices that a device needs, and `attention` sends only those; it is exact for every
+mask. `explain(..., mesh=)` prints the bytes, `cost` estimates times. `order` and `shard_batch` order and shard the
+tokens once for a whole model. Each pair of a query and a key is computed on one device, and partial results are
+combined by their log-sum-exps.
 
 Example:
     >>> mesh = ls.parallel.mesh(sp=4)
@@ -12,10 +12,10 @@ Example:
     >>> ls.parallel.attention(q, k, v, mask=mask, mesh=mesh).shape
     (1, 64, 2, 4)
     >>> print(ls.parallel.plan(mask, 64, 4))
-    Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load 1.06
-      all-reduce: 2 rows, keys that everybody sees
-      shift +1: 7 rows, keys before
-      a device receives 10 rows forward, 10 backward; bound 9, a gather 48
+    Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load max/mean 1.06
+      all-reduce: 2 rows, keys that every device needs
+      shift +1: 7 rows, keys from the device before
+      each device receives 10 rows forward and 10 backward; lower bound 9, an all-gather 48
 """
 
 from longspan.parallel.balance import order as order

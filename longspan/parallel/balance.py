@@ -1,4 +1,4 @@
-"""Who has how much to do: allowed pairs by device, and the order that spreads them best."""
+"""The allowed pairs that each device computes, and the order of tokens that balances them."""
 
 from collections.abc import Sequence
 
@@ -11,42 +11,43 @@ from longspan.layout import plan_layout as layout_of
 from longspan.masks import Mask
 from longspan.parallel.needs import without_arrays
 from longspan.parallel.order import ORDERS, Order, owner_of, padded, runs_of
-from longspan.parallel.specs import about_slots
+from longspan.parallel.specs import rule_by_slot
 
-FINE = 64  # tiles of a chunk by which pairs are counted: within a few percent of the truth
+TILES_PER_CHUNK = 64  # for counting pairs: the count is within a few percent of the exact one
 
 
 def load(pairs: Sequence[int] | np.ndarray) -> float:
-    """What the busiest device computes over the mean."""
-    return float(np.max(pairs) / np.mean(pairs)) if np.any(pairs) else 1.0
+    """The pairs of the busiest device divided by the mean."""
+    if not np.any(pairs):
+        return 1.0
+    return float(np.max(pairs) / np.mean(pairs))
 
 
 def pairs_of(mask: Mask, length: int, shards: int, order: str) -> np.ndarray:
-    """Pairs [shards] that each device computes for a batch row and head; by tiles, of a mask without arrays."""
+    """The pairs [shards] that each device computes per batch row and head, by tiles, for a mask without arrays."""
     size = padded(length, shards, order) // (shards * runs_of(order))
-    tile = max(1, size // FINE)
+    tile = max(1, size // TILES_PER_CHUNK)
     layout = layout_of(mask, length, length, tile, tile, xp=np)
     pairs = np.zeros(layout.q_tiles)
     for batch, head in layout.planes():
         pairs += _Plane.of(layout, batch, head).widths()
-    device, _ = owner_of(
-        order, shards, np.minimum(np.arange(layout.q_tiles) * tile // size, shards * runs_of(order) - 1)
-    )
+    chunk = np.minimum(np.arange(layout.q_tiles) * tile // size, shards * runs_of(order) - 1)
+    device, _ = owner_of(order, shards, chunk)
     return np.bincount(device, pairs, minlength=shards) * tile * tile / max(1, len(list(layout.planes())))
 
 
 @no_type_check
 def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
-    """The order for a model with these masks: "zigzag" if it spreads the work better, else "contiguous".
+    """The order of tokens for a model with these masks: "zigzag" if it balances the work better, else "contiguous".
 
-    The load is the busiest device's pairs over the mean, here the mean over the masks; `ls.parallel.plan` prints it for
-    one mask and order. Arrays are not looked at: a rule that holds some counts as if it allowed everything. Rules about
-    slots (`Blocks`, `Dense`, `Between`) leave no choice.
+    Orders are compared by load, the pairs of the busiest device divided by the mean, averaged over the masks;
+    `ls.parallel.plan` prints the load of one mask. Rules with arrays are counted as if they allowed everything. Rules
+    by slot (`Blocks`, `Dense`, `Between`) require "contiguous".
 
     Args:
-        masks: one mask per kind of layer, or one.
+        masks: one mask, or one per kind of layer.
         length: the number of tokens.
-        shards: how many devices share them.
+        shards: the number of devices that share them.
 
     Example:
         >>> ls.parallel.order(ls.Causal(), 16384, 8)
@@ -56,15 +57,18 @@ def order(masks: Mask | Sequence[Mask], length: int, shards: int) -> Order:
     """
     from longspan.parallel.plan import check_shared
 
-    masks = [masks] if isinstance(masks, Mask) else masks
+    if isinstance(masks, Mask):
+        masks = [masks]
     if not isinstance(masks, Sequence) or not masks or not all(isinstance(mask, Mask) for mask in masks):
-        raise TypeError(f"`masks` must be a Mask or several in a list, got {masks!r}. A MaskInfo has one, `info.mask`.")
+        raise TypeError(f"`masks` must be a Mask or a list of Masks, got {masks!r}. For a MaskInfo, pass `info.mask`.")
     length, shards = check_static_size("length", length, 1), check_static_size("shards", shards, 1)
     for mask in masks:
         check_shared(mask, length, shards)
-    if any(about_slots(mask) is not None for mask in masks):
+    if any(rule_by_slot(mask) is not None for mask in masks):
         return "contiguous"
     known = [without_arrays(mask) for mask in masks]
     loads = {name: float(np.mean([load(pairs_of(mask, length, shards, name)) for mask in known])) for name in ORDERS}
-    # Zigzag doubles the edges of windows, so it must gain something.
-    return "zigzag" if loads["zigzag"] < 0.95 * loads["contiguous"] else "contiguous"
+    # Zigzag order doubles the rows that windows send, so it must gain at least 5%.
+    if loads["zigzag"] < 0.95 * loads["contiguous"]:
+        return "zigzag"
+    return "contiguous"

@@ -1,4 +1,4 @@
-"""`shard_batch` and `unshard`: tokens, labels and ids in the order and on the devices that attention wants them."""
+"""`shard_batch` and `unshard`: put a batch in the order and on the devices that `ls.parallel.attention` expects."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from longspan.checks import check_static_size
 from longspan.parallel.order import Order, check_order, padded, stored
 from longspan.parallel.specs import Axes
 
-FILL = {"labels": -100, "segment_ids": -1}  # what padding is where 0 means something
+FILL = {"labels": -100, "segment_ids": -1}  # values of padding other than 0
 POSITIONS = "positions"
 
 
@@ -29,19 +29,19 @@ def shard_batch(
     batch_axes: Any = BATCH_AXES,
     fill: Mapping[str, int] | None = None,
 ) -> dict[str, jax.Array]:
-    """A batch padded, put in order and placed on a mesh, once for all layers; with the tokens' positions.
+    """Pads a batch, puts its tokens in order and places it on a mesh, once for all layers; adds the positions.
 
-    Arrays [B, T, ...] are padded along T to what the axis divides, permuted and split over batch and sequence; arrays
-    [B] are split over the batch. "positions" int32 [B, T] says which token lies in each slot: RoPE reads it, and so may
-    masks, which take it for granted if it is not given.
+    Arrays [B, T, ...] are padded along T to a multiple of the axis size, permuted, and sharded over batch and sequence.
+    Arrays [B] are sharded over the batch. "positions", int32 [B, T], has the index of the token in each slot, for RoPE;
+    `ls.parallel.attention` assumes these positions by default.
 
     Args:
-        batch: arrays by name, with one T. Under several processes, each gives the whole batch.
+        batch: arrays by name, all with the same T. With several processes, each passes the whole batch.
         mesh: a mesh that has `axis`.
-        order: "contiguous" or "zigzag", as `ls.parallel.order` says.
-        axis: the mesh axis that shares the sequence.
-        batch_axes: those that share the batch; names that the mesh lacks are skipped.
-        fill: what padding holds, by name; by default -100 for "labels", -1 for "segment_ids", 0 for all others.
+        order: "contiguous" or "zigzag", for example from `ls.parallel.order`.
+        axis: the mesh axis that shards the sequence.
+        batch_axes: the mesh axes that shard the batch; names that the mesh lacks are ignored.
+        fill: the value of padding, by name; by default -100 for "labels", -1 for "segment_ids" and 0 for all others.
 
     Example:
         >>> mesh = ls.parallel.mesh(sp=4)
@@ -54,7 +54,7 @@ def shard_batch(
     check_order(order)
     axes = Axes.of(mesh, axis, batch_axes, None)
     _check_names(batch, fill or {})
-    known = {**FILL, **(fill or {})}
+    fill_values = {**FILL, **(fill or {})}
     arrays = {name: x if isinstance(x, jax.Array) else np.asarray(x) for name, x in batch.items()}
     length, rows = _check_arrays(arrays, axes)
     whole = padded(length, axes.shards, order)
@@ -62,7 +62,7 @@ def shard_batch(
     placed = {}
     for name, x in arrays.items():
         if x.ndim > 1:
-            padding = known.get(name, 0)
+            padding = fill_values.get(name, 0)
             if whole > length:
                 _check_fill(name, x.dtype, padding)
             x = on_auto_axes(_ordered, _first_axis, (whole, axes.shards, order, padding), (x,))
@@ -75,14 +75,14 @@ def shard_batch(
 def unshard(
     x: Any, mesh: Any, *, length: int | None = None, order: Order = "contiguous", axis: str = "sp"
 ) -> jax.Array:
-    """An array [B, T, ...] in the order of the tokens, without padding: what `shard_batch` did, undone.
+    """An array [B, T, ...] in the order of the tokens, without padding: the inverse of `shard_batch`.
 
     Args:
-        x: what was computed from a sharded batch.
-        mesh: the mesh it lies on.
-        length: how many tokens there were before padding; by default all.
-        order: the order that the batch was put in.
-        axis: the mesh axis that shares the sequence.
+        x: an array that was computed from a sharded batch.
+        mesh: the mesh on which it is placed.
+        length: the number of tokens before padding; by default all tokens are kept.
+        order: the order of the batch.
+        axis: the mesh axis that shards the sequence.
 
     Example:
         >>> mesh = ls.parallel.mesh(sp=2)
@@ -96,18 +96,24 @@ def unshard(
     x = jnp.asarray(x)
     whole = x.shape[1]
     if padded(whole, axes.shards, order) != whole:
-        raise ValueError(f"{whole} tokens are not what `shard_batch` makes for {axes.shards} devices, {order}.")
-    length = whole if length is None else check_static_size("length", length, 0)
+        raise ValueError(
+            f"`x` has {whole} tokens, which is no length of a batch from `shard_batch` for {axes.shards} devices and "
+            f"order={order!r}. Pass an array of such a batch, with the same mesh and order."
+        )
+    if length is None:
+        length = whole
+    length = check_static_size("length", length, 0)
     if length > whole:
-        raise ValueError(f"length={length} is more than the {whole} tokens of the array.")
+        raise ValueError(f"`length` must be at most the {whole} tokens of the array, got {length}.")
     return on_auto_axes(_by_token, _first_axis, (length, axes.shards, order), (x,))
 
 
 def _ordered(whole: int, shards: int, order: str, padding: Any, x: Any) -> Any:
-    """An array [B, T, ...], padded to a whole number of chunks and in the order that devices hold."""
-    more = [(0, whole - x.shape[1] if i == 1 else 0) for i in range(x.ndim)]
+    """An array [B, T, ...], padded to `whole` tokens and in the order of the devices."""
+    widths = [(0, 0)] * x.ndim
+    widths[1] = (0, whole - x.shape[1])
     xp = jnp if isinstance(x, jax.Array) else np
-    return xp.pad(x, more, constant_values=padding)[:, stored(whole, shards, order)]
+    return xp.pad(x, widths, constant_values=padding)[:, stored(whole, shards, order)]
 
 
 def _by_token(length: int, shards: int, order: str, x: Any) -> Any:
@@ -115,17 +121,17 @@ def _by_token(length: int, shards: int, order: str, x: Any) -> Any:
 
 
 def _first_axis(*given: Any) -> P:
-    """How a result lies on explicit axes: by batch rows, as the array that was given."""
+    """The spec of the result on explicit axes: batch rows as in the argument."""
     *_, (x,), result = given
     return P(spec_entries(x)[0], *[None] * (result.ndim - 1))
 
 
 def _check_fill(name: str, dtype: Any, padding: Any) -> None:
-    """Whole numbers and bools hold what padding is filled with as it is."""
+    """Ints and bools can hold the value of padding."""
     if np.dtype(dtype).kind in "biu" and np.asarray(padding).astype(dtype) != padding:
         raise ValueError(
-            f"{name!r} is {np.dtype(dtype).name}, which cannot hold {padding}, what padding is filled with: give "
-            f"another type, or `fill={{{name!r}: ...}}`."
+            f"{name!r} is {np.dtype(dtype).name}, which cannot hold {padding}, the value of its padding. Convert it to "
+            f"another dtype, or pass `fill={{{name!r}: ...}}`."
         )
 
 
@@ -134,30 +140,30 @@ def _check_names(batch: Any, fill: Mapping[str, int]) -> None:
         raise TypeError(f"`batch` must be arrays by name, got {type(batch).__name__}.")
     missing = next((name for name, x in batch.items() if x is None), None)
     if missing is not None:
-        raise TypeError(f"`batch` must be arrays by name, but {missing!r} is None: leave it out.")
+        raise TypeError(f"`batch` must be arrays by name, but {missing!r} is None. Leave it out.")
     unknown = next((name for name in fill if name not in batch), None)
     if unknown is not None:
-        there = ", ".join(map(repr, batch))
-        raise ValueError(f"`fill` names {unknown!r}, which is not in the batch: {there}.")
+        names = ", ".join(map(repr, batch))
+        raise ValueError(f"`fill` names {unknown!r}, which is not in the batch. The batch has {names}.")
 
 
 def _check_arrays(arrays: dict[str, Any], axes: Axes) -> tuple[int, int]:
     """The length and the batch rows that all arrays share."""
     if POSITIONS in arrays:
-        raise ValueError(f"The batch has {POSITIONS!r} already. Drop them, or rename them if they mean something else.")
+        raise ValueError(f"The batch already has {POSITIONS!r}, which `shard_batch` adds. Remove or rename that array.")
     lengths = {name: x.shape[1] for name, x in arrays.items() if x.ndim > 1}
     rows = {name: x.shape[0] for name, x in arrays.items() if x.ndim > 0}
     if not lengths:
         raise ValueError(f"The batch has no array [B, T, ...], but {', '.join(map(repr, arrays)) or 'nothing'}.")
     for what, sizes in (("tokens", lengths), ("batch rows", rows)):
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{name!r} has {size}" for name, size in sizes.items())
-            raise ValueError(f"All arrays of a batch must have as many {what}: {told}.")
+            listed = ", ".join(f"{name!r} has {size}" for name, size in sizes.items())
+            raise ValueError(f"All arrays of a batch must have the same number of {what}, but {listed}.")
     length, batch = next(iter(lengths.values())), next(iter(rows.values()))
     if length < axes.shards:
-        raise ValueError(f"{length} tokens cannot be shared by {axes.shards} devices: give each at least one.")
+        raise ValueError(f"{length} tokens cannot be shared by {axes.shards} devices. Pad to at least one each.")
     if batch % axes.count(axes.batch):
-        raise ValueError(f"{batch} batch rows cannot be split over {axes.count(axes.batch)} devices.")
+        raise ValueError(f"{batch} batch rows cannot be split over {axes.count(axes.batch)} devices. Use a multiple.")
     return length, batch
 
 

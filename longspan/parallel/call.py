@@ -1,4 +1,4 @@
-"""`attention` over a sequence that devices share: check, plan what is sent, run the program on all of them."""
+"""`attention` over a sequence that devices share: checks the call, plans the communication and runs the program."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +22,10 @@ from longspan.engines import Engine, Request
 from longspan.layout import BlockLayout
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
-from longspan.parallel.arrays import laid_out, lettered
+from longspan.parallel.arrays import lettered, place_arrays
 from longspan.parallel.order import Order, check_length, check_order, padded, stored
-from longspan.parallel.parts import Setting
-from longspan.parallel.plan import Asked, ParallelPlan, plan_communication
+from longspan.parallel.parts import ShardConfig
+from longspan.parallel.plan import ParallelPlan, PlanInputs, plan_communication
 from longspan.parallel.program import attend
 from longspan.parallel.specs import Axes, as_data, check_zigzag, rule_specs
 from longspan.programs import jit_by_function
@@ -139,41 +139,43 @@ def attention(
     engine: EngineName | Engine = "auto",
     return_lse: bool = False,
 ) -> Output | tuple[Output, LogSumExp]:
-    """`ls.attention` over a sequence that the devices of a mesh axis share: exact for every mask, in one call.
+    """`ls.attention` over a sequence that is sharded over a mesh axis; exact for every mask.
 
-    Takes and returns whole arrays, under `jit` or not, and splits batch, sequence and heads by itself: each device
-    computes for its own queries and receives only what the mask makes it need, as `ls.parallel.plan(mask, T, shards)`
-    says beforehand. A length that the axis does not divide is padded inside. Gradients are exact too, once: second
-    derivatives are a NotImplementedError.
+    Takes and returns global arrays, inside or outside `jit`, and shards batch, sequence and heads. Each device computes
+    the output of its own queries and receives only the keys that the mask requires; `ls.parallel.plan(mask, T, shards)`
+    prints this communication. A length that the axis does not divide is padded internally. First derivatives are exact;
+    second derivatives raise a NotImplementedError.
 
-    Arrays [B, T] of the mask and given positions lie on devices as the tokens do, and come along with the keys; a ring
-    gathers them, a few bytes per token.
+    Arrays [B, T] of the mask and given positions are sharded like the tokens and sent with the keys. A ring gathers
+    them, which takes a few bytes per token.
 
     Args:
-        q: queries [B, T, N, H], or [T, N, H] with keys and values likewise.
-        k: keys [B, T, K, H]. Key/value heads are repeated as often as `head_axis` makes it necessary.
+        q: queries [B, T, N, H], or [T, N, H] if keys and values lack the batch axis too.
+        k: keys [B, T, K, H]. Key/value heads are repeated if `head_axis` does not divide them.
         v: values [B, T, K, Hv].
-        mesh: a mesh of devices, as `ls.parallel.mesh` makes.
-        mask: a `Mask`, a `MaskInfo`, or bools [T, T] or broadcastable to [B, N, T, T]; by default everything.
-        axis: the mesh axis that shares the sequence.
-        batch_axes: those that share the batch; names that the mesh lacks are skipped.
-        head_axis: the one that shares the heads, likewise.
-        order: how the tokens lie: "contiguous", or "zigzag" as `ls.parallel.shard_batch` gives them. Then q, k, v,
-            arrays [B, T] of the mask, biases by query or by key and positions are in that order; rules about slots
-            (`Blocks`, `Dense`, `Between`) and biases [T, T] are refused.
-        global_capacity: how many tokens the flags of a `Global` may name before all keys are sent; by default 128.
-        plan: a plan made earlier, which is used as it is; one for another mask, length or order is refused. By default
-            this call's own: plans of masks without arrays are remembered, the 64 used last.
-        bias: as for `ls.attention`; rows of arrays lie where their queries do.
-        scale: as for `ls.attention`.
-        soft_cap: as for `ls.attention`.
-        sinks: one logit per query head, [N]; counted once.
-        dropout_rate: as for `ls.attention`.
-        dropout_key: a JAX random key; the same weights are dropped as on one device.
-        q_positions: int [T] or [B, T]; by default each token's index before it was put in order. Where positions are
-            given, all keys may have to be sent: rules by position say nothing before the data come.
+        mesh: a mesh of devices, for example from `ls.parallel.mesh`.
+        mask: a `Mask`, a `MaskInfo`, or bools [T, T] or broadcastable to [B, N, T, T]; by default everything is
+            allowed.
+        axis: the mesh axis that shards the sequence.
+        batch_axes: the mesh axes that shard the batch; names that the mesh lacks are ignored.
+        head_axis: the mesh axis that shards the heads; ignored if the mesh lacks it.
+        order: the order of the tokens: "contiguous", or "zigzag" as in the output of `ls.parallel.shard_batch`. In
+            zigzag order q, k, v, arrays [B, T] of the mask, biases by query or by key and positions are all in that
+            order; rules by slot (`Blocks`, `Dense`, `Between`) and biases [T, T] raise a ValueError.
+        global_capacity: the number of tokens that the flags of a `Global` may name; with more, all keys are sent. By
+            default 128, and at most an eighth of a device's tokens.
+        plan: a plan from `ls.parallel.plan` for the same mask, length, number of devices and order. By default the call
+            makes its plan; the last 64 plans of masks without arrays are cached.
+        bias: as in `ls.attention`; rows of arrays are sharded like the queries.
+        scale: as in `ls.attention`.
+        soft_cap: as in `ls.attention`.
+        sinks: one logit per query head, [N].
+        dropout_rate: as in `ls.attention`.
+        dropout_key: a JAX random key. It drops the same weights as on one device.
+        q_positions: int [T] or [B, T]; by default the index of each token in the sequence. With given positions, rules
+            by position bound no keys at plan time, so all keys may be sent.
         kv_positions: likewise.
-        engine: what each device computes with.
+        engine: the engine of each device.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -197,26 +199,26 @@ def attention(
     check_call(axes, request, order)
     plan = chosen_plan(plan, request, axes, order, global_capacity)
     with untested_jax_noted():
-        out, lse = _attend_on_mesh(request, setting=Setting(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
+        out, lse = _attend_on_mesh(request, config=ShardConfig(plan, engine, axis, tuple(mesh.axis_names)), axes=axes)
     if len(q.shape) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
 def _check_place(axes: Axes, *operands: Any) -> None:
-    """Not inside of another's `shard_map` over the same devices, and devices known."""
-    mine = {axes.sequence, *axes.batch, *axes.heads}
-    around = jax.sharding.get_abstract_mesh()
-    taken = mine & {*around.manual_axes}
+    """The call is not inside a `shard_map` over the same mesh axes, and the devices are known."""
+    used = {axes.sequence, *axes.batch, *axes.heads}
+    context = jax.sharding.get_abstract_mesh()
+    taken = used & {*context.manual_axes}
     if taken:
         raise ValueError(
-            f"ls.parallel.attention takes global arrays and opens a shard_map of its own, but is called in one over "
-            f"{', '.join(map(repr, sorted(taken)))}. Call it outside of that."
+            f"ls.parallel.attention takes global arrays and calls shard_map itself, but is called inside a shard_map "
+            f"over {', '.join(map(repr, sorted(taken)))}. Call it outside of that shard_map."
         )
-    if isinstance(axes.mesh, AbstractMesh) and around.empty and not any(map(_may_be_placed, operands)):
+    if isinstance(axes.mesh, AbstractMesh) and context.empty and not any(map(_may_be_placed, operands)):
         raise ValueError(
-            "`mesh` is an AbstractMesh, which has no devices, and q, k and v do not lie on any: pass a Mesh, or arrays "
-            "that are placed on one."
+            "`mesh` is an AbstractMesh, which has no devices, and q, k and v are not placed on a mesh. Pass a Mesh, or "
+            "arrays that are placed on one."
         )
 
 
@@ -225,17 +227,18 @@ def _may_be_placed(x: Any) -> bool:
 
 
 def check_call(axes: Axes, request: Request, order: str) -> None:
-    """A call that can be split so."""
-    B, T, S, N, K = (request.dims[letter] for letter in "BTSNK")
+    """The call can be sharded over these axes."""
+    dims = request.dims
+    B, T, S, N, K = dims["B"], dims["T"], dims["S"], dims["N"], dims["K"]
     if T != S:
         raise ValueError(
-            f"ls.parallel.attention is for sequences that attend to themselves, got {T} queries and {S} keys. Use "
-            "`ls.attention` for others."
+            f"ls.parallel.attention is self-attention, with as many queries as keys, got {T} queries and {S} keys. Use "
+            "`ls.attention` for cross-attention."
         )
     if axes.shards > T:
         raise ValueError(
-            f"{T} tokens cannot be shared by the {axes.shards} devices of axis {axes.sequence!r}: "
-            "give each at least one."
+            f"{T} tokens cannot be shared by the {axes.shards} devices of axis {axes.sequence!r}. Give each device at "
+            "least one token."
         )
     check_length(T, axes.shards, order)
     for name, size, names in (("batch rows", B, axes.batch), ("query heads", N, axes.heads)):
@@ -247,7 +250,7 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
     parts = axes.count(axes.heads)
     if K % parts and N % np.lcm(K, parts):
         raise ValueError(
-            f"{K} key/value heads, repeated or not, cannot be split over {parts} devices with {N} query heads. "
+            f"{K} key/value heads, even if repeated, cannot be split over {parts} devices with {N} query heads. "
             "Choose another mesh, or leave the axis out of `head_axis`."
         )
     if order == "zigzag":
@@ -257,87 +260,93 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
 def chosen_plan(
     given: ParallelPlan | None, request: Request, axes: Axes, order: str, capacity: int | None
 ) -> ParallelPlan:
-    """The plan of a call, or the one that was given, if it is for this call."""
+    """The plan of a call, or the given one after checking that it is for this call."""
     length, shards = request.dims["T"], axes.shards
-    more: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         kv_heads=request.dims["K"] * axes.repeats(request.dims["K"]),
         positions=not request.has_positions,
         travel=all(isinstance(term, Bias) or term.shape[2] == 1 for term in terms(request.bias)),
     )
     if given is None:
-        return plan_communication(request.mask, length, shards, order, global_capacity=capacity, **more)
+        return plan_communication(request.mask, length, shards, order, global_capacity=capacity, **options)
     if not isinstance(given, ParallelPlan):
-        raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(given).__name__}.")
+        raise TypeError(f"`plan` must be a ParallelPlan from `ls.parallel.plan`, got {type(given).__name__}.")
     if given.order != order:
-        raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Make another one.")
+        raise ValueError(f"This plan is for order={given.order!r}, but the call has order={order!r}. Plan again.")
     if (given.length, given.shards) != (length, shards):
         raise ValueError(
             f"This plan is for {given.length} tokens on {given.shards} devices, but the call has {length} on {shards}. "
-            "Make another one."
+            "Plan again."
         )
     if capacity is not None and given.capacity not in (0, capacity):
         raise ValueError(
             f"This plan is for global_capacity={given.capacity}, but the call has global_capacity={capacity}. "
             "Leave one of them out."
         )
-    # Not planned again: a plan says what it was made of, and masks with the same structure have the same plan.
-    if given.key != Asked.of(request.mask, length, shards, order, **more, capacity=capacity).key():
+    # Masks with the same structure have the same plan, so keys are compared: the call is not planned again.
+    if given.key != PlanInputs.of(request.mask, length, shards, order, **options, capacity=capacity).key():
         raise ValueError(
-            f"This plan is for {given.text}, but the call, with its heads, positions and bias, is another: "
-            f"{request.mask!r}. "
-            "Leave the plan out, or make another one."
+            f"This plan is for {given.text}, but the call has {request.mask!r}, or other heads, positions or bias. "
+            "Leave the plan out, or plan again."
         )
     return given
 
 
-@partial(jit_by_function, static_argnames=("setting", "axes"))
-def _attend_on_mesh(request: Request, *, setting: Setting, axes: Axes):
-    """(out, lse) of the program on all devices, of arrays that are padded and split."""
+@partial(jit_by_function, static_argnames=("config", "axes"))
+def _attend_on_mesh(request: Request, *, config: ShardConfig, axes: Axes):
+    """(out, lse) of the program on all devices, for padded and sharded arrays."""
     if not request.has_pairs:
         return request.without_pairs()[:2]
     T, features = request.dims["T"], request.dims["Hv"]
-    request, specs, letters = _split(request.with_scale().with_features(), setting.plan, axes)
+    request, specs, letters = _shard(request.with_scale().with_features(), config.plan, axes)
 
     def local(request: Request):
         device = jax.lax.axis_index(axes.sequence).astype(np.int32)
-        known = laid_out(setting, device, _known(request), letters)
+        known = place_arrays(config, device, _known(request), letters)
         request = replace(request, **dict(zip(KNOWN, known, strict=True)))
-        return attend(setting, _numbered(request, axes))
+        return attend(config, _numbered(request, axes))
 
     out_specs = specs.q, P(*specs.q[:3])
     run: Any = jax.shard_map(local, mesh=axes.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
-    if AxisType.Explicit in axes.mesh.axis_types:  # where types say how arrays are laid out, they are asked to lie so
+    if AxisType.Explicit in axes.mesh.axis_types:  # shard_map requires that the types of arrays have these specs
         request = jax.tree.map(
             lambda x, spec: reshard(x, NamedSharding(axes.mesh, axes.explicit(spec))), request, specs
         )
     out, lse = run(request)
-    return out[:, :T] if features else out[:, :T, :, :0], lse[:, :T]
+    out = out[:, :T]
+    if not features:
+        out = out[..., :0]
+    return out, lse[:, :T]
 
 
-def _split(request: Request, plan: ParallelPlan, axes: Axes) -> tuple[Request, Request, list[str]]:
-    """The call, padded to what devices divide; how each of its arrays is split; the axes of its mask and positions."""
+def _shard(request: Request, plan: ParallelPlan, axes: Axes) -> tuple[Request, Request, list[str]]:
+    """The padded call, the spec of each of its arrays, and the axes of the arrays of its mask and positions."""
     T, times = request.dims["T"], axes.repeats(request.dims["K"])
-    more = padded(T, plan.shards, plan.order) - T
-    q, k, v = (_padded(x, 1, more) for x in (request.q, request.k, request.v))
-    k, v = (x if times == 1 else jnp.repeat(x, times, axis=2) for x in (k, v))
-    bias = map_terms(lambda term: _prepared(axes, term, more, plan), request.bias)
-    dropout = None if request.dropout is None else request.dropout.drawn(None, None)
+    padding = padded(T, plan.shards, plan.order) - T
+    k, v = request.k, request.v
+    if times > 1:
+        k, v = jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2)
+    dropout, mask = request.dropout, request.mask
+    if dropout is not None:
+        dropout = dropout.drawn(None, None)
+    if axes.numbered:
+        mask = as_data(mask)
     request = replace(
         request,
-        q=q,
-        k=k,
-        v=v,
-        bias=bias,
+        q=_padded(request.q, 1, padding),
+        k=_padded(k, 1, padding),
+        v=_padded(v, 1, padding),
+        bias=map_terms(lambda term: _shardable(axes, term, padding, plan), request.bias),
         dropout=dropout,
-        mask=as_data(request.mask) if axes.numbered else request.mask,
-        q_positions=None if request.q_positions is None else request.q_positions.reshape(-1, T),
-        kv_positions=None if request.kv_positions is None else request.kv_positions.reshape(-1, T),
+        mask=mask,
+        q_positions=_by_row(request.q_positions, T),
+        kv_positions=_by_row(request.kv_positions, T),
     )
-    known, known_specs, letters = _split_known(unfolded(_known(request)), T, more, axes)
-    here = P(axes.batch or None, axes.sequence, axes.heads or None, None)
+    known, known_specs, letters = _shard_known(unfolded(_known(request)), T, padding, axes)
+    qkv_spec = P(axes.batch or None, axes.sequence, axes.heads or None, None)
     specs: Any = replace(
         request,
-        **dict(q=here, k=here, v=here, bias=_bias_specs(axes, bias)),
+        **dict(q=qkv_spec, k=qkv_spec, v=qkv_spec, bias=_bias_specs(axes, request.bias)),
         sinks=None if request.sinks is None else P(axes.heads or None),
         dropout=jax.tree.map(lambda _: P(), dropout),
         **dict(zip(KNOWN, known_specs, strict=True)),
@@ -345,16 +354,26 @@ def _split(request: Request, plan: ParallelPlan, axes: Axes) -> tuple[Request, R
     return replace(request, **dict(zip(KNOWN, known, strict=True))), specs, letters
 
 
-def _split_known(known: Any, length: int, more: int, axes: Axes) -> tuple[Any, Any, list[str]]:
-    """A mask and positions, those arrays padded that are split like the tokens; how each is split; its axes."""
-    letters = [each for each, _ in lettered(known, length)]
+def _by_row(positions: Any, length: int) -> Any:
+    if positions is None:
+        return None
+    return positions.reshape(-1, length)
+
+
+def _shard_known(known: Any, length: int, padding: int, axes: Axes) -> tuple[Any, Any, list[str]]:
+    """A mask and positions with padded arrays by token, the spec of each array, and its axes."""
     leaves, tree = jax.tree.flatten(known)
-    pairs = list(zip(letters, leaves, strict=True))
-    leaves = [_padded(jnp.asarray(x), x.ndim - 1, more) if names[-1:] == "t" else x for names, x in pairs]
-    return tree.unflatten(leaves), tree.unflatten([axes.spec(names, np.shape(x)) for names, x in pairs]), letters
+    arrays, specs, letters = [], [], []
+    for (names, _), leaf in zip(lettered(known, length), leaves, strict=True):
+        specs.append(axes.spec(names, np.shape(leaf)))
+        letters.append(names)
+        if names[-1:] == "t":
+            leaf = _padded(jnp.asarray(leaf), leaf.ndim - 1, padding)
+        arrays.append(leaf)
+    return tree.unflatten(arrays), tree.unflatten(specs), letters
 
 
-KNOWN = ("mask", "q_positions", "kv_positions")  # what every device knows of all tokens, as far as it needs it
+KNOWN = ("mask", "q_positions", "kv_positions")  # parts of a call that each device has for all tokens it needs
 
 
 def _known(request: Request) -> tuple[Any, ...]:
@@ -363,35 +382,39 @@ def _known(request: Request) -> tuple[Any, ...]:
 
 def _numbered(request: Request, axes: Axes) -> Request:
     """One device's part of a call, with the numbers of its rows and heads."""
-    rows, heads = (
-        axes.number(names) * np.int32(size) + jnp.arange(size, dtype=np.int32)
-        for names, size in ((axes.batch, request.dims["B"]), (axes.heads, request.dims["N"]))
-    )
+    batch, heads = request.dims["B"], request.dims["N"]
+    row_numbers = axes.number(axes.batch) * np.int32(batch) + jnp.arange(batch, dtype=np.int32)
+    head_numbers = axes.number(axes.heads) * np.int32(heads) + jnp.arange(heads, dtype=np.int32)
     if request.dropout is not None:
-        request = replace(request, dropout=replace(request.dropout, rows=rows, heads=heads))
-    # Without numbers engines need not look up what is here.
-    return replace(request, rows=rows, heads=heads) if axes.numbered else request
+        request = replace(request, dropout=replace(request.dropout, rows=row_numbers, heads=head_numbers))
+    if not axes.numbered:  # without numbers, engines read arrays directly
+        return request
+    return replace(request, rows=row_numbers, heads=head_numbers)
 
 
 def _bias_specs(axes: Axes, bias) -> Any:
-    """Rows of arrays lie where the queries do; what is computed from positions is everywhere."""
+    """Rows of arrays are sharded like the queries; arrays of a `Bias` by batch rows and heads only."""
     return map_terms(
         lambda term: rule_specs(axes, term) if isinstance(term, Bias) else axes.spec("BNtS", term.shape), bias
     )
 
 
-def _prepared(axes: Axes, term, more: int, plan: ParallelPlan):
-    """A term of the bias, ready to be split."""
-    if not isinstance(term, Bias):
-        if plan.order != "contiguous" and term.shape[3] > 1:  # as the tokens lie, but looked up by token
-            term = term[..., np.argsort(stored(plan.length, plan.shards, plan.order))]
-        return _padded(term, 2, more) if term.shape[2] > 1 else term
-    # Kernels want what tells heads apart split like the heads; whose axes nobody knows, stays whole, and in JAX.
-    split = axes.count(axes.heads) > 1 and not type(term).array_axes
-    return Whole(term) if split and term.by_distance() is not None else term
+def _shardable(axes: Axes, term, padding: int, plan: ParallelPlan):
+    """A term of the bias in a form that can be sharded."""
+    if isinstance(term, Bias):
+        # A term with arrays of unknown axes cannot be sharded by head: it is replicated, and computed in JAX.
+        replicated = axes.count(axes.heads) > 1 and not type(term).array_axes and term.by_distance() is not None
+        return Whole(term) if replicated else term
+    if plan.order != "contiguous" and term.shape[3] > 1:  # columns are looked up by token, not by slot
+        term = term[..., np.argsort(stored(plan.length, plan.shards, plan.order))]
+    if term.shape[2] > 1:
+        term = _padded(term, 2, padding)
+    return term
 
 
-def _padded(x, axis: int, more: int):
-    if not more:
+def _padded(x, axis: int, padding: int):
+    if not padding:
         return x
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, padding)
+    return jnp.pad(x, widths)

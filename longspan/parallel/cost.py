@@ -1,4 +1,4 @@
-"""`cost`: how long a layer's attention computes and sends, by rates that are named assumptions."""
+"""`cost`: estimates of the compute and communication time of a layer's attention, from assumed rates of a chip."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,15 @@ from longspan.checks import check_static_size
 from longspan.masks.sides import two_sides
 from longspan.pairs import count_by_query
 from longspan.parallel.balance import load, pairs_of
-from longspan.parallel.plan import ParallelPlan
-from longspan.parallel.traffic import Sizes, traffic
+from longspan.parallel.plan import ParallelPlan, plan_communication
+from longspan.parallel.traffic import DeviceSizes, received_bytes, shard_bytes, traffic
+from longspan.render.html import page, table_html
+from longspan.work import short
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What a chip is assumed to do: rates of its data sheet, and which part of its FLOPs attention gets.
+    """Assumed rates of a chip: those of its data sheet, and the share of its FLOP/s that attention reaches.
 
     Example:
         >>> ls.parallel.Chip("mine", flops=1e14, link=1e11).share
@@ -26,18 +28,21 @@ class Chip:
     name: str
     flops: float  # per second, bfloat16
     link: float  # bytes per second that it receives from one neighbour
-    share: float = 0.4  # of the FLOPs
+    share: float = 0.4  # of `flops` that attention reaches
 
 
 V5E = Chip("TPU v5e", flops=197e12, link=50e9)
 V5P = Chip("TPU v5p", flops=459e12, link=100e9)
 H100 = Chip("H100 with NVLink", flops=989e12, link=450e9)
-BACKWARD = 2.5  # matrix products of a backward pass for each of the forward's two
+BACKWARD_FLOPS = 2.5  # of the backward pass, relative to the forward pass
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One layer's attention on one device; times are for the chip's assumed rates, bytes are exact.
+    """The cost of one layer's attention on one device, printed as a table.
+
+    Bytes sent are exact. Times are estimates from the chip's assumed rates. The memory is that of q, k, v, out and
+    received rows in the forward pass, without lse, gradients and temporaries.
 
     Example:
         >>> plan = ls.parallel.plan(ls.Causal() & ls.Window(1023, 0), 1 << 20, 256)
@@ -48,85 +53,144 @@ class Cost:
 
     chip: Chip
     useful_flops: float  # of the busiest device, forward
-    sent_bytes: int  # per device, forward
+    sent_bytes: int  # that each device receives, forward
     sent_bytes_backward: int
-    bound_bytes: int
-    gather_bytes: int
+    bound_bytes: int  # a lower bound: those that the device with the most missing keys needs, forward
+    gather_bytes: int  # those of an all-gather, forward
     rows: int  # tokens that a device holds
-    halo_rows: int  # that it receives of its neighbours, and holds at once
-    load: float  # the busiest device's pairs over the mean
+    halo_rows: int  # rows that it receives from its neighbours, and holds at the same time
+    load: float  # the pairs of the busiest device divided by the mean
+    shards: int  # devices that share the sequence
+    shard_bytes: int  # memory of a device's q, k, v and out
+    received_bytes: int  # memory of the received rows that a device holds at the same time
+    doubled: "Cost | None" = None  # the same for twice the shards; None: the plan has no estimate for them
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward, by the chip's FLOPs."""
-        return self.useful_flops * (1 + BACKWARD) / (self.chip.flops * self.chip.share)
+        """Forward and backward, from the chip's FLOP/s."""
+        return self.useful_flops * (1 + BACKWARD_FLOPS) / (self.chip.flops * self.chip.share)
 
     @property
     def link_seconds(self) -> float:
-        """Forward and backward, by one link."""
+        """Forward and backward, from the rate of one link."""
         return (self.sent_bytes + self.sent_bytes_backward) / self.chip.link
 
     @property
     def more_shards_pay(self) -> bool:
-        """Whether twice as many devices would take less time, and less memory.
+        """A rule of thumb: compute takes longer than communication, and no device receives more rows than it holds.
 
-        Products shrink with the shard, what is sent does not: the link becomes the longer of the two. And a shard that
-        is smaller than the window receives more rows than it holds.
+        With more shards compute shrinks, but communication does not, and becomes the longer of the two. A shard that is
+        smaller than the window receives more rows than it holds. `doubled` has the numbers for twice the shards.
         """
         return self.compute_seconds > self.link_seconds and self.halo_rows <= self.rows
 
     def __str__(self) -> str:
-        pays = "more shards would pay" if self.more_shards_pay else "more shards would not pay"
-        why = ""
-        if not self.more_shards_pay:
-            slow = self.link_seconds >= self.compute_seconds
-            shard = f"a device receives {self.halo_rows:,} rows and holds {self.rows:,}"
-            why = f": {'the link takes longer than the products' if slow else shard}"
-        return "\n".join([
-            f"{self.chip.name}, assumed {self.chip.flops:.3g} FLOP/s · {self.chip.share} and {self.chip.link:.3g} B/s",
-            f"  useful FLOPs per device, forward: {self.useful_flops:.3g}, load {self.load:.2f}",
-            f"  bytes per device: {self.sent_bytes:,} forward, {self.sent_bytes_backward:,} backward; "
-            f"bound {self.bound_bytes:,}, a gather {self.gather_bytes:,}",
-            f"  forward and backward: {self.compute_seconds * 1e3:.3g} ms of products, "
-            f"{self.link_seconds * 1e3:.3g} ms on the link",
-            f"  {pays}{why}",
-        ])  # fmt: skip
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        return page(table_html(self._rows()))
+
+    def _rows(self) -> list[tuple[str, str]]:
+        flops, link = short(self.chip.flops, "FLOP/s", 1000), short(self.chip.link, "B/s", 1000)
+        sent, backward = short(self.sent_bytes, "B", 1024), short(self.sent_bytes_backward, "B", 1024)
+        bound, gather = short(self.bound_bytes, "B", 1024), short(self.gather_bytes, "B", 1024)
+        chip = f"{self.chip.name}: {flops}, of which attention reaches {self.chip.share:.0%}; link {link}"
+        load = f"load max/mean {self.load:.2f}"
+        return [
+            ("assumed chip", chip),
+            ("devices", f"{self.shards:,} share the sequence, {self.rows:,} tokens each; {load}"),
+            ("useful FLOPs", f"{short(self.useful_flops, 'FLOP', 1000)} forward, on the busiest device"),
+            ("received", f"{sent} forward and {backward} backward; lower bound {bound}, an all-gather {gather}"),
+            ("memory", self._memory()),
+            ("estimated time", self._time()),
+            ("twice the devices", self._twice()),
+            ("rule of thumb", self._rule_of_thumb()),
+        ]
+
+    def _memory(self) -> str:
+        own, received = short(self.shard_bytes, "B", 1024), short(self.received_bytes, "B", 1024)
+        return f"{own} of q, k, v and out, {received} of received rows"
+
+    def _time(self) -> str:
+        compute, link = _duration(self.compute_seconds), _duration(self.link_seconds)
+        return f"{compute} of compute and {link} of communication, forward and backward"
+
+    def _twice(self) -> str:
+        if self.doubled is None:
+            return "no estimate: it depends on the mask's arrays, or there are too few tokens"
+        compute, link = _duration(self.doubled.compute_seconds), _duration(self.doubled.link_seconds)
+        memory = short(self.doubled.shard_bytes + self.doubled.received_bytes, "B", 1024)
+        return f"{compute} of compute and {link} of communication, {memory} of memory each"
+
+    def _rule_of_thumb(self) -> str:
+        if self.more_shards_pay:
+            return "more shards pay: compute takes longer than communication"
+        if self.link_seconds >= self.compute_seconds:
+            return "more shards do not pay: communication takes at least as long as compute"
+        return f"more shards do not pay: a device receives {self.halo_rows:,} rows and holds {self.rows:,}"
+
+
+def _duration(seconds: float) -> str:
+    """Three digits with a unit.
+
+    Example:
+        >>> _duration(67.1), _duration(0.00153), _duration(4.19e-5), _duration(0.0)
+        ('67.1 s', '1.53 ms', '0.0419 ms', '0 ms')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"
 
 
 @no_type_check
 def cost(
     plan: ParallelPlan, *, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: Any, chip: Chip = V5E
 ) -> Cost:
-    """What one layer of a model costs one device, under a plan.
+    """The cost of one layer's attention on one device, under a plan.
 
     Args:
-        plan: as `ls.parallel.plan` makes. Where it depends on data, the worst case is counted.
-        batch: batch rows that a device holds.
-        heads: query heads that it holds.
-        kv_heads: key/value heads.
-        head_dim: their size.
-        dtype: of queries, keys and values.
-        chip: the rates to reckon with: `ls.parallel.V5E`, `V5P`, `H100`, or a `Chip` of your own.
+        plan: a plan from `ls.parallel.plan`. If it depends on the mask's arrays, the worst case is counted.
+        batch: the number of batch rows on a device.
+        heads: the number of query heads on a device.
+        kv_heads: the number of key/value heads on a device.
+        head_dim: the head size.
+        dtype: the dtype of queries, keys and values.
+        chip: the assumed rates: `ls.parallel.V5E`, `V5P`, `H100`, or your own `Chip`.
 
     Example:
         >>> plan = ls.parallel.plan(ls.Causal() & ls.Window(1023, 0), 1 << 20, 256)
         >>> print(ls.parallel.cost(plan, batch=1, heads=16, kv_heads=2, head_dim=128, dtype=jnp.bfloat16))
-        TPU v5e, assumed 1.97e+14 FLOP/s · 0.4 and 5e+10 B/s
-          useful FLOPs per device, forward: 3.44e+10, load 1.00
-          bytes per device: 1,047,552 forward, 1,047,552 backward; bound 1,047,552, a gather 1,069,547,520
-          forward and backward: 1.53 ms of products, 0.0419 ms on the link
-          more shards would pay
+        assumed chip       TPU v5e: 197 TFLOP/s, of which attention reaches 40%; link 50 GB/s
+        devices            256 share the sequence, 4,096 tokens each; load max/mean 1.00
+        useful FLOPs       34.36 GFLOP forward, on the busiest device
+        received           1023 kB forward and 1023 kB backward; lower bound 1023 kB, an all-gather 1020 MB
+        memory             36 MB of q, k, v and out, 1023 kB of received rows
+        estimated time     1.53 ms of compute and 0.0419 ms of communication, forward and backward
+        twice the devices  0.763 ms of compute and 0.0419 ms of communication, 19 MB of memory each
+        rule of thumb      more shards pay: compute takes longer than communication
     """
     if not isinstance(plan, ParallelPlan):
-        raise TypeError(f"`plan` must be what `ls.parallel.plan` makes, got {type(plan).__name__}.")
+        raise TypeError(f"`plan` must be a ParallelPlan from `ls.parallel.plan`, got {type(plan).__name__}.")
     if not isinstance(chip, Chip):
         raise TypeError(f"`chip` must be a Chip, such as `ls.parallel.V5E`, got {chip!r}.")
     for name, value in dict(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim).items():
         check_static_size(name, value, 1)
-    sizes = Sizes(batch, heads, kv_heads, head_dim, head_dim, np.dtype(dtype), plan.shards)
+    doubled = _doubled_plan(plan)
+    twice = None
+    if doubled is not None:
+        twice = _cost(doubled, batch, heads, kv_heads, head_dim, dtype, chip, None)
+    return _cost(plan, batch, heads, kv_heads, head_dim, dtype, chip, twice)
+
+
+def _cost(
+    plan: ParallelPlan, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: Any, chip: Chip, twice: Cost | None
+) -> Cost:
+    sizes = DeviceSizes(batch, heads, kv_heads, head_dim, head_dim, np.dtype(dtype), plan.shards)
     bytes_of = traffic(plan, sizes)
-    # Global queries are everybody's work: the plan's load leaves them out.
-    busiest = load(_by_tiles(plan)) if plan.load is None else plan.load
+    # The plan's load does not count global queries, whose work is on all devices.
+    busiest = load(_pairs_by_tiles(plan)) if plan.load is None else plan.load
     pairs = _pairs(plan) * busiest / plan.shards
     return Cost(
         chip,
@@ -138,15 +202,30 @@ def cost(
         rows=plan.rows,
         halo_rows=sum(step.rows for step in plan.halo),
         load=busiest,
+        shards=plan.shards,
+        shard_bytes=shard_bytes(plan, sizes),
+        received_bytes=received_bytes(plan, sizes),
+        doubled=twice,
     )
 
 
+def _doubled_plan(plan: ParallelPlan) -> ParallelPlan | None:
+    """The plan for twice the shards. None if it needs the mask's flags or tables, which a plan does not keep."""
+    exchange = plan.exchange
+    if any(plan.by_flags) or (exchange is not None and exchange.data) or 2 * plan.shards > plan.length:
+        return None
+    kv_heads = None if exchange is None else exchange.heads
+    return plan_communication(plan.mask, plan.length, 2 * plan.shards, plan.order, kv_heads=kv_heads)
+
+
 def _pairs(plan: ParallelPlan) -> float:
-    """Allowed pairs of a batch row and head; by tiles where they cannot be counted."""
+    """The allowed pairs per batch row and head; counted by tiles where there is no exact count."""
     q, kv = two_sides(plan.length, plan.length, xp=np)
     exact = count_by_query(plan.mask, q, kv) if plan.mask.heads == 1 else None
-    return float(_by_tiles(plan).sum() if exact is None else exact)
+    if exact is None:
+        return float(_pairs_by_tiles(plan).sum())
+    return float(exact)
 
 
-def _by_tiles(plan: ParallelPlan) -> np.ndarray:
+def _pairs_by_tiles(plan: ParallelPlan) -> np.ndarray:
     return pairs_of(plan.mask, plan.length, plan.shards, plan.order)

@@ -1,4 +1,4 @@
-"""`mesh`: the devices by what they share: the batch (dp, fsdp), the heads (tp), the sequence (sp)."""
+"""`mesh`: a device mesh with axes for the batch (dp, fsdp), the heads (tp) and the sequence (sp)."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from longspan.checks import check_static_size
 
 @no_type_check
 def mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes "dp", "fsdp", "tp" and "sp", of the first dp·fsdp·tp·sp devices.
+    """A mesh of the first dp·fsdp·tp·sp devices, with the axes "dp", "fsdp", "tp" and "sp".
 
-    The sequence's axis is the innermost: devices that send each other keys in every layer are neighbours.
+    "sp" is the innermost axis, so that devices that exchange keys in every layer are neighbours.
 
     Args:
-        dp: over how many devices the batch is split.
-        fsdp: over how many the batch, and a model's parameters, are split besides.
-        tp: over how many the heads are split.
-        sp: over how many the sequence is split.
-        devices: which devices; by default all of `jax.devices()` that are needed, in an order that suits the hardware.
+        dp: the number of devices that share the batch.
+        fsdp: the number of devices that share the batch and the model's parameters.
+        tp: the number of devices that share the heads.
+        sp: the number of devices that share the sequence.
+        devices: the devices to use; by default those of `jax.devices()`, in an order that suits the hardware.
 
     Example:
         >>> dict(ls.parallel.mesh(dp=2, sp=4).shape)
@@ -31,11 +31,11 @@ def mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1, devices: Seque
     sizes = dict(dp=dp, fsdp=fsdp, tp=tp, sp=sp)
     for name, size in sizes.items():
         check_static_size(name, size, 1)
-    there = jax.devices() if devices is None else list(devices)
+    available = jax.devices() if devices is None else list(devices)
     wanted = math.prod(sizes.values())
-    if wanted > len(there):
-        asked = " · ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"{asked} are {wanted} devices, but there are {len(there)}. Ask for fewer.")
+    if wanted > len(available):
+        product = " · ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{product} takes {wanted} devices, but there are {len(available)}. Use smaller axes.")
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=there[:wanted]
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=available[:wanted]
     )

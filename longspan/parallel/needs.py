@@ -1,4 +1,9 @@
-"""Which keys of other devices a device lacks, found from a mask's spans alone."""
+"""The keys of other devices that each device lacks, found from a mask's spans.
+
+The mask bounds the keys of each chunk of queries by intervals. An interval is split at chunk boundaries into parts, and
+each part lies on one device. All devices run the same program, so for each shift between devices one permute brings the
+*hull* of the rows that any device needs from that distance: the smallest interval of rows that covers them.
+"""
 
 from typing import NamedTuple
 
@@ -10,87 +15,96 @@ from longspan.masks.base import POSITION
 from longspan.masks.sides import two_sides
 from longspan.parallel.order import owner_of, padded, runs_of
 
-MOST_TOUCHES = 1 << 22  # pairs of a chunk and an interval that are looked at one by one
+MAX_PARTS = 1 << 22  # parts of intervals that are visited one by one
 
 
-class Needs(NamedTuple):
-    """What devices lack."""
+class MissingKeys(NamedTuple):
+    """The keys that devices lack."""
 
-    hulls: dict[tuple[int, int], tuple[int, int]] | None  # (shift, run) -> rows [start, stop); None: too many to tell
-    reach: tuple[int, int]  # how many shards before and after
-    bound: int  # rows that the device which needs most lacks
+    hulls: dict[tuple[int, int], tuple[int, int]] | None  # (shift, run) -> rows [start, stop); None: too many parts
+    reach: tuple[int, int]  # the number of shards before, and after, that some device needs
+    bound: int  # rows that the device with the most missing keys lacks
 
 
-def needs_of(mask: Mask, length: int, shards: int, order: str) -> Needs:
-    """Spans at chunks, met with the chunks that other devices hold."""
+def missing_keys(mask: Mask, length: int, shards: int, order: str) -> MissingKeys:
+    """The keys that devices lack, for a mask without arrays."""
     size = padded(length, shards, order) // (shards * runs_of(order))
-    tile, low, high = _spans(mask, length, size)
+    q_chunk, low, high = _spans(mask, length, size)
     first, last = low // size, (high - 1) // size
-    device, _ = owner_of(order, shards, tile)
-    widths = high - low - np.clip(np.minimum(high, (tile + 1) * size) - np.maximum(low, tile * size), 0, None)
-    bound = int(np.bincount(device, widths, minlength=shards).max(initial=0))
-    touches = int((last - first + 1).sum())
-    if touches > MOST_TOUCHES:
-        before = int((tile - first).max(initial=0)), int((last - tile).max(initial=0))
-        return Needs(None, before if order == "contiguous" else (shards - 1, 0), bound)
-    which = np.arange(len(tile)).repeat(last - first + 1)
-    ends = np.cumsum(last - first + 1)
-    chunk = first[which] + np.arange(touches) - (ends - (last - first + 1))[which]
-    mine = device[which]
-    theirs, run = owner_of(order, shards, chunk)
-    start = np.maximum(low[which] - chunk * size, 0)
-    stop = np.minimum(high[which] - chunk * size, size)
-    foreign = theirs != mine
-    return _hulls(mine[foreign], theirs[foreign], run[foreign], start[foreign], stop[foreign], shards)
+    device, _ = owner_of(order, shards, q_chunk)
+    counts = last - first + 1
+    parts = int(counts.sum())
+    if parts > MAX_PARTS:
+        own = np.clip(np.minimum(high, (q_chunk + 1) * size) - np.maximum(low, q_chunk * size), 0, None)
+        bound = int(np.bincount(device, high - low - own, minlength=shards).max(initial=0))
+        reach = (shards - 1, 0)
+        if order == "contiguous":
+            reach = int((q_chunk - first).max(initial=0)), int((last - q_chunk).max(initial=0))
+        return MissingKeys(None, reach, bound)
+    # One entry per part: the interval it belongs to, and its chunk of keys.
+    interval = np.arange(len(q_chunk)).repeat(counts)
+    kv_chunk = first[interval] + np.arange(parts) - (np.cumsum(counts) - counts)[interval]
+    needing = device[interval]
+    owner, run = owner_of(order, shards, kv_chunk)
+    start = np.maximum(low[interval] - kv_chunk * size, 0)
+    stop = np.minimum(high[interval] - kv_chunk * size, size)
+    foreign = owner != needing
+    return _hulls(needing[foreign], owner[foreign], run[foreign], start[foreign], stop[foreign], shards)
 
 
-def _hulls(mine, theirs, run, start, stop, shards: int) -> Needs:
-    """What each shift must bring so that every device has what it needs."""
-    shift = mine - theirs
+def _hulls(needing, owner, run, start, stop, shards: int) -> MissingKeys:
+    """The hulls by shift and run, from parts: rows [start, stop) of an owner's run that a device needs."""
+    shift = needing - owner
     hulls = {}
     keys = (shift + shards) * 2 + run
-    for key in np.unique(keys)[::-1]:  # from the furthest before to the furthest after
+    for key in np.unique(keys)[::-1]:  # from the largest shift down
         here = keys == key
         hulls[int(key // 2) - shards, int(key % 2)] = int(start[here].min()), int(stop[here].max())
-    # Of one device's needs in one run of a neighbour, the hull too: intervals may overlap.
-    pairs = (mine * shards + theirs) * 2 + run
+    # The lower bound counts hulls too, one for each device and run that it needs rows of: intervals may overlap.
+    pairs = (needing * shards + owner) * 2 + run
     _, group = np.unique(pairs, return_inverse=True)
     count = int(group.max(initial=-1)) + 1
-    least, most, device = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64), np.zeros(count, np.int64)
-    np.minimum.at(least, group, start)
-    np.maximum.at(most, group, stop)
-    device[group] = mine
-    bound = int(np.bincount(device, most - least, minlength=shards).max(initial=0))
-    return Needs(hulls, (int(shift.max(initial=0)), int((-shift).max(initial=0))), bound)
+    group_start, group_stop = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+    group_device = np.zeros(count, np.int64)
+    np.minimum.at(group_start, group, start)
+    np.maximum.at(group_stop, group, stop)
+    group_device[group] = needing
+    bound = int(np.bincount(group_device, group_stop - group_start, minlength=shards).max(initial=0))
+    return MissingKeys(hulls, (int(shift.max(initial=0)), int((-shift).max(initial=0))), bound)
 
 
 def _spans(mask: Mask, length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The intervals of keys that each chunk of queries may see, one after the other: (chunk, low, high)."""
+    """The intervals of keys that each chunk of queries may attend to, as a flat list: (chunk, low, high)."""
     q, kv = two_sides(length, length, batch=mask.batch, heads=mask.heads, xp=np)
     spans = mask.kv_spans(q.tiles(size), kv.tiles(size))
-    tiles = -(-length // size)
-    low, high = np.broadcast_arrays(spans.low, spans.high)
-    low, high = (np.broadcast_to(a, (*a.shape[:2], tiles, a.shape[3])) for a in (low, high))
-    low, high = (np.clip(a.astype(np.int64), 0, length).swapaxes(0, 2).reshape(tiles, -1) for a in (low, high))
-    tile = np.broadcast_to(np.arange(tiles)[:, None], low.shape)
-    found = [a.reshape(-1) for a in (tile, low, high)]
+    chunks = -(-length // size)
+    shape = np.broadcast_shapes(spans.low.shape, spans.high.shape, (1, 1, chunks, 1))
+
+    def by_chunk(ends: np.ndarray) -> np.ndarray:
+        clipped = np.clip(ends.astype(np.int64), 0, length)
+        return np.broadcast_to(clipped, shape).swapaxes(0, 2).reshape(chunks, -1)
+
+    low, high = by_chunk(spans.low), by_chunk(spans.high)
+    chunk = np.broadcast_to(np.arange(chunks)[:, None], low.shape)
+    chunk, low, high = chunk.reshape(-1), low.reshape(-1), high.reshape(-1)
     if spans.common is not None:
-        common = np.flatnonzero(np.asarray(spans.common).any((0, 1, 2)) & np.ones(tiles, bool))
-        rows = np.arange(tiles).repeat(len(common))
-        starts = np.tile(common, tiles) * size
-        more = rows, starts, np.minimum(starts + size, length)
-        found = [np.concatenate(pair) for pair in zip(found, more, strict=True)]
-    some = found[1] < found[2]
-    return found[0][some], found[1][some], found[2][some]
+        common = np.flatnonzero(np.asarray(spans.common).any((0, 1, 2)) & np.ones(chunks, bool))
+        starts = np.tile(common, chunks) * size
+        chunk = np.concatenate([chunk, np.arange(chunks).repeat(len(common))])
+        low = np.concatenate([low, starts])
+        high = np.concatenate([high, np.minimum(starts + size, length)])
+    some = low < high
+    return chunk[some], low[some], high[some]
 
 
 def without_arrays(mask: Mask, positions: bool = True) -> Mask:
-    """The mask, where rules that cannot be known before the data come allow everything."""
+    """The mask in which rules that depend on data, because of arrays or given positions, allow everything."""
     parts = mask.parts()
     if parts:
         return mask.with_parts([without_arrays(part, positions) for part in parts])
-    unknown = holds_arrays(mask) or (not positions and POSITION in mask.reads)
-    return Full() if unknown else mask
+    if holds_arrays(mask) or (not positions and POSITION in mask.reads):
+        return Full()
+    return mask
 
 
 def holds_arrays(mask: Mask) -> bool:

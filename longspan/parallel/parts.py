@@ -1,4 +1,4 @@
-"""What a device computes by itself: some queries over some keys."""
+"""The part of a call that one device computes: attention of some queries to some keys."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,25 +19,25 @@ from longspan.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is static about the program that every device runs."""
+class ShardConfig:
+    """The static inputs of the program that every device runs."""
 
     plan: ParallelPlan
     engine: Any
-    axis: str  # the mesh axis that shares the sequence
-    everybody: tuple[str, ...]  # all axes of the mesh
+    axis: str  # the mesh axis that shards the sequence
+    all_axes: tuple[str, ...]  # all axes of the mesh
 
 
-class Selection(NamedTuple):
+class TokenSelection(NamedTuple):
     """Some tokens of the sequence, as queries or as keys."""
 
-    slots: Any  # int32 [B or 1, n]; may lie outside of the sequence
-    hidden: Any = None  # bool [B or 1, n]: queries that are computed elsewhere, keys that come by another way
-    inside: bool = False  # none lies outside
+    slots: Any  # int32 [B or 1, n]; may lie outside the sequence
+    hidden: Any = None  # bool [B or 1, n]: queries that are computed elsewhere, keys that are received another way
+    inside: bool = False  # no slot lies outside the sequence
 
 
 def slots_of(plan: ParallelPlan, device: Any) -> Any:
-    """Which tokens a device holds, int32 [1, rows]."""
+    """The tokens that a device holds, int32 [1, rows]."""
     size = plan.rows // runs_of(plan.order)
     within = jnp.arange(size, dtype=np.int32)
     chunks = [chunk_of(plan.order, plan.shards, device, run) for run in range(runs_of(plan.order))]
@@ -45,7 +45,7 @@ def slots_of(plan: ParallelPlan, device: Any) -> Any:
 
 
 def place_of(plan: ParallelPlan, slots: Any) -> tuple[Any, Any]:
-    """(device, row) of some tokens."""
+    """(device, row) of tokens."""
     size = plan.rows // runs_of(plan.order)
     chunk, within = slots // np.int32(size), slots % np.int32(size)
     run = chunk >= plan.shards
@@ -53,34 +53,39 @@ def place_of(plan: ParallelPlan, slots: Any) -> tuple[Any, Any]:
     return device, within + jnp.where(run, np.int32(size), np.int32(0))
 
 
-def attended(setting: Setting, call: Request, queries: Selection, keys: Selection) -> Result:
-    """Some queries over some keys, which the call holds; its mask, positions and bias are those of all tokens."""
-    engine, part = _asked(setting, call, queries, keys)
+def attend_to_part(config: ShardConfig, call: Request, queries: TokenSelection, keys: TokenSelection) -> Result:
+    """Attention of the call's queries to its keys; its mask, positions and bias are those of all tokens."""
+    engine, part = _engine_request(config, call, queries, keys)
     out, lse, residual, _ = engine.forward(part, part.layout)  # type: ignore[arg-type]
-    return Result(out.astype(lse.dtype), lse, jnp.zeros_like(lse) if residual is None else residual)
+    if residual is None:
+        residual = jnp.zeros_like(lse)
+    return Result(out.astype(lse.dtype), lse, residual)
 
 
-def gradients(setting: Setting, call: Request, queries: Selection, keys: Selection, whole: Result, delta, dout):
-    """(dq, (dk, dv), dbias) of the same, for the lse and delta of all keys; dbias for all columns."""
-    engine, part = _asked(setting, call, queries, keys)
+def gradients_of_part(
+    config: ShardConfig, call: Request, queries: TokenSelection, keys: TokenSelection, whole: Result, delta, dout
+):
+    """(dq, (dk, dv), dbias) of `attend_to_part`, given lse and delta over all keys; dbias has all columns."""
+    engine, part = _engine_request(config, call, queries, keys)
     given = Result(None, whole.lse, whole.lse_residual)
     dq, dk, dv, dbias = engine.backward(part, part.layout, given, delta, dout)  # type: ignore[arg-type]
-    slots = jnp.clip(keys.slots, 0, setting.plan.length - 1)
+    slots = jnp.clip(keys.slots, 0, config.plan.length - 1)
     return dq.astype(statistics_dtype(call.q.dtype)), (dk, dv), _into_columns(call.bias, dbias, slots)
 
 
-def _asked(setting: Setting, call: Request, queries: Selection, keys: Selection) -> tuple[Engine, Request]:
-    """The engine and the request of some queries over some keys: the mask is cut to them, and sinks join later."""
-    length = setting.plan.length
-    q_slots, kv_slots = (jnp.clip(tokens.slots, 0, length - 1) for tokens in (queries, keys))
+def _engine_request(
+    config: ShardConfig, call: Request, queries: TokenSelection, keys: TokenSelection
+) -> tuple[Engine, Request]:
+    """The engine and its request: the mask is cut to these queries and keys, and sinks are added later."""
+    length = config.plan.length
+    q_slots = jnp.clip(queries.slots, 0, length - 1)
+    kv_slots = jnp.clip(keys.slots, 0, length - 1)
     mask = call.mask
     if SLOT in mask.reads:
         mask = mask.cut(q_slots, kv_slots, q_len=length, kv_len=length)
-    seen = None if keys.inside else (keys.slots >= 0) & (keys.slots < length)
-    if keys.hidden is not None:
-        seen = ~keys.hidden if seen is None else seen & ~keys.hidden
-    if seen is not None:
-        mask = mask & kv_flags(seen)
+    visible = _visible_keys(keys, length)
+    if visible is not None:
+        mask = mask & kv_flags(visible)
     if queries.hidden is not None:
         mask = mask & Global(q_flags=~queries.hidden, columns=False)
     part = replace(
@@ -88,23 +93,39 @@ def _asked(setting: Setting, call: Request, queries: Selection, keys: Selection)
         mask=mask,
         bias=_columns_of(call.bias, kv_slots),
         sinks=None,
-        q_positions=_at(call.q_positions, queries.slots, q_slots),
-        kv_positions=_at(call.kv_positions, keys.slots, kv_slots),
+        q_positions=_positions_at(call.q_positions, queries.slots, q_slots),
+        kv_positions=_positions_at(call.kv_positions, keys.slots, kv_slots),
     )
-    engine, _ = choose(setting.engine, part)
+    engine, _ = choose(config.engine, part)
     return engine, part.with_layout(*engine.tiles(part))
 
 
-def nothing(call: Request) -> Result:
-    """What queries that saw nothing have."""
+def _visible_keys(keys: TokenSelection, length: int) -> Any:
+    """Keys that lie in the sequence and are not hidden, bool [B or 1, n]; None: all of them."""
+    if keys.inside and keys.hidden is None:
+        return None
+    if keys.inside:
+        return ~keys.hidden
+    inside = (keys.slots >= 0) & (keys.slots < length)
+    if keys.hidden is None:
+        return inside
+    return inside & ~keys.hidden
+
+
+def empty_result(call: Request) -> Result:
+    """The result of attention to no keys."""
     dtype = statistics_dtype(call.q.dtype)
     lse = jnp.full(call.q.shape[:3], -jnp.inf, dtype)
     return Result(jnp.zeros((*call.q.shape[:3], call.dims["Hv"]), dtype), lse, jnp.zeros_like(lse))
 
 
 def _columns_of(bias: Any, slots: Any) -> Any:
-    """The columns of a bias's arrays [B or 1, N or 1, n or 1, T or 1] at some slots."""
-    return map_terms(lambda term: term if isinstance(term, Bias) or term.shape[3] == 1 else _take(term, slots), bias)
+    """The columns at some slots of a bias's arrays [B or 1, N or 1, n or 1, T or 1]."""
+    return map_terms(lambda term: _take(term, slots) if _has_columns(term) else term, bias)
+
+
+def _has_columns(term: Any) -> bool:
+    return not isinstance(term, Bias) and term.shape[3] != 1
 
 
 def _take(array, slots):
@@ -116,22 +137,21 @@ def _take(array, slots):
 
 
 def _into_columns(bias: Any, gradient: Any, slots: Any) -> Any:
-    """The gradient of a bias, floats alone, from that of some of its columns; summed in float32."""
+    """The gradient of a bias's floats, from that of some of its columns; summed in float32."""
     floats, _ = partition_floats(bias)
     if bias is None:
         return None
     found = []
     for term, part, mine in zip(terms(bias), terms(gradient), terms(floats), strict=True):
         wide = jax.tree.map(lambda x: x.astype(statistics_dtype(x.dtype)), part)
-        if isinstance(term, Bias) or term.shape[3] == 1:
-            found.append(wide)
-        else:
-            found.append(jax.linear_transpose(lambda x: _take(x, slots), jnp.zeros_like(mine, wide.dtype))(wide)[0])
+        if _has_columns(term):
+            wide = jax.linear_transpose(lambda x: _take(x, slots), jnp.zeros_like(mine, wide.dtype))(wide)[0]
+        found.append(wide)
     return tuple(found) if isinstance(bias, tuple) else found[0]
 
 
-def _at(positions: Any, slots: Any, inside: Any) -> Any:
-    """The positions of some tokens; those outside of the sequence, which nobody sees, have some that grow."""
+def _positions_at(positions: Any, slots: Any, inside: Any) -> Any:
+    """The positions of tokens. Without given positions they are the slots, also outside the sequence: they increase."""
     if positions is None:
         return slots
     if inside.shape[0] == 1:

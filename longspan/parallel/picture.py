@@ -1,6 +1,6 @@
-"""A plan drawn: which tokens each device holds, how much it computes, and what it receives from whom.
+"""Pictures of a plan: the tokens that each device holds, the pairs it computes, and the tokens it receives, by sender.
 
-A kind of step that is not known here is shown by its letter and its rows, and by its own words above the devices.
+A transfer of an unknown kind is shown by its letter and its rows.
 """
 
 import html
@@ -18,13 +18,13 @@ from longspan.render.picture import shortened
 from longspan.render.text import numbers_above
 
 if TYPE_CHECKING:
-    from longspan.parallel.plan import ParallelPlan, Step
+    from longspan.parallel.plan import ParallelPlan, Transfer
 
 NEITHER, SOME, ALL, QUERY, OWN = range(5)
 INK = ".:+q#"
-MEANING = {OWN: "holds", ALL: "receives", SOME: "receives some", QUERY: "a query that travels", NEITHER: "neither"}
-PIECES = 3  # of a step that are written out for a device
-WIDTH, LEAST = 120, 60  # characters after which a row is continued below, if its last column has so many
+MEANING = {OWN: "held", ALL: "received", SOME: "some received", QUERY: "received query", NEITHER: "neither"}
+MAX_SPANS = 3  # that are listed for one transfer and device
+MAX_WIDTH, MIN_LAST_COLUMN = 120, 60  # characters: longer rows are continued below, but their last column has 60
 HTML_DEVICES = 16
 INKS = {OWN: Ink(BLUE, 1.0), ALL: Ink(ORANGE, 0.85), QUERY: Ink("#10b981", 1.0)}
 BAR, HIGH, THIN = 64, 12, 2  # pixels
@@ -32,31 +32,31 @@ CELL = "text-align:left;padding:1px 14px 1px 0;vertical-align:top"
 FRAME = 'fill="none" stroke="currentColor" stroke-opacity="0.4"'
 
 
-class Piece(NamedTuple):
+class ReceivedSpan(NamedTuple):
     """Neighbouring tokens [start, stop) that a device receives."""
 
     kind: str
-    steps: tuple[int, ...]  # that bring them
+    steps: tuple[int, ...]  # the transfers that bring them
     start: int
     stop: int
-    sources: tuple[int, ...]  # devices that they come from
+    sources: tuple[int, ...]  # the devices that send them
 
 
-class Untold(NamedTuple):
-    """Rows of which it is not known before which tokens they are: the most that come, and of which devices, if told."""
+class UnknownRows(NamedTuple):
+    """Received rows whose tokens are known only at run time: their maximum number, and the devices that send them."""
 
     step: int
     rows: int
-    sources: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()  # empty: any device
 
 
-class Seen(NamedTuple):
-    """What a device holds and receives, forward."""
+class DeviceTokens(NamedTuple):
+    """The tokens that a device holds and receives in the forward pass."""
 
     device: int
     runs: tuple[tuple[int, int], ...]
-    pieces: tuple[Piece, ...]
-    others: tuple["Untold", ...]
+    pieces: tuple[ReceivedSpan, ...]
+    others: tuple[UnknownRows, ...]
 
     @property
     def own(self) -> str:
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
         return ", ".join(_tokens(*run) for run in runs) or "padding"
 
     def levels(self) -> Iterator[tuple[int, int, int]]:
-        """Tokens [start, stop) and what they are to the device: what lies on top comes last."""
+        """Tokens [start, stop) and their level, in the order in which they are drawn over each other."""
         for run in self.runs:
             yield *run, OWN
         for piece in sorted(self.pieces, key=lambda piece: piece.kind == "queries"):
@@ -77,26 +77,31 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
     """See `ParallelPlan.show`."""
     max_cells, devices = check_static_size("max_cells", max_cells, 1), check_static_size("devices", devices, 2)
     cell = max(1, -(-plan.length // max_cells))
-    shown = _shown(plan, devices)
-    strips = ["" if one is None else _strip(plan, one, cell) for one in shown]
     rows = [("device", "holds", "pairs", "load", numbers_above(plan.length, cell, count=4))]
-    rows += [_left(plan, one, devices, strip) for one, strip in zip(shown, strips, strict=True)]
-    right = [["receives"], *([] if one is None else [" ".join(w) for w in _received(plan, one)] for one in shown)]
+    received = [["receives"]]
+    for one in _shown(plan, devices):
+        if one is None:
+            rows.append(("...", f"{plan.shards - devices:,} more", "", "", ""))
+            received.append([])
+        else:
+            rows.append((str(one.device), one.own, *_work(plan, one.device), _strip(plan, one, cell)))
+            received.append([" ".join(words) for words in _received(plan, one)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = []
-    for row, received in zip(rows, right, strict=True):
+    for row, texts in zip(rows, received, strict=True):
         device, holds, *numbers, strip = row
         cells = [device.rjust(widths[0]), holds.ljust(widths[1])]
         cells += [number.rjust(width) for number, width in zip(numbers, widths[2:4], strict=True)]
-        table += _folded("  ".join([*cells, strip.ljust(widths[4])]), received)
-    ink = "".join(strips)
-    marks = ", ".join(f"{INK[level]} {meaning}" for level, meaning in MEANING.items() if INK[level] in ink)
-    legend = f"each {cell:,} tokens: {marks}" if cell > 1 else marks
+        table += _folded("  ".join([*cells, strip.ljust(widths[4])]), texts)
+    ink = "".join(row[4] for row in rows[1:])
+    legend = ", ".join(f"{INK[level]} {meaning}" for level, meaning in MEANING.items() if INK[level] in ink)
+    if cell > 1:
+        legend = f"cells of {cell:,} tokens: {legend}"
     return "\n".join(text.rstrip() for text in (*_head(plan), *table, f"{legend}; {_about_pairs(plan)}"))
 
 
 def picture_html(plan: "ParallelPlan") -> str:
-    """What a notebook shows of a plan."""
+    """The picture of a plan in a notebook."""
     head, *facts = _head(plan)
     shown = _shown(plan, HTML_DEVICES)
     names = "".join(f'<th style="{CELL};font-weight:600">{name}</th>' for name in _COLUMNS)
@@ -112,22 +117,22 @@ def picture_html(plan: "ParallelPlan") -> str:
     )
 
 
-def seen(plan: "ParallelPlan", device: int) -> Seen:
-    """What one device holds and receives."""
-    found, others = [], []
+def device_tokens(plan: "ParallelPlan", device: int) -> DeviceTokens:
+    """The tokens that one device holds and receives."""
+    spans, others = [], []
     for number, step in enumerate(plan.steps):
         brought = _brought(plan, step, device)
         if brought is None:
-            others += _untold(plan, number, device)
+            others += _unknown_rows(plan, number, device)
             continue
-        found += [Piece(step.kind, (number,), start, stop, (source,)) for start, stop, source in brought]
+        spans += [ReceivedSpan(step.kind, (number,), start, stop, (source,)) for start, stop, source in brought]
         if step.kind in ("columns", "queries") and plan.by_flags[step.kind == "queries"]:
-            others.append(Untold(number, plan.capacity))
-    return Seen(device, tuple(_runs(plan, device)), tuple(_joined(found)), tuple(others))
+            others.append(UnknownRows(number, plan.capacity))
+    return DeviceTokens(device, tuple(_runs(plan, device)), tuple(_joined(spans)), tuple(others))
 
 
-def _brought(plan: "ParallelPlan", step: "Step", device: int) -> list[tuple[int, int, int]] | None:
-    """Tokens [start, stop) and their owner that a step brings to a device; None: of a kind that does not tell."""
+def _brought(plan: "ParallelPlan", step: "Transfer", device: int) -> list[tuple[int, int, int]] | None:
+    """Tokens [start, stop) that a transfer brings to a device, and their owner; None if they are not known."""
     if step.kind == "permute":
         source = device - step.shift
         if not 0 <= source < plan.shards:
@@ -135,31 +140,36 @@ def _brought(plan: "ParallelPlan", step: "Step", device: int) -> list[tuple[int,
         start = chunk_of(plan.order, plan.shards, source, step.run) * _size(plan) + step.start
         found = [(start, start + step.rows, source)]
     elif step.kind == "ring":
-        # It is closed: the first device too receives from those before it, though it may not look at that.
+        # The ring is closed: the first device also receives from the last ones, even if the mask hides their keys.
         sources = [(device - d) % plan.shards for d in range(1, step.shift + 1)]
         sources += [(device + d) % plan.shards for d in range(1, step.after + 1)]
         found = [(*run, source) for source in sources for run in _runs(plan, source)]
-    elif step.kind in ("columns", "queries"):
-        found = _owned(plan, plan.columns if step.kind == "columns" else plan.queries, device)
+    elif step.kind == "columns":
+        found = _of_others(plan, plan.columns, device)
+    elif step.kind == "queries":
+        found = _of_others(plan, plan.queries, device)
     else:
         return None
     return [(start, min(stop, plan.length), source) for start, stop, source in found if start < min(stop, plan.length)]
 
 
-def _untold(plan: "ParallelPlan", number: int, device: int) -> list[Untold]:
-    """What a step brings of which each device finds out when it runs."""
+def _unknown_rows(plan: "ParallelPlan", number: int, device: int) -> list[UnknownRows]:
+    """The rows of a transfer whose tokens each device computes at run time."""
     step = plan.steps[number]
     if step.exchange is None:
-        return [Untold(number, step.rows)]
-    shifts = {device - shift: blocks for shift, blocks in step.exchange.shifts}
-    blocks = shifts or dict.fromkeys(range(plan.shards), step.exchange.blocks)
+        return [UnknownRows(number, step.rows)]
+    blocks = {device - shift: count for shift, count in step.exchange.shifts}
+    if not blocks:
+        blocks = dict.fromkeys(range(plan.shards), step.exchange.blocks)
     sources = [source for source in sorted(blocks) if 0 <= source < plan.shards and source != device]
     rows = step.exchange.unit * sum(blocks[source] for source in sources)
-    return [Untold(number, rows, tuple(sources))] if rows else []
+    if not rows:
+        return []
+    return [UnknownRows(number, rows, tuple(sources))]
 
 
-def _owned(plan: "ParallelPlan", tokens: tuple[int, ...], device: int) -> list[tuple[int, int, int]]:
-    """Tokens [start, stop) of other devices, and whose: neighbours together."""
+def _of_others(plan: "ParallelPlan", tokens: tuple[int, ...], device: int) -> list[tuple[int, int, int]]:
+    """Spans [start, stop) of those of the tokens that other devices own, and the owner."""
     if not tokens:
         return []
     token = np.array(tokens, np.int64)
@@ -167,7 +177,7 @@ def _owned(plan: "ParallelPlan", tokens: tuple[int, ...], device: int) -> list[t
     first = np.flatnonzero((np.diff(token, prepend=-2) != 1) | (np.diff(owner, prepend=-1) != 0))
     last = np.append(first[1:], len(token)) - 1
     found = zip(token[first].tolist(), (token[last] + 1).tolist(), owner[first].tolist(), strict=True)
-    return [piece for piece in found if piece[2] != device]
+    return [span for span in found if span[2] != device]
 
 
 def _runs(plan: "ParallelPlan", device: int) -> list[tuple[int, int]]:
@@ -181,28 +191,29 @@ def _size(plan: "ParallelPlan") -> int:
     return plan.rows // runs_of(plan.order)
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces of one kind that are neighbours as one, in the order of steps."""
-    joined: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.kind, piece.start)):
-        last = joined[-1] if joined else None
-        if last is not None and last.kind == piece.kind and last.stop == piece.start:
-            steps, sources = {*last.steps, *piece.steps}, {*last.sources, *piece.sources}
-            joined[-1] = Piece(piece.kind, tuple(sorted(steps)), last.start, piece.stop, tuple(sorted(sources)))
+def _joined(spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:
+    """The spans in the order of transfers; neighbouring ones of the same kind are joined."""
+    joined: list[ReceivedSpan] = []
+    for span in sorted(spans, key=lambda span: (span.kind, span.start)):
+        if joined and joined[-1].kind == span.kind and joined[-1].stop == span.start:
+            last = joined[-1]
+            steps = tuple(sorted({*last.steps, *span.steps}))
+            sources = tuple(sorted({*last.sources, *span.sources}))
+            joined[-1] = ReceivedSpan(span.kind, steps, last.start, span.stop, sources)
         else:
-            joined.append(piece)
-    return sorted(joined, key=lambda piece: (piece.steps, piece.start))
+            joined.append(span)
+    return sorted(joined, key=lambda span: (span.steps, span.start))
 
 
-def _shown(plan: "ParallelPlan", most: int) -> list[Seen | None]:
-    """Devices from both ends; None: some are left out."""
-    if plan.shards <= most:
-        return [seen(plan, device) for device in range(plan.shards)]
-    first = -(-most // 2)
+def _shown(plan: "ParallelPlan", max_devices: int) -> list[DeviceTokens | None]:
+    """The first and the last devices; None in place of those that are left out."""
+    if plan.shards <= max_devices:
+        return [device_tokens(plan, device) for device in range(plan.shards)]
+    first = -(-max_devices // 2)
     return [
-        *(seen(plan, device) for device in range(first)),
+        *(device_tokens(plan, device) for device in range(first)),
         None,
-        *(seen(plan, device) for device in range(plan.shards - most + first, plan.shards)),
+        *(device_tokens(plan, device) for device in range(plan.shards - max_devices + first, plan.shards)),
     ]
 
 
@@ -211,70 +222,72 @@ def _head(plan: "ParallelPlan") -> list[str]:
     return [first.replace(plan.text, shortened(plan.text), 1), *others]
 
 
-def _left(plan: "ParallelPlan", one: Seen | None, devices: int, strip: str) -> tuple[str, ...]:
-    """What a row shows before what the device receives."""
-    if one is None:
-        return "...", f"{plan.shards - devices:,} more", "", "", ""
-    return str(one.device), one.own, *_work(plan, one.device), strip
-
-
 def _work(plan: "ParallelPlan", device: int) -> tuple[str, str]:
-    """How many pairs a device computes, and how many that is to the mean."""
+    """The pairs that a device computes, and their ratio to the mean."""
     if plan.pairs is None:
         return "?", "?"
     mean = sum(plan.pairs) / plan.shards
-    return _short(plan.pairs[device]), f"{plan.pairs[device] / mean if mean else 1:.2f}"
+    load = 1.0
+    if mean:
+        load = plan.pairs[device] / mean
+    return _short(plan.pairs[device]), f"{load:.2f}"
 
 
-def _received(plan: "ParallelPlan", one: Seen) -> list[tuple[str, ...]]:
-    """What a device receives in words: the letters of steps, and what they bring."""
-    said = []
-    for steps, group in groupby(one.pieces, lambda piece: piece.steps):
-        pieces = list(group)
-        most = "at most " * (plan.data and pieces[0].kind == "ring")
-        said.append((steps, most + _pieces(pieces)))
+def _received(plan: "ParallelPlan", one: DeviceTokens) -> list[tuple[str, ...]]:
+    """The tokens that a device receives, in words: (letters of transfers, tokens)."""
+    texts = []
+    for steps, group in groupby(one.pieces, lambda span: span.steps):
+        spans = list(group)
+        at_most = "at most " if plan.data and spans[0].kind == "ring" else ""
+        texts.append((steps, at_most + _described(spans)))
     for step, rows, sources in one.others:
-        whose = f" of {_spans(sources)}" if sources else ""
-        said.append(((step,), f"up to {rows:,} {_unit(plan.steps[step].kind)[rows > 1]}{whose}"))
-    return [(_spans(steps, ascii_letters), words) for steps, words in sorted(said)] or [("nothing",)]
+        senders = f" from {_numbers(sources)}" if sources else ""
+        texts.append(((step,), f"up to {rows:,} {_unit(plan.steps[step].kind, rows)}{senders}"))
+    if not texts:
+        return [("nothing",)]
+    return [(_numbers(steps, ascii_letters), words) for steps, words in sorted(texts)]
 
 
-def _unit(kind: str) -> tuple[str, str]:
-    """What a step of some kind brings: one, several."""
-    return ("query", "queries") if kind == "queries" else ("row", "rows")
+def _unit(kind: str, count: int) -> str:
+    """The name of the things that a transfer brings."""
+    if kind == "queries":
+        return "query" if count == 1 else "queries"
+    return "row" if count == 1 else "rows"
 
 
-def _pieces(pieces: Sequence[Piece]) -> str:
-    count, unit = sum(piece.stop - piece.start for piece in pieces), _unit(pieces[0].kind)
-    if len(pieces) > PIECES:
-        sources = sorted({source for piece in pieces for source in piece.sources})
-        return f"{count:,} {unit[1]} of {_spans(sources)}"
-    name = f"{unit[count > 1]} " * (pieces[0].kind == "queries")
-    return name + ", ".join(f"{_tokens(piece.start, piece.stop)} of {_spans(piece.sources)}" for piece in pieces)
+def _described(spans: Sequence[ReceivedSpan]) -> str:
+    count, kind = sum(span.stop - span.start for span in spans), spans[0].kind
+    if len(spans) > MAX_SPANS:
+        sources = sorted({source for span in spans for source in span.sources})
+        return f"{count:,} {_unit(kind, 2)} from {_numbers(sources)}"
+    unit = f"{_unit(kind, count)} " if kind == "queries" else ""
+    return unit + ", ".join(f"{_tokens(span.start, span.stop)} from {_numbers(span.sources)}" for span in spans)
 
 
 def _tokens(start: int, stop: int) -> str:
-    return f"{start:,}" if stop == start + 1 else f"{start:,}-{stop - 1:,}"
+    if stop == start + 1:
+        return f"{start:,}"
+    return f"{start:,}-{stop - 1:,}"
 
 
-def _spans(numbers: Sequence[int], names: Sequence[str] | None = None) -> str:
-    """Numbers, or what they name, neighbours together, and no more than a few.
+def _numbers(numbers: Sequence[int], names: Sequence[str] | None = None) -> str:
+    """Numbers, or their names, as at most three ranges.
 
     Example:
-        >>> _spans((0, 1, 2, 5)), _spans((0, 1), "abc"), _spans((1, 3, 5, 7, 9, 11))
+        >>> _numbers((0, 1, 2, 5)), _numbers((0, 1), "abc"), _numbers((1, 3, 5, 7, 9, 11))
         ('0-2, 5', 'a-b', '1, 3, 5 ...')
     """
     found = []
     for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         same = [str(number) if names is None else names[number] for _, number in group]
         found.append(same[0] if len(same) == 1 else f"{same[0]}-{same[-1]}")
-    return ", ".join(found[:PIECES]) + " ..." * (len(found) > PIECES)
+    return ", ".join(found[:MAX_SPANS]) + " ..." * (len(found) > MAX_SPANS)
 
 
 def _folded(left: str, words: Sequence[str]) -> list[str]:
-    """A row whose last column goes on below where it would be too wide."""
+    """A row; its last column is continued on further lines if it is too wide."""
     lines, at = [left + "  "], len(left) + 2
-    width = max(WIDTH, at + LEAST)
+    width = max(MAX_WIDTH, at + MIN_LAST_COLUMN)
     for number, word in enumerate(words):
         text = word + ";" * (number + 1 < len(words))
         if len(lines[-1]) > at and len(lines[-1]) + 1 + len(text) > width:
@@ -283,7 +296,7 @@ def _folded(left: str, words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _strip(plan: "ParallelPlan", one: Seen, cell: int) -> str:
+def _strip(plan: "ParallelPlan", one: DeviceTokens, cell: int) -> str:
     """Tokens from left to right, one character per cell."""
     first = cell * np.arange(-(-plan.length // cell))
     last = np.minimum(first + cell, plan.length)
@@ -297,8 +310,10 @@ def _strip(plan: "ParallelPlan", one: Seen, cell: int) -> str:
 
 def _about_pairs(plan: "ParallelPlan") -> str:
     if plan.pairs is None:
-        return "how many pairs a device computes depends on data"
-    return f"pairs are of one head{', without global tokens' if plan.columns or plan.queries or plan.capacity else ''}"
+        return "the pairs of a device depend on the mask's arrays"
+    if plan.columns or plan.queries or plan.capacity:
+        return "pairs per head, without global tokens"
+    return "pairs per head"
 
 
 def _short(number: int | float) -> str:
@@ -318,7 +333,7 @@ def _short(number: int | float) -> str:
 _COLUMNS = ("device", "holds", "computes", "tokens", "receives")
 
 
-def _cells(plan: "ParallelPlan", one: Seen | None) -> str:
+def _cells(plan: "ParallelPlan", one: DeviceTokens | None) -> str:
     """A row of the table for pages."""
     if one is None:
         return f'<td style="{CELL}" colspan="{len(_COLUMNS)}">… {plan.shards - HTML_DEVICES:,} more</td>'
@@ -331,23 +346,23 @@ def _cells(plan: "ParallelPlan", one: Seen | None) -> str:
 
 
 def _lettered(words: Sequence[str]) -> str:
-    """Words after the letters of their steps, if they have some."""
+    """Words, after the bold letters of their transfers if there are any."""
     letters = "".join(f"<b>{html.escape(word)}</b> " for word in words[:-1])
     return letters + html.escape(words[-1])
 
 
 def _bar(plan: "ParallelPlan", device: int) -> str:
-    """How much a device computes beside the others."""
+    """A bar with the pairs of a device, relative to the busiest one."""
     if plan.pairs is None:
-        return "depends on data"
+        return "depends on the mask's arrays"
     pairs, load = _work(plan, device)
     width = BAR * plan.pairs[device] / max(*plan.pairs, 1)
     filled = f'<rect width="{width:.2f}" height="{HIGH}" {paint(INKS[OWN])}/>'
     return f"{_framed(BAR, filled)} {pairs} pairs, load {load}"
 
 
-def _drawn(plan: "ParallelPlan", one: Seen) -> str:
-    """Tokens from left to right; never too thin to be seen."""
+def _drawn(plan: "ParallelPlan", one: DeviceTokens) -> str:
+    """Tokens from left to right; narrow spans are widened to stay visible."""
     shapes = "".join(
         f'<rect x="{SIDE * start / plan.length:.2f}" width="{max(THIN, SIDE * (stop - start) / plan.length):.2f}" '
         f'height="{HIGH}" {paint(INKS[level])}/>'

@@ -1,7 +1,7 @@
-"""`plan`: which rows of keys a device must receive to attend with a mask, found from the mask's spans alone.
+"""`plan`: the rows of keys that each device must receive to attend with a mask, found from the mask's spans.
 
-A row is one token's k and v. Whatever the mask, every device runs the same program, so a step brings the same rows of
-a neighbour to every device: the hull of what any of them needs.
+A row is one token's k and v. All devices run the same program, so a transfer brings the same rows of a neighbour to
+every device: the hull (the smallest interval of rows) of those that any device needs.
 """
 
 import math
@@ -20,38 +20,39 @@ from longspan.masks import Mask
 from longspan.masks.base import POSITION
 from longspan.parallel.balance import load, pairs_of
 from longspan.parallel.exchange import Exchange, exchange
-from longspan.parallel.needs import Needs, holds_arrays, needs_of, without_arrays
+from longspan.parallel.needs import MissingKeys, holds_arrays, missing_keys, without_arrays
 from longspan.parallel.order import Order, check_order, padded
 from longspan.parallel.picture import picture_html, picture_text
 from longspan.parallel.specs import check_zigzag
 
-MOST_STEPS = 20  # permutes that are written out: beyond, a loop that sends whole shards is at most 5% over
-CAPACITY = 128  # tokens that flags may make global before the ring takes over, if nobody says
-FEWEST = 8  # and at most one of so many that a device holds
-REMEMBERED = 64  # plans of masks without arrays: those used last
-TRAVELLING = 8  # rows that a travelling query is worth: it goes out in all heads, and comes back in float32
+MAX_PERMUTES = 20  # permutes in a program: beyond, a loop that sends whole shards sends at most 5% more
+DEFAULT_CAPACITY = 128  # tokens that flags may make global before a ring is used, by default
+CAPACITY_SHARE = 8  # and at most one in so many of a device's tokens
+MAX_CACHED_PLANS = 64  # of masks without arrays: the 64 used last
+QUERY_PRICE = 8  # rows that sending a query costs: it is sent in all heads, and its output returns in float32
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing that devices send: `rows` is what each of them receives of it."""
+class Transfer:
+    """One transfer between devices: each device receives `rows` rows."""
 
     kind: str  # "permute", "ring", "exchange", "columns" or "queries"
     rows: int
     why: str
-    shift: int = 0  # permute: from how many devices before, negative: after; ring: how many shards before
-    run: int = 0  # permute: of which of the neighbour's runs
-    start: int = 0  # permute: from which of its rows on
-    after: int = 0  # ring: how many shards after
+    shift: int = 0  # permute: the source is this many devices before, if negative after; ring: shards from before
+    run: int = 0  # permute: the source's run of tokens
+    start: int = 0  # permute: the first row of that run
+    after: int = 0  # ring: shards from after
     exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What each device sends so that attention with a mask is exact; static, hashable, prints itself.
+    """The transfers between devices that make attention with a mask exact. Static; can be hashed and printed.
 
-    `sent_rows` and `sent_rows_backward` count what a device receives, `bound_rows` what the device that needs most
-    cannot do without. Where that depends on data, they are the most that may come.
+    `sent_rows` and `sent_rows_backward` count the rows that each device receives. `bound_rows` is a lower bound: the
+    rows that the device with the most missing keys needs. If they depend on the mask's arrays, all three are those of
+    the worst case.
 
     Example:
         >>> plan = ls.parallel.plan(ls.Causal() & ls.Window(511, 0), 16384, 8)
@@ -63,33 +64,33 @@ class ParallelPlan:
     length: int
     shards: int
     order: Order
-    steps: tuple[Step, ...]
+    steps: tuple[Transfer, ...]
     bound_rows: int
-    columns: tuple[int, ...] = ()  # keys that everybody sees
-    queries: tuple[int, ...] = ()  # queries that see everything
-    capacity: int = 0  # how many tokens flags may make global, besides
-    by_flags: tuple[bool, bool] = (False, False)  # whether flags name columns, and queries
-    fallback: "ParallelPlan | None" = None  # what is done if they are more
-    data: bool = False  # how far the ring goes depends on arrays
+    columns: tuple[int, ...] = ()  # global keys: every device receives them
+    queries: tuple[int, ...] = ()  # global queries: they are sent to every device
+    capacity: int = 0  # further tokens that flags may make global
+    by_flags: tuple[bool, bool] = (False, False)  # whether flags name global keys, and global queries
+    fallback: "ParallelPlan | None" = None  # the plan that is used if there are more of them
+    data: bool = False  # the number of shards in the ring depends on the mask's arrays
     sees_after: bool = False  # some device may need keys of devices after it
-    pairs: tuple[int, ...] | None = field(
-        default=None, compare=False
-    )  # what each device computes, but with global tokens
-    text: str = field(default="", compare=False)
-    key: tuple = field(default=(), compare=False, repr=False)  # what of a mask and a call it is for: `Asked.key`
+    pairs: tuple[int, ...] | None = field(default=None, compare=False)  # per device, without global tokens
+    text: str = field(default="", compare=False)  # the mask, printed
+    key: tuple = field(default=(), compare=False, repr=False)  # identifies the masks and calls of this plan
 
     @property
     def rows(self) -> int:
-        """How many tokens a device holds, padding included."""
+        """The number of tokens that a device holds, with padding."""
         return padded(self.length, self.shards, self.order) // self.shards
 
     @property
     def load(self) -> float | None:
-        """What the busiest device computes over the mean; None where it depends on data."""
-        return None if self.pairs is None else load(self.pairs)
+        """The pairs of the busiest device divided by the mean; None if it depends on the mask's arrays."""
+        if self.pairs is None:
+            return None
+        return load(self.pairs)
 
     @property
-    def ring(self) -> Step | None:
+    def ring(self) -> Transfer | None:
         return next((step for step in self.steps if step.kind == "ring"), None)
 
     @property
@@ -97,62 +98,65 @@ class ParallelPlan:
         return next((step.exchange for step in self.steps if step.exchange is not None), None)
 
     @property
-    def halo(self) -> tuple[Step, ...]:
+    def halo(self) -> tuple[Transfer, ...]:
         return tuple(step for step in self.steps if step.kind == "permute")
 
     @property
     def sent_rows(self) -> int:
-        """Rows of keys and values that a device receives, forward."""
+        """Rows of keys and values that each device receives in the forward pass."""
         return sum(self._forward(step) for step in self.steps)
 
     @property
     def sent_rows_backward(self) -> int:
-        """The same for the backward pass: gradients of rows count as rows."""
+        """Rows that each device receives in the backward pass, with the gradients of rows."""
         return sum(self._backward(step) for step in self.steps)
 
     @property
     def beyond(self) -> str:
-        """What makes the fallback necessary."""
-        cases = [f"more than {self.capacity} tokens are global"] if any(self.by_flags) else []
+        """The condition under which the fallback is used, in words."""
+        cases = []
+        if any(self.by_flags):
+            cases.append(f"more than {self.capacity} tokens are global")
         if self.exchange is not None and self.exchange.data:
-            cases.append(f"more than {self.exchange.blocks} blocks of a device are listed for another")
+            cases.append(f"a device lists more than {self.exchange.blocks} blocks of another device")
         return " or ".join(cases)
 
     @property
     def gather_rows(self) -> int:
-        """What gathering all keys and values would send."""
+        """Rows that each device would receive in an all-gather of keys and values."""
         return (self.shards - 1) * self.rows
 
-    def _forward(self, step: Step) -> int:
+    def _forward(self, step: Transfer) -> int:
+        if step.kind == "queries":
+            return 0
         if step.kind == "columns":  # an all-reduce
             return 2 * step.rows * (self.shards - 1) // self.shards
-        return 0 if step.kind == "queries" else step.rows
+        return step.rows
 
-    def _backward(self, step: Step) -> int:
+    def _backward(self, step: Transfer) -> int:
         if step.kind != "ring":
             return self._forward(step)
-        hops = hops_home(self, step)
-        return step.rows + hops * self.rows
+        return step.rows + gradient_hops(self, step) * self.rows
 
     def show(self, *, max_cells: int = 32, devices: int = 12) -> str:
-        """A picture in characters: what each device holds, computes and receives, and from whom.
+        """A text picture of the tokens that each device holds and receives, the sender, and the pairs it computes.
 
         Args:
-            max_cells: width of the picture in characters.
-            devices: how many are shown; those in the middle are left out.
+            max_cells: the largest number of cells (characters) across.
+            devices: the number of devices in the picture; devices in the middle are left out.
 
         Example:
             >>> print(ls.parallel.plan(ls.Causal() & (ls.Window(7, 0) | ls.Prefix(2)), 64, 4).show())
-            Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load 1.06
-              a  all-reduce: 2 rows, keys that everybody sees
-              b  shift +1: 7 rows, keys before
-              a device receives 10 rows forward, 10 backward; bound 9, a gather 48
+            Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load max/mean 1.06
+              a  all-reduce: 2 rows, keys that every device needs
+              b  shift +1: 7 rows, keys from the device before
+              each device receives 10 rows forward and 10 backward; lower bound 9, an all-gather 48
             device  holds  pairs  load  0       16      32      48        receives
                  0  0-15     100  0.83  ########........................  nothing
-                 1  16-31    128  1.06  +...:+++########................  a 0-1 of 0; b 9-15 of 0
-                 2  32-47    128  1.06  +...........:+++########........  a 0-1 of 0; b 25-31 of 1
-                 3  48-63    128  1.06  +...................:+++########  a 0-1 of 0; b 41-47 of 2
-            each 2 tokens: # holds, + receives, : receives some, . neither; pairs are of one head, without global tokens
+                 1  16-31    128  1.06  +...:+++########................  a 0-1 from 0; b 9-15 from 0
+                 2  32-47    128  1.06  +...........:+++########........  a 0-1 from 0; b 25-31 from 1
+                 3  48-63    128  1.06  +...................:+++########  a 0-1 from 0; b 41-47 from 2
+            cells of 2 tokens: # held, + received, : some received, . neither; pairs per head, without global tokens
         """
         return picture_text(self, max_cells, devices)
 
@@ -163,49 +167,63 @@ class ParallelPlan:
         return "\n".join(self._lines())
 
     def _lines(self, marks: Iterable[str] = repeat("")) -> list[str]:
-        busiest = "depends on data" if self.load is None else f"{self.load:.2f}"
-        head = f"{self.text}: {self.length} tokens on {self.shards} devices, {self.order}, load {busiest}"
-        lines = [head, *(f"  {mark}{line(step)}" for mark, step in zip(marks, self.steps, strict=False))]
+        busiest = "depends on the mask's arrays" if self.load is None else f"{self.load:.2f}"
+        lines = [
+            f"{self.text}: {self.length:,} tokens on {self.shards:,} devices, {self.order}, load max/mean {busiest}",
+            *(f"  {mark}{describe(step)}" for mark, step in zip(marks, self.steps, strict=False)),
+        ]
         if not self.steps:
-            lines.append("  nothing is sent")
-        most = "at most " * self.data
-        sent = f"{most}{self.sent_rows:,} rows forward, {self.sent_rows_backward:,} backward"
-        lines.append(f"  a device receives {sent}; bound {self.bound_rows:,}, a gather {self.gather_rows:,}")
+            lines.append("  no communication")
+        at_most = "at most " if self.data else ""
+        sent = f"{at_most}{self.sent_rows:,} rows forward and {self.sent_rows_backward:,} backward"
+        references = f"lower bound {self.bound_rows:,}, an all-gather {self.gather_rows:,}"
+        lines.append(f"  each device receives {sent}; {references}")
         if self.fallback is not None:
-            lines.append(f"  if {self.beyond}: {self.fallback.sent_rows:,} rows")
+            lines.append(f"  if {self.beyond}, each device receives {self.fallback.sent_rows:,} rows forward")
         return lines
 
 
-def line(step: Step) -> str:
-    """A step in words."""
-    where = {
-        "permute": f"shift {step.shift:+d}",
-        "ring": f"ring -{step.shift} +{step.after}" if step.after else f"ring -{step.shift}",
-        "exchange": f"shifts {shifts}" if (shifts := _shifts(step)) else "all-to-all",
-        "columns": "all-reduce",
-        "queries": "queries travel",
-    }[step.kind]
-    return f"{where}: {step.rows:,} rows, {step.why}"
+def describe(step: Transfer) -> str:
+    """A transfer in words."""
+    if step.kind == "queries":
+        queries = "1 query" if step.rows == 1 else f"{step.rows:,} queries"
+        return f"all-reduce of queries: {queries}, {step.why}"
+    if step.kind == "permute":
+        operation = f"shift {step.shift:+d}"
+    elif step.kind == "ring" and step.after:
+        operation = f"ring of {step.shift} shards before and {step.after} after"
+    elif step.kind == "ring":
+        operation = f"ring of {step.shift} shards" if step.shift > 1 else "ring of 1 shard"
+    elif step.kind == "exchange":
+        operation = _shifts(step) or "all-to-all"
+    else:
+        operation = "all-reduce"
+    rows = "1 row" if step.rows == 1 else f"{step.rows:,} rows"
+    return f"{operation}: {rows}, {step.why}"
 
 
-def _shifts(step: Step) -> str:
-    """The shifts of an exchange in words, if it is not one of all with all."""
-    shifts = [f"{shift:+d}" for shift, _ in step.exchange.shifts] if step.exchange is not None else []
-    return " ".join(shifts if len(shifts) <= 6 else [*shifts[:3], "..", *shifts[-3:]])
+def _shifts(step: Transfer) -> str:
+    """The shifts of an exchange; empty for an all-to-all."""
+    if step.exchange is None or not step.exchange.shifts:
+        return ""
+    shifts = [f"{shift:+d}" for shift, _ in step.exchange.shifts]
+    if len(shifts) > 6:
+        shifts = [*shifts[:3], "..", *shifts[-3:]]
+    return f"shifts {' '.join(shifts)}"
 
 
-def hops_home(plan: ParallelPlan, step: Step) -> int:
-    """How often gradients are sent on in a ring's backward pass until they are all at home."""
-    # They travel on with each step; those that went all the way round are home then, others take a leap.
+def gradient_hops(plan: ParallelPlan, step: Transfer) -> int:
+    """The number of times that gradients are sent in a ring's backward pass until each is on its owner's device."""
+    # Gradients move on with each step of the ring. After a full turn they are at home; otherwise one jump returns them.
     if not plan.data:
         return sum(d + (d < plan.shards - 1) for d in (step.shift, step.after) if d)
-    # How far they go is data: the most that it may come to, with a leap for each bit of the way home.
-    before = max((d + leaps(d + 1, plan.shards) for d in range(1, step.shift + 1)), default=0)
-    return before + max((d + leaps(-d - 1, plan.shards) for d in range(1, step.after + 1)), default=0)
+    # The distance is data. This is the worst case, with one jump for each bit of the distance home.
+    before = max((d + jumps_home(d + 1, plan.shards) for d in range(1, step.shift + 1)), default=0)
+    return before + max((d + jumps_home(-d - 1, plan.shards) for d in range(1, step.after + 1)), default=0)
 
 
-def leaps(distance: int, shards: int) -> int:
-    """How many leaps of powers of two lead home from so many devices behind."""
+def jumps_home(distance: int, shards: int) -> int:
+    """The number of jumps by powers of two that cover a distance around the ring."""
     return (distance % shards).bit_count()
 
 
@@ -219,27 +237,28 @@ def plan(
     global_capacity: int | None = None,
     kv_heads: int | None = None,
 ) -> ParallelPlan:
-    """What devices send that share a sequence, for a mask: static, whatever the mask's arrays hold.
+    """Plans the transfers between devices that share a sequence, for a mask. The plan is static.
 
-    Arrays are not looked at. `Causal() & Segments(ids)` may see all that comes before; say what you know of documents
-    with a rule: `& Window(d - 1, 0)` if none is longer than d, `& Chunk(c)` if none crosses a multiple of c.
+    The values in the mask's arrays are not read: the plan of `Causal() & Segments(ids)` allows for documents of any
+    length. Add what you know of them as a rule: `& Window(d - 1, 0)` if no document is longer than d, `& Chunk(c)` if
+    none crosses a multiple of c.
 
     Args:
-        mask: any mask for `length` queries and as many keys, whose positions are their indices.
+        mask: any mask for `length` queries and keys, whose positions are their indices.
         length: the number of tokens.
-        shards: how many devices share them.
-        order: how tokens lie on devices: "contiguous" or "zigzag".
-        global_capacity: how many tokens flags may make global before all keys are sent; by default 128, or an eighth
-            of what a device holds.
-        kv_heads: how many key/value heads the calls have, for tables that list other blocks for every head; by default
-            as many as the mask tells apart.
+        shards: the number of devices that share them.
+        order: the order of tokens on devices, "contiguous" or "zigzag".
+        global_capacity: the number of tokens that flags may make global; with more, all keys are sent. By default 128,
+            and at most an eighth of a device's tokens.
+        kv_heads: the number of key/value heads, for tables that list different blocks for each head; by default the
+            number of heads of the mask.
 
     Example:
         >>> print(ls.parallel.plan(ls.Window(3, 2), 64, 4))
-        Window(3, 2): 64 tokens on 4 devices, contiguous, load 1.02
-          shift +1: 3 rows, keys before
-          shift -1: 2 rows, keys after
-          a device receives 5 rows forward, 5 backward; bound 5, a gather 48
+        Window(3, 2): 64 tokens on 4 devices, contiguous, load max/mean 1.02
+          shift +1: 3 rows, keys from the device before
+          shift -1: 2 rows, keys from the device after
+          each device receives 5 rows forward and 5 backward; lower bound 5, an all-gather 48
         >>> ls.parallel.plan(ls.Chunk(8), 64, 4).sent_rows
         0
     """
@@ -249,9 +268,9 @@ def plan(
 def plan_communication(
     mask, length, shards, order, *, global_capacity=None, kv_heads=None, positions=True, travel=True
 ) -> ParallelPlan:
-    """`plan`, where positions may be other than indices, and queries may have to stay where they are.
+    """`plan` for calls whose positions may differ from indices, and whose queries may not be sendable.
 
-    The plans of masks without arrays are remembered.
+    Plans of masks without arrays are cached.
     """
     length, shards = check_static_size("length", length, 1), check_static_size("shards", shards, 1)
     check_order(order)
@@ -262,31 +281,34 @@ def plan_communication(
         global_capacity = check_static_size("global_capacity", global_capacity, 0)
     if kv_heads is not None:
         kv_heads = check_static_size("kv_heads", kv_heads, 1)
-    asked = Asked.of(mask, length, shards, order, positions, travel, kv_heads, global_capacity)
+    inputs = PlanInputs.of(mask, length, shards, order, positions, travel, kv_heads, global_capacity)
     try:
-        hash(asked)
+        hash(inputs)
     except TypeError:  # the mask holds arrays
-        return _plan_of(asked)
-    return remembered(asked)
+        return _make_plan(inputs)
+    return cached_plan(inputs)
 
 
-class Asked(NamedTuple):
-    """All that decides a plan."""
+class PlanInputs(NamedTuple):
+    """All that a plan depends on."""
 
     mask: Mask
     length: int
     shards: int
     order: Order
-    positions: bool  # they are indices, or not read
-    travel: bool  # queries that see everything may be sent
-    kv_heads: int  # that are told apart by tables of blocks
-    capacity: int | None  # as it was given
+    positions: bool  # positions are indices, or the mask does not read them
+    travel: bool  # global queries may be sent
+    kv_heads: int  # heads for which tables list different blocks
+    capacity: int | None  # `global_capacity` of the call
 
     @classmethod
-    def of(cls, mask, length, shards, order, positions, travel, kv_heads, capacity) -> "Asked":
-        """With what does not matter for this mask at its default."""
-        tables = any(part.listing() is not None for part in mask.walk())
-        heads = 1 if not tables else mask.heads if kv_heads is None else math.gcd(kv_heads, mask.heads)
+    def of(cls, mask, length, shards, order, positions, travel, kv_heads, capacity) -> "PlanInputs":
+        """Inputs that do not matter for this mask are set to their defaults, so that equal plans are cached once."""
+        heads = 1
+        if any(part.listing() is not None for part in mask.walk()):
+            heads = mask.heads
+            if kv_heads is not None:
+                heads = math.gcd(kv_heads, mask.heads)
         positions = positions or POSITION not in mask.reads
         if not travel:
             pinned = mask.pinned(length)
@@ -294,9 +316,9 @@ class Asked(NamedTuple):
         return cls(mask, length, shards, order, positions, travel, heads, capacity)
 
     def key(self) -> tuple[Any, ...]:
-        """What of a mask and a call, besides sizes and order, decides a plan: equal keys, equal plans.
+        """The part of a mask and a call, besides sizes and order, that decides a plan: equal keys, equal plans.
 
-        Of arrays that is their number and places in the mask, and the shape of tables that list blocks.
+        Of arrays it contains their number and place in the mask, and the shapes of tables that list blocks.
         """
         found = [listing for part in self.mask.walk() if (listing := part.listing()) is not None]
         data = [listing._replace(unlisted=None) for listing in found if listing.unlisted is not None]
@@ -304,151 +326,179 @@ class Asked(NamedTuple):
         return jax.tree.structure(self.mask), tuple(data), sizes, self.positions, self.travel, self.kv_heads
 
 
-def _plan_of(asked: Asked) -> ParallelPlan:
-    """The cheaper of two plans: with global tokens brought together by themselves, and without."""
-    mask, length, shards, order, positions, travel, _, given = asked
-    rows = padded(length, shards, order) // shards
-    capacity = min(CAPACITY, -(-rows // FEWEST)) if given is None else given
-    whole = _cheapest(asked, mask, Apart(), by_data=False)
-    rest, taken = _taken_apart(mask, length, positions, travel, capacity) or (mask, Apart())
-    found = _cheapest(asked, rest, taken, by_data=True)
+def _make_plan(inputs: PlanInputs) -> ParallelPlan:
+    """The cheaper of two plans: with separate transfers for global tokens, and without."""
+    rows = padded(inputs.length, inputs.shards, inputs.order) // inputs.shards
+    capacity = inputs.capacity
+    if capacity is None:
+        capacity = min(DEFAULT_CAPACITY, -(-rows // CAPACITY_SHARE))
+    whole = _cheapest(inputs, inputs.mask, GlobalTokens(), by_data=False)
+    rest, tokens = _split_global_tokens(inputs, capacity)
+    found = _cheapest(inputs, rest, tokens, by_data=True)
     if found.beyond:
         found = replace(found, fallback=whole)
-    wanted = given is not None and any(taken.by_flags)
-    found = found if wanted or _price(found) < _price(whole) else whole
-    return replace(found, key=asked.key())
+    capacity_given = inputs.capacity is not None and any(tokens.by_flags)
+    if not capacity_given and _price(found) >= _price(whole):
+        found = whole
+    return replace(found, key=inputs.key())
 
 
-remembered = lru_cache(maxsize=REMEMBERED)(_plan_of)
+cached_plan = lru_cache(maxsize=MAX_CACHED_PLANS)(_make_plan)
 
 
 def check_shared(mask: Mask, length: int, shards: int) -> None:
-    """A mask for so many tokens, and at least one of them for every device."""
+    """A mask for this number of tokens, and at least one token for each device."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`mask` must be a Mask, got {type(mask).__name__}.")
     check_extents(mask, q_len=length, kv_len=length)
     if length < shards:
-        raise ValueError(f"{length} tokens cannot be shared by {shards} devices: give each at least one.")
+        raise ValueError(f"{length} tokens cannot be shared by {shards} devices. Give each device at least one token.")
 
 
 def _price(plan: ParallelPlan) -> int:
-    """Rows, where a travelling query counts for several."""
-    return plan.sent_rows + sum(TRAVELLING * step.rows for step in plan.steps if step.kind == "queries")
+    """Rows that are sent; a query counts as `QUERY_PRICE` rows."""
+    return plan.sent_rows + sum(QUERY_PRICE * step.rows for step in plan.steps if step.kind == "queries")
 
 
-class Apart(NamedTuple):
-    """The tokens that are brought together by themselves."""
+class GlobalTokens(NamedTuple):
+    """The global tokens of a mask that have transfers of their own."""
 
-    columns: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()  # keys
     queries: tuple[int, ...] = ()
     capacity: int = 0
     by_flags: tuple[bool, bool] = (False, False)
 
 
-def _taken_apart(mask: Mask, length, positions: bool, travel: bool, capacity: int) -> tuple[Mask, Apart] | None:
-    """The mask without its global tokens, and these; None if there are none, or none that can be told."""
-    pinned = mask.pinned(length)
+def _split_global_tokens(inputs: PlanInputs, capacity: int) -> tuple[Mask, GlobalTokens]:
+    """The mask without its global tokens, and these; the whole mask if there are none, or none that can be sent."""
+    pinned = inputs.mask.pinned(inputs.length)
     by_flags = (bool(pinned.kv_flags), bool(pinned.q_flags))
-    if not (pinned.columns or pinned.rows or any(by_flags)):
-        return None
-    if not positions and (pinned.columns or pinned.rows):
-        return None
-    if not travel and (pinned.rows or by_flags[1]):
-        return None
-    if any(by_flags) and not capacity:
-        return None
-    columns, rows = (tuple(sorted(found)) for found in (pinned.columns, pinned.rows))
-    return pinned.rest, Apart(columns, rows, capacity if any(by_flags) else 0, by_flags)
+    listed = bool(pinned.columns or pinned.rows)
+    if (
+        not (listed or any(by_flags))
+        or (listed and not inputs.positions)
+        or (not inputs.travel and (pinned.rows or by_flags[1]))
+        or (any(by_flags) and not capacity)
+    ):
+        return inputs.mask, GlobalTokens()
+    if not any(by_flags):
+        capacity = 0
+    return pinned.rest, GlobalTokens(tuple(sorted(pinned.columns)), tuple(sorted(pinned.rows)), capacity, by_flags)
 
 
-def _cheapest(asked: Asked, rest: Mask, taken: Apart, by_data: bool) -> ParallelPlan:
-    """The plan of a mask without what is taken from it; tables that are data make devices exchange blocks, or not."""
-    rows = padded(asked.length, asked.shards, asked.order) // asked.shards
+def _cheapest(inputs: PlanInputs, rest: Mask, tokens: GlobalTokens, by_data: bool) -> ParallelPlan:
+    """The plan of a mask without its global tokens, with or without an exchange of the blocks that tables list.
+
+    `by_data` allows an exchange for tables that are data.
+    """
+    rows = padded(inputs.length, inputs.shards, inputs.order) // inputs.shards
     blocks = None
-    if asked.order == "contiguous":
-        blocks = exchange(rest, asked.length, asked.shards, rows, asked.kv_heads, asked.positions, by_data)
-    found = _made(asked, rest, taken, None)
+    if inputs.order == "contiguous":
+        blocks = exchange(rest, inputs.length, inputs.shards, rows, inputs.kv_heads, inputs.positions, by_data)
+    without = _plan_with(inputs, rest, tokens, None)
     if blocks is None:
-        return found
-    other = _made(asked, rest, taken, blocks)
-    return other if _price(other) < _price(found) else replace(found, bound_rows=other.bound_rows)
+        return without
+    exchanging = _plan_with(inputs, rest, tokens, blocks)
+    if _price(exchanging) < _price(without):
+        return exchanging
+    return replace(without, bound_rows=exchanging.bound_rows)
 
 
-def _made(asked: Asked, rest: Mask, taken: Apart, blocks: Exchange | None) -> ParallelPlan:
-    mask, length, shards, order, positions = asked[:5]
+def _plan_with(inputs: PlanInputs, rest: Mask, tokens: GlobalTokens, blocks: Exchange | None) -> ParallelPlan:
+    mask, length, shards, order, positions = inputs[:5]
     known = without_arrays(rest, positions)
-    needs = needs_of(known, length, shards, order)
+    missing = missing_keys(known, length, shards, order)
     data = holds_arrays(rest) or not positions
     rows = padded(length, shards, order) // shards
-    columns = len(taken.columns) + taken.capacity * taken.by_flags[0]
-    bound = needs.bound if blocks is None else min(needs.bound, blocks.bound)
+    bound = missing.bound
+    columns = len(tokens.columns) + tokens.capacity * tokens.by_flags[0]
     if blocks is not None:
-        taken = taken._replace(columns=tuple(sorted({*taken.columns, *blocks.popular_tokens(length)})))
-    steps = (
-        [*_token_steps(taken, blocks), *_key_steps(needs, rest, shards, rows, order, data, blocks)]
-        if shards > 1
-        else []
-    )
+        bound = min(bound, blocks.bound)
+        tokens = tokens._replace(columns=tuple(sorted({*tokens.columns, *blocks.popular_tokens(length)})))
+    steps = []
+    if shards > 1:
+        bound += columns
+        steps += _token_transfers(tokens, blocks)
+        steps += _key_transfers(missing, rest, shards, rows, order, data, blocks)
+    pairs = None
+    if not data:
+        pairs = tuple(np.rint(pairs_of(known, length, shards, order)).astype(int).tolist())
     return ParallelPlan(
         mask=without_arrays(mask, positions),
         length=length,
         shards=shards,
         order=order,
         steps=tuple(steps),
-        bound_rows=min(bound + columns * (shards > 1), (shards - 1) * rows),
-        columns=taken.columns,
-        queries=taken.queries,
-        capacity=taken.capacity,
-        by_flags=taken.by_flags,
+        bound_rows=min(bound, (shards - 1) * rows),
+        columns=tokens.columns,
+        queries=tokens.queries,
+        capacity=tokens.capacity,
+        by_flags=tokens.by_flags,
         data=data and any(step.kind == "ring" for step in steps),
-        sees_after=order == "contiguous" and needs.reach[1] > 0,
-        pairs=None if data else tuple(np.rint(pairs_of(known, length, shards, order)).astype(int).tolist()),
+        sees_after=order == "contiguous" and missing.reach[1] > 0,
+        pairs=pairs,
         text=repr(mask),
     )
 
 
-def _token_steps(taken: Apart, blocks: Exchange | None) -> list[Step]:
-    """How tokens come together that do so by themselves."""
+def _token_transfers(tokens: GlobalTokens, blocks: Exchange | None) -> list[Transfer]:
+    """The transfers of global keys and global queries."""
     steps = []
-    if columns := len(taken.columns) + taken.capacity * taken.by_flags[0]:
-        who = "most devices list" if blocks is not None and blocks.popular else "everybody sees"
-        steps.append(Step("columns", columns, f"keys that {who}"))
-    if queries := len(taken.queries) + taken.capacity * taken.by_flags[1]:
-        steps.append(Step("queries", queries, "queries that see everything, and what they saw"))
+    if columns := len(tokens.columns) + tokens.capacity * tokens.by_flags[0]:
+        who = "most devices need" if blocks is not None and blocks.popular else "every device needs"
+        steps.append(Transfer("columns", columns, f"keys that {who}"))
+    if queries := len(tokens.queries) + tokens.capacity * tokens.by_flags[1]:
+        steps.append(Transfer("queries", queries, "with keys on every device, and their outputs"))
     return steps
 
 
-def _key_steps(
-    needs: Needs, rest: Mask, shards: int, rows: int, order: str, data: bool, blocks: Exchange | None
-) -> list[Step]:
-    """How the keys that a device lacks come to it: blocks of all, rows of a few neighbours, or shard after shard."""
+def _key_transfers(
+    missing: MissingKeys, rest: Mask, shards: int, rows: int, order: str, data: bool, blocks: Exchange | None
+) -> list[Transfer]:
+    """The transfers of the keys that devices lack: an exchange of blocks, permutes from neighbours, or a ring."""
     if blocks is not None:
-        why = "blocks that a table lists" + ", by head" * (blocks.heads > 1)
-        return [Step("exchange", blocks.rows, why, exchange=blocks)] if blocks.rows else []
-    ring = _ring(needs, shards, order)
-    hulls = needs.hulls
-    if hulls is not None and len(hulls) <= MOST_STEPS:
+        if not blocks.rows:
+            return []
+        by_head = ", different for each head" if blocks.heads > 1 else ""
+        return [Transfer("exchange", blocks.rows, f"blocks that a table lists{by_head}", exchange=blocks)]
+    before, after = _ring(missing, shards, order)
+    hulls = missing.hulls
+    if hulls is not None and len(hulls) <= MAX_PERMUTES:
         steps = [
-            Step("permute", stop - start, "keys before" if shift > 0 else "keys after", shift, run, start)
+            Transfer("permute", stop - start, f"keys from {_neighbour(shift)}", shift, run, start)
             for (shift, run), (start, stop) in hulls.items()
         ]
-        # A ring sends no more than two shards at a time; if all must go round, it holds far fewer than they are.
-        less = sum(step.rows for step in steps) - sum(ring) * rows
-        if less < 0 or (less == 0 and sum(ring) < shards - 1):
+        # Permutes are chosen if they send less than a ring. If all shards are needed whole, both send as much, and the
+        # ring is better: it holds at most two shards at a time, permutes hold all of them.
+        more = sum(step.rows for step in steps) - (before + after) * rows
+        if more < 0 or (more == 0 and before + after < shards - 1):
             return steps
-    return [Step("ring", sum(ring) * rows, _why(rest, data), ring[0], after=ring[1])] if sum(ring) else []
+    if not before + after:
+        return []
+    return [Transfer("ring", (before + after) * rows, _why_ring(rest, data), before, after=after)]
 
 
-def _ring(needs: Needs, shards: int, order: str) -> tuple[int, int]:
-    """How many shards must come from before and from after; all of them go round one way."""
-    before, after = needs.reach
+def _neighbour(shift: int) -> str:
+    side = "before" if shift > 0 else "after"
+    if abs(shift) == 1:
+        return f"the device {side}"
+    return f"{abs(shift)} devices {side}"
+
+
+def _ring(missing: MissingKeys, shards: int, order: str) -> tuple[int, int]:
+    """The number of shards that a ring brings from before and from after; all shards come from one side."""
+    before, after = missing.reach
+    if not before + after:
+        return 0, 0
     if order == "zigzag" or before + after >= shards - 1:
-        return (shards - 1 if before + after else 0), 0
+        return shards - 1, 0
     return before, after
 
 
-def _why(rest: Mask, data: bool) -> str:
+def _why_ring(rest: Mask, data: bool) -> str:
     unbounded = rest.unbounded()
     if unbounded:
         return f"{unbounded[0]!r} has no bounds"
-    return "as far as the arrays say" if data else "every shard is seen"
+    if data:
+        return "worst case: the mask's arrays decide how many shards are sent"
+    return "keys of each of these shards are needed"

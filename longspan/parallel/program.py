@@ -1,4 +1,7 @@
-"""What every device runs: its own keys first, then those of others, each pair once; and the same backwards."""
+"""The program that every device runs: attention to its own keys, then to those of others, and the backward pass.
+
+Each pair of a query and a key is computed once, on one device. Partial results are combined by their log-sum-exps.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -14,293 +17,320 @@ from longspan.combine import Result, combine
 from longspan.engines import Request
 from longspan.engines.gradient import Passes, differentiable
 from longspan.masks import Mask
-from longspan.parallel.by_head import bias_of_all, of_head, one_head, over_heads, side_by_side
-from longspan.parallel.collectives import Columns, Halo, Listed, gathered, reach, ring, ring_back, scattered, tokens
-from longspan.parallel.exchange import Lists, lists, tables_only
-from longspan.parallel.parts import Selection, Setting, attended, gradients, nothing, slots_of
+from longspan.parallel.by_head import bias_of_all, merge_heads, of_head, one_head, over_heads
+from longspan.parallel.collectives import (
+    GlobalKeys,
+    Halo,
+    ListedBlocks,
+    gathered,
+    global_tokens,
+    reach,
+    ring,
+    ring_back,
+    scattered,
+)
+from longspan.parallel.exchange import BlockLists, block_lists, tables_only
+from longspan.parallel.parts import (
+    ShardConfig,
+    TokenSelection,
+    attend_to_part,
+    empty_result,
+    gradients_of_part,
+    slots_of,
+)
 from longspan.parallel.plan import ParallelPlan
 
 
-def attend(setting: Setting, call: Request) -> tuple[Any, Any]:
-    """(out, lse) of this device's queries, differentiable once.
+def attend(config: ShardConfig, call: Request) -> tuple[Any, Any]:
+    """(out, lse) of this device's queries; first derivatives are supported.
 
-    The call has this device's q, k, v and rows of the bias; its mask and positions are those of all tokens, in order.
+    The call has this device's q, k, v and rows of the bias. Its mask and positions are those of all tokens, in order.
     """
-    forward = partial(_forward, setting)
-    return differentiable(Passes("ls.parallel.attention", forward, forward, partial(_backward, setting)), call)
+    forward = partial(_forward, config)
+    return differentiable(Passes("ls.parallel.attention", forward, forward, partial(_backward, config)), call)
 
 
-class Device(NamedTuple):
-    """One device, while it runs: what it holds, and which tokens come to it besides its neighbours'."""
+class ShardInputs(NamedTuple):
+    """The inputs of one device's program: its part of the call, and the tokens that it receives."""
 
-    setting: Setting
-    number: Any  # int32 []: which shard this is
+    config: ShardConfig
+    number: Any  # int32 []: the number of its shard
     call: Request
-    own: Selection  # its queries
-    columns: Any  # (slots, real) of the keys that everybody sees, or None
-    rows: Any  # (slots, real) of the queries that see everything, or None
-    lists: Lists | None  # the blocks that are exchanged
+    own: TokenSelection  # its queries
+    columns: Any  # (slots, real) of the global keys, or None
+    rows: Any  # (slots, real) of the global queries, or None
+    lists: BlockLists | None  # the blocks that are exchanged
 
     def hidden_keys(self, slots: Any, foreign: Any) -> Any:
-        """Keys that everybody sees come by themselves to all but their owner."""
-        return None if self.columns is None else foreign & _one_of(slots, *self.columns)
+        """Global keys among the keys of other devices: they are received separately. None if there are none."""
+        if self.columns is None:
+            return None
+        return foreign & _is_listed(slots, *self.columns)
 
-    def shard(self, distance) -> Selection:
-        """The keys of the device that is so many before this one."""
-        plan = self.setting.plan
+    def shard(self, distance) -> TokenSelection:
+        """The keys of the device `distance` before this one."""
+        plan = self.config.plan
         slots = slots_of(plan, (self.number - distance) % np.int32(plan.shards))
         inside = plan.rows * plan.shards == plan.length
-        return Selection(slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
+        return TokenSelection(slots, self.hidden_keys(slots, jnp.asarray(distance != 0)), inside)
 
-    def ways(self) -> tuple[Halo | None, Columns | None, Listed | None]:
-        """How keys come to this device, besides the ring."""
-        return (
-            Halo(self.setting, self.number) if self.setting.plan.halo else None,
-            None if self.columns is None else Columns(self.setting, self.number, *self.columns),
-            None if self.lists is None else Listed(self.setting, self.lists),
-        )
+    def sources(self) -> tuple[Halo | None, GlobalKeys | None, ListedBlocks | None]:
+        """The collectives that bring keys to this device, other than the ring."""
+        halo = columns = blocks = None
+        if self.config.plan.halo:
+            halo = Halo(self.config, self.number)
+        if self.columns is not None:
+            columns = GlobalKeys(self.config, self.number, *self.columns)
+        if self.lists is not None:
+            blocks = ListedBlocks(self.config, self.lists)
+        return halo, columns, blocks
 
-    def foreign(self, way: Any) -> Selection:
-        """The keys that come one way."""
-        if isinstance(way, Columns):
-            return Selection(way.slots, way.hidden(), inside=True)
-        slots = way.slots()
+    def received(self, source: Any) -> TokenSelection:
+        """The keys that a source brings."""
+        if isinstance(source, GlobalKeys):
+            return TokenSelection(source.slots, source.hidden(), inside=True)
+        slots = source.slots()
         hidden = self.hidden_keys(slots, True)
-        if isinstance(way, Listed):
-            hidden = way.hidden() if hidden is None else way.hidden() | hidden
-        return Selection(slots, hidden)
+        if isinstance(source, ListedBlocks):
+            unused = source.hidden()
+            hidden = unused if hidden is None else unused | hidden
+        return TokenSelection(slots, hidden)
 
     def over(
-        self, kv: Any, keys: Selection, call: Request | None = None
-    ) -> tuple[Setting, Request, Selection, Selection]:
-        """What is asked of an engine: this device's queries, or those of one head, over some keys."""
-        call = self.call if call is None else call
-        return self.setting, replace(call, k=kv[0], v=kv[1]), self.own, keys
+        self, kv: Any, keys: TokenSelection, call: Request | None = None
+    ) -> tuple[ShardConfig, Request, TokenSelection, TokenSelection]:
+        """The arguments of `attend_to_part`: this device's queries, or those of one head, and some keys."""
+        if call is None:
+            call = self.call
+        return self.config, replace(call, k=kv[0], v=kv[1]), self.own, keys
 
-    def attended(self, way: Any, kv: Any) -> Result:
-        """This device's queries over the keys that came one way."""
-        if not _by_head(way):
-            return attended(*self.over(kv, self.foreign(way)))
+    def attend_to(self, source: Any, kv: Any) -> Result:
+        """Attention of this device's queries to the keys of a source."""
+        if not _by_head(source):
+            return attend_to_part(*self.over(kv, self.received(source)))
         heads = kv[0].shape[2]
 
         def one(head):
-            call, keys = of_head(self.call, head, heads), self.foreign(way.of_head(head))
-            return attended(*self.over(one_head(kv, head, heads), keys, call))
+            call, keys = of_head(self.call, head, heads), self.received(source.of_head(head))
+            return attend_to_part(*self.over(one_head(kv, head, heads), keys, call))
 
-        return side_by_side(over_heads(one, heads))
+        return merge_heads(over_heads(one, heads))
 
-    def gradients(self, way: Any, kv: Any, given: tuple[Result, Any, Any]) -> tuple[Any, Any, Any]:
-        """(dq, dkv, dbias) of the same."""
-        if not _by_head(way):
-            return gradients(*self.over(kv, self.foreign(way)), *given)
+    def gradients(self, source: Any, kv: Any, given: tuple[Result, Any, Any]) -> tuple[Any, Any, Any]:
+        """(dq, dkv, dbias) of `attend_to`."""
+        if not _by_head(source):
+            return gradients_of_part(*self.over(kv, self.received(source)), *given)
         heads = kv[0].shape[2]
 
         def one(head):
-            call, keys = of_head(self.call, head, heads), self.foreign(way.of_head(head))
-            return gradients(*self.over(one_head(kv, head, heads), keys, call), *one_head(given, head, heads))
+            call, keys = of_head(self.call, head, heads), self.received(source.of_head(head))
+            return gradients_of_part(*self.over(one_head(kv, head, heads), keys, call), *one_head(given, head, heads))
 
         dq, dkv, dbias = over_heads(one, heads)
-        return side_by_side(dq), side_by_side(dkv), bias_of_all(self.call.bias, dbias)
+        return merge_heads(dq), merge_heads(dkv), bias_of_all(self.call.bias, dbias)
 
 
-def _by_head(way: Any) -> bool:
-    return isinstance(way, Listed) and way.by_head
+def _by_head(source: Any) -> bool:
+    return isinstance(source, ListedBlocks) and source.by_head
 
 
-class Saved(NamedTuple):
-    """What the backward pass need not ask for again."""
+class SavedForBackward(NamedTuple):
+    """Results of the forward pass's communication, which the backward pass does not repeat."""
 
     halo: Any = None  # k, v
     columns: Any = None  # k, v
     listed: Any = None  # k, v
-    rows: Any = None  # q, and lse over all keys
+    rows: Any = None  # q of the global queries, and their lse over all keys
     distances: Any = None  # how far the ring went, if that is data
-    beyond: Any = None  # whether global tokens were too many
-    otherwise: Any = None  # what the way for too many need not ask for again
+    beyond: Any = None  # whether the fallback was used
+    fallback: Any = None  # what the fallback saved
 
 
-def _here(setting: Setting, call: Request) -> tuple[Device, Mask, Any]:
-    """This device, the mask without its global tokens, and how many of these are too many."""
-    plan = setting.plan
-    number = jax.lax.axis_index(setting.axis).astype(np.int32)
+def _shard_inputs(config: ShardConfig, call: Request) -> tuple[ShardInputs, Mask, Any]:
+    """The inputs, the mask without its global tokens, and the number of tokens or blocks beyond the plan's capacity."""
+    plan = config.plan
+    number = jax.lax.axis_index(config.axis).astype(np.int32)
     slots = slots_of(plan, number)
     pinned = call.mask.pinned(plan.length)
-    columns = rows = None
+    columns = rows = hidden = lists = None
     beyond = jnp.zeros((), np.int32)
     if any(step.kind == "columns" for step in plan.steps):
-        *columns, more = tokens(plan, plan.columns, pinned.kv_flags, plan.by_flags[0])
-        beyond = jnp.maximum(beyond, more)
+        *columns, extra = global_tokens(plan, plan.columns, pinned.kv_flags, plan.by_flags[0])
+        beyond = jnp.maximum(beyond, extra)
     if any(step.kind == "queries" for step in plan.steps):
-        *rows, more = tokens(plan, plan.queries, pinned.q_flags, plan.by_flags[1])
-        beyond = jnp.maximum(beyond, more)
-    hidden = None if rows is None else _one_of(slots, *rows)
-    rest = _rest(plan, call.mask)
-    blocks = None
+        *rows, extra = global_tokens(plan, plan.queries, pinned.q_flags, plan.by_flags[1])
+        beyond = jnp.maximum(beyond, extra)
+        hidden = _is_listed(slots, *rows)
+    rest = _without_global_tokens(plan, call.mask)
     if plan.exchange is not None:
-        blocks = _lists(plan, call, number, rest)
-        beyond = jnp.maximum(beyond, blocks.beyond)
-    return Device(setting, number, call, Selection(slots, hidden), columns, rows, blocks), rest, beyond
+        lists = _lists(plan, call, number, rest)
+        beyond = jnp.maximum(beyond, lists.beyond)
+    return ShardInputs(config, number, call, TokenSelection(slots, hidden), columns, rows, lists), rest, beyond
 
 
-def _rest(plan: ParallelPlan, mask: Mask) -> Mask:
-    """The mask without its global tokens, if the plan brings those together by themselves."""
+def _without_global_tokens(plan: ParallelPlan, mask: Mask) -> Mask:
+    """The mask without its global tokens, if the plan has transfers for them; else the whole mask."""
     pinned = mask.pinned(plan.length)
-    taken = pinned.columns <= {*plan.columns} and pinned.rows <= {*plan.queries}
-    return pinned.rest if taken and (bool(pinned.kv_flags), bool(pinned.q_flags)) == plan.by_flags else mask
+    in_plan = pinned.columns <= {*plan.columns} and pinned.rows <= {*plan.queries}
+    if in_plan and (bool(pinned.kv_flags), bool(pinned.q_flags)) == plan.by_flags:
+        return pinned.rest
+    return mask
 
 
-def _lists(plan: ParallelPlan, call: Request, number: Any, rest: Mask) -> Lists:
+def _lists(plan: ParallelPlan, call: Request, number: Any, rest: Mask) -> BlockLists:
     """The blocks that are exchanged."""
-    of = plan.exchange
-    assert of is not None
+    exchange = plan.exchange
+    assert exchange is not None
     known = tables_only(rest, not call.has_positions)
     numbers = None if call.rows is None else (call.rows, call.heads)
-    return lists(known, of, number, numbers, plan.rows // of.unit, plan.length, call.dims["K"])
+    return block_lists(known, exchange, number, numbers, plan.rows // exchange.unit, plan.length, call.dims["K"])
 
 
-def _forward(setting: Setting, call: Request) -> Result:
-    """The plan's way, or that for too many global tokens: which one, all devices agree."""
-    device, rest, beyond = _here(setting, call)
-    if setting.plan.fallback is None:
-        return _found(device, rest)
-    other = replace(setting, plan=setting.plan.fallback)
+def _forward(config: ShardConfig, call: Request) -> Result:
+    """The forward pass of the plan, or of its fallback: all devices choose the same one."""
+    inputs, rest, beyond = _shard_inputs(config, call)
+    if config.plan.fallback is None:
+        return _forward_as_planned(inputs, rest)
+    other = replace(config, plan=config.plan.fallback)
 
-    # A way saves what it brought, and nothing in the place of what the other would have saved.
-    there = jax.eval_shape(lambda: _forward(other, call).residuals)
-    usual = jax.eval_shape(lambda: _found(device, rest).residuals)
+    # Both branches of `cond` must return the same shapes: each fills the other's saved arrays with zeros.
+    fallback_shapes = jax.eval_shape(lambda: _forward(other, call).residuals)
+    planned_shapes = jax.eval_shape(lambda: _forward_as_planned(inputs, rest).residuals)
 
-    def otherwise() -> Result:
+    def fallback() -> Result:
         found = _forward(other, call)
-        return found._replace(residuals=_nothing_of(usual)._replace(otherwise=found.residuals))
+        return found._replace(residuals=_zeros_of(planned_shapes)._replace(fallback=found.residuals))
 
     def as_planned() -> Result:
-        found = _found(device, rest)
-        return found._replace(residuals=found.residuals._replace(otherwise=_nothing_of(there)))
+        found = _forward_as_planned(inputs, rest)
+        return found._replace(residuals=found.residuals._replace(fallback=_zeros_of(fallback_shapes)))
 
-    # All axes: programs of other rows and heads wait for each other too.
-    too_many = jax.lax.pmax(beyond, setting.everybody) > 0
-    found = jax.lax.cond(too_many, otherwise, as_planned)
+    # Over all mesh axes, because devices with other rows and heads take part in the same collectives.
+    too_many = jax.lax.pmax(beyond, config.all_axes) > 0
+    found = jax.lax.cond(too_many, fallback, as_planned)
     return found._replace(residuals=found.residuals._replace(beyond=too_many))
 
 
-def _nothing_of(shapes: Any) -> Any:
+def _zeros_of(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _found(device: Device, rest: Mask) -> Result:
-    setting, call = device.setting, device.call
-    plan, own = setting.plan, (call.k, call.v)
-    brought = Saved(*(None if way is None else way.bring(*own) for way in device.ways()))
+def _forward_as_planned(inputs: ShardInputs, rest: Mask) -> Result:
+    config, call = inputs.config, inputs.call
+    plan, own = config.plan, (call.k, call.v)
+    saved = SavedForBackward(*(None if source is None else source.bring(*own) for source in inputs.sources()))
 
     def visit(shard, distance, part: Result) -> Result:
-        return combine([part, attended(*device.over(shard, device.shard(distance)))])
+        return combine([part, attend_to_part(*inputs.over(shard, inputs.shard(distance)))])
 
-    part = nothing(call)
+    part = empty_result(call)
     if plan.ring is None:
         part = visit(own, 0, part)
     else:
-        distances = _distances(device, rest)
-        part = ring(setting, own, distances, visit, part)
-        brought = brought._replace(distances=distances if plan.data else None)
-    for way, kv in zip(device.ways(), brought[:3], strict=True):
-        if way is not None:
-            part = combine([part, device.attended(way, kv)])
-    if device.rows is not None:
-        part, rows = _row_part(device, part)
-        brought = brought._replace(rows=rows)
-    return _with_sinks(part, call.sinks)._replace(residuals=brought)
+        distances = _distances(inputs, rest)
+        part = ring(config, own, distances, visit, part)
+        if plan.data:
+            saved = saved._replace(distances=distances)
+    for source, kv in zip(inputs.sources(), saved[:3], strict=True):
+        if source is not None:
+            part = combine([part, inputs.attend_to(source, kv)])
+    if inputs.rows is not None:
+        part, rows = _global_queries(inputs, part)
+        saved = saved._replace(rows=rows)
+    return _with_sinks(part, call.sinks)._replace(residuals=saved)
 
 
 def _with_sinks(part: Result, sinks: Any) -> Result:
-    """The sinks' logits joined in, once."""
+    """The result with the sink logits added to the softmax."""
     if sinks is None:
         return part
     logits = sinks.astype(part.lse.dtype).reshape(1, 1, -1)
     return combine([part, Result(None, jnp.broadcast_to(logits, part.lse.shape))])
 
 
-def _distances(device: Device, rest: Mask) -> tuple[Any, Any]:
-    """How far the ring goes, before and after."""
-    plan = device.setting.plan
+def _distances(inputs: ShardInputs, rest: Mask) -> tuple[Any, Any]:
+    """The number of shards that the ring visits before and after."""
+    plan = inputs.config.plan
     assert plan.ring is not None
     if not plan.data:
         return plan.ring.shift, plan.ring.after
-    return reach(device.setting, device.number, device.call, rest)
+    return reach(inputs.config, inputs.number, inputs.call, rest)
 
 
-def _row_part(device: Device, part: Result) -> tuple[Result, Any]:
-    """The queries that see everything: they travel, each device answers for its own keys, their owner gets the sum."""
-    setting, call, (slots, real) = device.setting, device.call, device.rows
-    q = gathered(setting, device.number, slots, real, call.q)
-    mine = attended(*_travelling(device, q))
-    whole = combine([mine], across=setting.axis)
+def _global_queries(inputs: ShardInputs, part: Result) -> tuple[Result, Any]:
+    """Global queries are sent to all devices, each attends to its own keys, and the owner receives the combination."""
+    config, call, (slots, real) = inputs.config, inputs.call, inputs.rows
+    q = gathered(config, inputs.number, slots, real, call.q)
+    mine = attend_to_part(*_sent_queries(inputs, q))
+    whole = combine([mine], across=config.axis)
+    # Rows are added into zeros, so lse = -inf travels as 0 with a flag.
     placed = scattered(
-        setting, device.number, slots, real, jax.tree.map(jnp.zeros_like, part),
+        config, inputs.number, slots, real, jax.tree.map(jnp.zeros_like, part),
         whole._replace(lse=jnp.where(whole.lse == -jnp.inf, 0, whole.lse)),
     )  # fmt: skip
     seen = scattered(
-        setting, device.number, slots, real,
+        config, inputs.number, slots, real,
         jnp.zeros(part.lse.shape, np.int32), (whole.lse != -jnp.inf).astype(np.int32),
     )  # fmt: skip
     placed = placed._replace(lse=jnp.where(seen == 0, -jnp.inf, placed.lse))
     return combine([part, placed]), (q, _with_sinks(whole, call.sinks)._replace(out=None))
 
 
-def _travelling(device: Device, q: Any) -> tuple[Setting, Request, Selection, Selection]:
-    """What is asked of an engine: queries that see everything over this device's keys."""
-    slots, real = device.rows
-    # Arrays along the queries cannot travel: plans keep such queries at home.
-    call = replace(device.call, q=q)
-    return device.setting, call, Selection(slots, ~real), device.shard(0)._replace(hidden=None)
+def _sent_queries(inputs: ShardInputs, q: Any) -> tuple[ShardConfig, Request, TokenSelection, TokenSelection]:
+    """The arguments of `attend_to_part`: global queries, and this device's keys."""
+    slots, real = inputs.rows
+    # Biases with rows by query cannot be sent: plans of such calls send no queries.
+    call = replace(inputs.call, q=q)
+    return inputs.config, call, TokenSelection(slots, ~real), inputs.shard(0)._replace(hidden=None)
 
 
-def _backward(setting: Setting, call: Request, result: Result, delta, dout) -> tuple[Any, Any, Any, Any]:
-    device, rest, _ = _here(setting, call)
+def _backward(config: ShardConfig, call: Request, result: Result, delta, dout) -> tuple[Any, Any, Any, Any]:
+    inputs, rest, _ = _shard_inputs(config, call)
     saved = result.residuals
-    if setting.plan.fallback is None:
-        return _taken_back(device, rest, result, delta, dout)
-    other = replace(setting, plan=setting.plan.fallback)
+    if config.plan.fallback is None:
+        return _backward_as_planned(inputs, rest, result, delta, dout)
+    other = replace(config, plan=config.plan.fallback)
     return jax.lax.cond(
         saved.beyond,
-        lambda: _backward(other, call, result._replace(residuals=saved.otherwise), delta, dout),
-        lambda: _taken_back(device, rest, result, delta, dout),
+        lambda: _backward(other, call, result._replace(residuals=saved.fallback), delta, dout),
+        lambda: _backward_as_planned(inputs, rest, result, delta, dout),
     )
 
 
-def _taken_back(device: Device, rest: Mask, result: Result, delta, dout) -> tuple[Any, Any, Any, Any]:
-    setting, call, saved = device.setting, device.call, result.residuals
-    plan, own, given = setting.plan, (call.k, call.v), (result._replace(out=None, residuals=None), delta, dout)
+def _backward_as_planned(inputs: ShardInputs, rest: Mask, result: Result, delta, dout) -> tuple[Any, Any, Any, Any]:
+    config, call, saved = inputs.config, inputs.call, result.residuals
+    plan, own, given = config.plan, (call.k, call.v), (result._replace(out=None, residuals=None), delta, dout)
     state = _zeros(call.q), _zeros(partition_floats(call.bias)[0])
     totals = _zeros(own)
 
     def visit(shard, distance, state):
-        dq, dkv, dbias = gradients(*device.over(shard, device.shard(distance)), *given)
+        dq, dkv, dbias = gradients_of_part(*inputs.over(shard, inputs.shard(distance)), *given)
         return dkv, _plus(state, (dq, dbias))
 
     if plan.ring is None:
         dkv, state = visit(own, 0, state)
         totals = _plus(totals, dkv)
     else:
-        distances = _distances(device, rest) if saved.distances is None else saved.distances
-        state, totals = ring_back(setting, own, distances, visit, state, totals)
-    for way, kv in zip(device.ways(), saved[:3], strict=True):
-        if way is not None:
-            dq, dkv, dbias = device.gradients(way, kv, given)
-            state, totals = _plus(state, (dq, dbias)), way.take_home(dkv, totals)
+        distances = _distances(inputs, rest) if saved.distances is None else saved.distances
+        state, totals = ring_back(config, own, distances, visit, state, totals)
+    for source, kv in zip(inputs.sources(), saved[:3], strict=True):
+        if source is not None:
+            dq, dkv, dbias = inputs.gradients(source, kv, given)
+            state, totals = _plus(state, (dq, dbias)), source.take_home(dkv, totals)
     (dq, dbias), (dk, dv) = state, totals
-    if device.rows is not None:
-        return _row_gradients(device, saved.rows, delta, dout, (dq, dk, dv, dbias))
+    if inputs.rows is not None:
+        return _global_query_gradients(inputs, saved.rows, delta, dout, (dq, dk, dv, dbias))
     return dq, dk, dv, dbias
 
 
-def _row_gradients(device: Device, saved, delta, dout, so_far) -> tuple[Any, Any, Any, Any]:
-    setting, (slots, real) = device.setting, device.rows
+def _global_query_gradients(inputs: ShardInputs, saved, delta, dout, so_far) -> tuple[Any, Any, Any, Any]:
+    config, (slots, real) = inputs.config, inputs.rows
     q, whole = saved
-    delta, dout = gathered(setting, device.number, slots, real, (delta, dout))
-    dq, dkv, dbias = gradients(*_travelling(device, q), whole, delta, dout)
-    home = jax.lax.psum(dq, setting.axis)
+    delta, dout = gathered(config, inputs.number, slots, real, (delta, dout))
+    dq, dkv, dbias = gradients_of_part(*_sent_queries(inputs, q), whole, delta, dout)
+    total_dq = jax.lax.psum(dq, config.axis)
     return (
-        scattered(setting, device.number, slots, real, so_far[0], home),
+        scattered(config, inputs.number, slots, real, so_far[0], total_dq),
         *_plus(so_far[1:3], dkv),
         _plus(so_far[3], dbias),
     )
@@ -314,9 +344,9 @@ def _plus(totals: Any, more: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), totals, more)
 
 
-def _one_of(slots, listed, real):
-    """Which of some slots [1, n] are among those listed [B or 1, m], as far as these are real."""
-    # By bisection: a long prefix would make a table of all pairs as large as a mask.
+def _is_listed(slots, listed, real):
+    """Which of the slots [1, n] are among the real ones of `listed` [B or 1, m]."""
+    # By bisection: for a long prefix, a table of all pairs would be as large as a dense mask.
     rows = jnp.sort(jnp.where(real, listed, np.int32(FAR)), axis=1)
     place = jax.vmap(lambda row: jnp.searchsorted(row, slots[0]))(rows)
     return jnp.take_along_axis(rows, jnp.minimum(place, rows.shape[1] - 1), axis=1) == slots

@@ -1,4 +1,4 @@
-"""What `explain` tells of devices that share a sequence."""
+"""The part of `explain` about devices that share a sequence."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ import numpy as np
 from longspan.engines import Request
 from longspan.parallel.arrays import lettered
 from longspan.parallel.call import check_call, chosen_plan
-from longspan.parallel.plan import ParallelPlan, line
+from longspan.parallel.plan import ParallelPlan, describe
 from longspan.parallel.specs import Axes
-from longspan.parallel.traffic import Sizes, Traffic, traffic
+from longspan.parallel.traffic import DeviceSizes, Traffic, traffic
 
 
 def sending(request: Request, axes: Axes, order: str, global_capacity: int | None) -> dict[str, Any]:
@@ -19,11 +19,11 @@ def sending(request: Request, axes: Axes, order: str, global_capacity: int | Non
     check_call(axes, request, order)
     plan = chosen_plan(None, request, axes, order, global_capacity)
     bytes_of = traffic(plan, sizes_of(request, axes))
-    lines = [_head(plan), *_lines(plan, bytes_of), *_arrays(request, axes, bytes_of)]
+    lines = [_head(plan), *_transfers(plan, bytes_of), *_arrays(request, axes, bytes_of)]
     lines += _not_counted(request, axes, plan)
     if plan.fallback is not None:
         other = traffic(plan.fallback, sizes_of(request, axes))
-        lines.append(f"depends on data: if {plan.beyond}, {other.forward:,} B forward, {other.backward:,} B backward")
+        lines.append(f"if {plan.beyond}: {other.forward:,} B forward, {other.backward:,} B backward")
     return dict(
         sent_bytes=bytes_of.forward,
         sent_bytes_backward=bytes_of.backward,
@@ -33,48 +33,50 @@ def sending(request: Request, axes: Axes, order: str, global_capacity: int | Non
     )
 
 
-def sizes_of(request: Request, axes: Axes) -> Sizes:
-    """What one device holds of a call."""
+def sizes_of(request: Request, axes: Axes) -> DeviceSizes:
+    """The sizes of a call's arrays on one device."""
     B, _, _, N, K, H, Hv = request.dims.values()
     parts = axes.count(axes.heads)
     kv_heads = K * axes.repeats(K) // parts
     devices = axes.count(tuple(axes.mesh.axis_names))
     arrays = _by_token(request, axes)
-    return Sizes(B // axes.count(axes.batch), N // parts, kv_heads, H, Hv, request.q.dtype, devices, arrays)
+    return DeviceSizes(B // axes.count(axes.batch), N // parts, kv_heads, H, Hv, request.q.dtype, devices, arrays)
 
 
 def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
-    """What the mask's arrays and positions take, besides the keys."""
+    """The bytes of the mask's arrays and of positions."""
     sent = int(bytes_of.arrays)
-    lines = [f"ids, flags and positions of tokens that come: {sent:,} B forward"] if sent else []
+    lines = []
+    if sent:
+        lines.append(f"ids, flags and positions of the received tokens: {sent:,} B forward")
     pairs = [x for letters, x in lettered(_known(request), request.dims["T"]) if letters[-1:] != "t" and x.ndim > 1]
     size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pairs)
     if size:
         share = size * (axes.shards - 1) // axes.shards
-        lines.append(f"not counted: the mask's tables are whole on every device, {share:,} B if they come split")
+        lines.append(f"not counted: the mask's tables are replicated, {share:,} B if they are sharded before the call")
     return lines
 
 
 def _not_counted(request: Request, axes: Axes, plan: ParallelPlan) -> list[str]:
-    """What XLA sends besides, before and after what devices run together."""
+    """The bytes that XLA sends before and after the program, in words."""
     T, repeats = request.dims["T"], axes.repeats(request.dims["K"])
     lines = []
     if plan.rows * plan.shards != T:
         lines.append(
-            f"not counted: arrays of {T} tokens cannot be split over {plan.shards} devices, so the output is whole on "
-            "each of them. `ls.parallel.shard_batch` pads the arrays, and the output then stays split"
+            f"not counted: arrays of {T} tokens cannot be split evenly over {plan.shards} devices, so the output is "
+            "replicated. If you pad the arrays with `ls.parallel.shard_batch`, the output stays sharded"
         )
     if repeats > 1:
-        lines.append(f"not counted: the sum of gradients of key/value heads, which are repeated {repeats} times")
-    learnt = [name for name, given in (("sinks", request.sinks), ("bias", request.bias)) if given is not None]
-    if learnt:
-        lines.append(f"not counted: the sum of gradients of {' and '.join(learnt)}, where they are asked for")
+        lines.append(f"not counted: summing the gradients of key/value heads, which are repeated {repeats} times")
+    trainable = [name for name, given in (("sinks", request.sinks), ("bias", request.bias)) if given is not None]
+    if trainable:
+        lines.append(f"not counted: summing the gradients of {' and '.join(trainable)}, if they are computed")
     return lines
 
 
 def _known(request: Request) -> Any:
     T = request.dims["T"]
-    return request.mask, *(_rows(p, T) for p in (request.q_positions, request.kv_positions))
+    return request.mask, _rows(request.q_positions, T), _rows(request.kv_positions, T)
 
 
 def _rows(positions: Any, length: int) -> Any:
@@ -84,7 +86,7 @@ def _rows(positions: Any, length: int) -> Any:
 
 
 def _by_token(request: Request, axes: Axes) -> tuple[tuple[int, int], ...]:
-    """(entries per token on one device, bytes of one) of each array that is laid out as the tokens are."""
+    """(entries per token on one device, bytes per entry) of each array that is sharded like the tokens."""
     T, found = request.dims["T"], []
     for letters, x in lettered(_known(request), T):
         if letters[-1:] == "t":
@@ -94,16 +96,13 @@ def _by_token(request: Request, axes: Axes) -> tuple[tuple[int, int], ...]:
 
 
 def _head(plan: ParallelPlan) -> str:
-    load = "depends on data" if plan.load is None else f"{plan.load:.2f}"
+    load = "depends on the mask's arrays" if plan.load is None else f"{plan.load:.2f}"
     return f"{plan.shards} share the sequence, {plan.order}, {plan.rows:,} tokens each; load max/mean {load}"
 
 
-def _lines(plan: ParallelPlan, bytes_of: Traffic) -> list[str]:
-    most = "at most " if plan.data else ""
-    lines = [
-        f"{line(step)}: {most}{int(forward):,} B forward, {int(backward):,} B backward"
-        for step, forward, backward in bytes_of.steps
-    ]
-    if plan.data:
-        lines.append("depends on data: the ring goes as far as the mask's arrays say; this is the worst case")
+def _transfers(plan: ParallelPlan, bytes_of: Traffic) -> list[str]:
+    at_most = "at most " if plan.data else ""
+    lines = []
+    for step, forward, backward in bytes_of.steps:
+        lines.append(f"{describe(step)}: {at_most}{int(forward):,} B forward, {int(backward):,} B backward")
     return lines or ["nothing"]

@@ -1,4 +1,4 @@
-"""How the operands of a call are laid out on a mesh: which axis of each array is split, and over which devices."""
+"""The sharding of a call's arrays on a mesh: which axis of each array is split over which mesh axes."""
 
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from longspan.masks.pytree import axes_of
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh by what they split."""
+    """The mesh axes that split the batch, the heads and the sequence."""
 
     mesh: Mesh | AbstractMesh
     batch: tuple[str, ...]
@@ -27,16 +27,18 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: Any, axis: str, batch_axes: Any, head_axis: Any) -> "Axes":
-        """Of the names given, those that the mesh has; the sequence's must be there."""
+        """The given names that the mesh has; the axis of the sequence is required."""
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(
-                f"`mesh` must be a jax.sharding.Mesh, as `ls.parallel.mesh` makes, got {type(mesh).__name__}."
+                f"`mesh` must be a jax.sharding.Mesh, as from `ls.parallel.mesh`, got {type(mesh).__name__}."
             )
         if axis not in mesh.axis_names:
             listed = ", ".join(repr(name) for name in mesh.axis_names)
-            raise ValueError(f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the one that shares T.")
-        given = axis_names("batch_axes", batch_axes), axis_names("head_axis", head_axis)
-        batch, heads = (tuple(name for name in names if name in mesh.axis_names) for names in given)
+            raise ValueError(
+                f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the axis that shares the sequence."
+            )
+        batch = tuple(name for name in axis_names("batch_axes", batch_axes) if name in mesh.axis_names)
+        heads = tuple(name for name in axis_names("head_axis", head_axis) if name in mesh.axis_names)
         twice = {name for name in (*batch, *heads, axis) if (*batch, *heads, axis).count(name) > 1}
         if twice:
             raise ValueError(
@@ -57,40 +59,48 @@ class Axes:
         return self.count((*self.batch, *self.heads)) > 1
 
     def repeats(self, kv_heads: int) -> int:
-        """How often key/value heads are repeated, so that they can be split like the heads."""
+        """The number of times that key/value heads are repeated, so that they can be split like the query heads."""
         parts = self.count(self.heads)
-        return 1 if kv_heads % parts == 0 else int(np.lcm(kv_heads, parts)) // kv_heads
+        if kv_heads % parts == 0:
+            return 1
+        return int(np.lcm(kv_heads, parts)) // kv_heads
 
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
-        """Of an array whose axes are these letters, t being the sequence; an axis of size 1 stands for all."""
+        """The spec of an array whose axes are these letters; "t" is the sequence, and axes of size 1 are not split."""
         names = {"B": self.batch, "N": self.heads, "t": (self.sequence,)}
-        return P(
-            *(names.get(letter, ()) or None if size > 1 else None for letter, size in zip(letters, shape, strict=True))
-        )
+        entries: list[tuple[str, ...] | None] = []
+        for letter, size in zip(letters, shape, strict=True):
+            split = names.get(letter, ()) if size > 1 else ()
+            entries.append(split or None)
+        return P(*entries)
 
     def explicit(self, spec: P) -> P:
-        """The part of a spec that types say: of axes that are explicit."""
+        """The spec without mesh axes that are not explicit, as in the types of arrays."""
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-        kept = (tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in entries)
-        return P(*(names or None for names in kept))
+        entries: list[tuple[str, ...] | None] = []
+        for entry in spec:
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            entries.append(tuple(name for name in names if kinds[name] == AxisType.Explicit) or None)
+        return P(*entries)
 
     def number(self, names: tuple[str, ...]) -> Any:
-        """The number of this device among those that split an axis; inside `shard_map`."""
-        return jax.lax.axis_index(names).astype(np.int32) if names else jnp.zeros((), np.int32)
+        """The number of this device along some mesh axes; inside `shard_map`."""
+        if not names:
+            return jnp.zeros((), np.int32)
+        return jax.lax.axis_index(names).astype(np.int32)
 
 
 def rule_specs(axes: Axes, rule: Bias) -> Any:
-    """A spec for every array of a bias: batch rows and heads are split, the sequence is not.
+    """The spec of each array of a `Bias`: batch rows and heads are split, the sequence is not.
 
-    Arrays whose axes nobody knows are whole everywhere; rules read them by the numbers of rows and heads.
+    Arrays of unknown axes are replicated; rules read them by the numbers of rows and heads.
     """
     leaves, tree = jax.tree.flatten(rule)
     return tree.unflatten([axes.spec(names, np.shape(leaf)) for names, leaf in zip(axes_of(rule), leaves, strict=True)])
 
 
 def as_data(mask: Mask) -> Mask:
-    """The mask, where tables that tell heads or rows apart are arrays that can be split, not constants."""
+    """The mask in which tables with an axis of heads are arrays that can be sharded, not constants."""
     parts = mask.parts()
     if parts:
         return mask.with_parts([as_data(part) for part in parts])
@@ -99,25 +109,27 @@ def as_data(mask: Mask) -> Mask:
         for name, letters in type(mask).array_axes.items()
         if isinstance(getattr(mask, name), np.ndarray) and "N" in letters
     }
-    return replace(cast(Any, mask), **tables) if tables else mask
+    if not tables:
+        return mask
+    return replace(cast(Any, mask), **tables)
 
 
-def about_slots(mask: Mask) -> Mask | None:
-    """A rule of the mask that is told by slots, not by tokens, and means nothing in another order; None: no such."""
+def rule_by_slot(mask: Mask) -> Mask | None:
+    """A rule of the mask that reads slots other than by token, and so is wrong in another order; None if none does."""
     return next((part for part in mask.walk() if not part.parts() and SLOT in part.reads and not part.by_token), None)
 
 
 def check_zigzag(mask: Mask, bias: Any = None) -> None:
-    """Nothing that is told by slots."""
-    bad = about_slots(mask)
+    """The mask and the bias have no rules by slot."""
+    bad = rule_by_slot(mask)
     if bad is not None:
         raise ValueError(
-            f"order='zigzag' moves tokens to other slots, and {bad!r} is about slots. Use order='contiguous', or a "
+            f"order='zigzag' moves tokens to other slots, but {bad!r} is a rule by slot. Use order='contiguous', or a "
             "rule by position or by ids."
         )
     for term in terms(bias):
         if not isinstance(term, Bias) and min(term.shape[2:]) > 1:
             raise ValueError(
-                f"order='zigzag' moves tokens to other slots, and a bias of shape {tuple(term.shape)} is about slots. "
+                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} is by slot. "
                 "Use order='contiguous', or a `Bias` by position."
             )

@@ -58,20 +58,20 @@ def test_a_sharded_batch_is_attended_as_the_whole_is(order):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_is_what_fill_says():
+def test_padding_has_the_value_of_fill():
     placed = ls.parallel.shard_batch(dict(x=np.ones((1, 5), int)), ls.parallel.mesh(sp=4), fill=dict(x=7))
     assert placed["x"].tolist() == [[1] * 5 + [7] * 3]
 
 
 REFUSED = {
-    "The batch has 'positions' already": dict(positions=np.zeros((2, 41))),
-    "must have as many tokens: 'a' has 41, 'b' has 40": dict(a=np.zeros((2, 41)), b=np.zeros((2, 40))),
-    "must have as many batch rows": dict(a=np.zeros((2, 41)), b=np.zeros(3)),
+    "The batch already has 'positions'": dict(positions=np.zeros((2, 41))),
+    "must have the same number of tokens, but 'a' has 41, 'b' has 40": dict(a=np.zeros((2, 41)), b=np.zeros((2, 40))),
+    "must have the same number of batch rows": dict(a=np.zeros((2, 41)), b=np.zeros(3)),
     "has no array": dict(a=np.zeros(3)),
     "2 tokens cannot be shared by 4 devices": dict(a=np.zeros((2, 2))),
     "3 batch rows cannot be split over 2 devices": dict(a=np.zeros((3, 41))),
     "'labels' is uint8, which cannot hold -100": dict(labels=np.zeros((2, 41), np.uint8)),
-    "but 'mask' is None: leave it out": dict(a=np.zeros((2, 41)), mask=None),
+    "but 'mask' is None. Leave it out": dict(a=np.zeros((2, 41)), mask=None),
     "must be arrays by name, got list": [np.zeros((2, 41))],
 }
 
@@ -82,8 +82,8 @@ def test_batches_that_cannot_be_sharded_are_refused(message):
         ls.parallel.shard_batch(REFUSED[message], MESHES["dp2-sp4"]())
 
 
-def test_fill_names_what_is_in_the_batch():
-    with pytest.raises(ValueError, match="`fill` names 'label', which is not in the batch: 'labels'"):
+def test_fill_may_only_name_arrays_of_the_batch():
+    with pytest.raises(ValueError, match=r"`fill` names 'label', which is not in the batch. The batch has 'labels'"):
         ls.parallel.shard_batch(dict(labels=np.zeros((2, 41))), MESHES["sp4"](), fill=dict(label=0))
 
 
@@ -99,16 +99,16 @@ def test_explicit_axes_too(order):
     assert jax.typeof(again).sharding.spec == P("dp", "sp")
 
 
-def test_unshard_refuses_what_shard_batch_does_not_make():
+def test_unshard_refuses_lengths_that_shard_batch_does_not_return():
     mesh = ls.parallel.mesh(sp=4)
-    with pytest.raises(ValueError, match="7 tokens are not what `shard_batch` makes for 4 devices, zigzag"):
+    with pytest.raises(ValueError, match=r"7 tokens, which is no length of a batch .* 4 devices and order='zigzag'"):
         ls.parallel.unshard(jnp.zeros((1, 7)), mesh, order="zigzag")
-    with pytest.raises(ValueError, match="length=9 is more than the 8 tokens"):
+    with pytest.raises(ValueError, match="`length` must be at most the 8 tokens of the array, got 9"):
         ls.parallel.unshard(jnp.zeros((1, 8)), mesh, length=9)
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"dp=3 · fsdp=1 · tp=1 · sp=8 are 24 devices, but there are 8"):
+    with pytest.raises(ValueError, match=r"dp=3 · fsdp=1 · tp=1 · sp=8 takes 24 devices, but there are 8"):
         ls.parallel.mesh(dp=3, sp=8)
 
 
@@ -116,7 +116,7 @@ SIZES = dict(batch=1, heads=16, kv_heads=2, head_dim=128, dtype=jnp.bfloat16)
 
 
 def test_a_windows_cost_is_its_halo():
-    """1,047,552 bytes: what XLA's program for a real topology was seen to send."""
+    """1,047,552 bytes are also counted in XLA's program for a real topology."""
     cost = ls.parallel.cost(ls.parallel.plan(ls.Causal() & ls.Window(1023, 0), 1 << 20, 256), **SIZES)
     assert cost.sent_bytes == cost.bound_bytes == 1_047_552
     pairs = (1 << 20) * 1024 - 1023 * 1024 // 2
@@ -133,16 +133,48 @@ def test_more_shards_stop_paying_when_a_shard_is_smaller_than_the_window():
 def test_a_ring_stops_paying_when_the_link_takes_longer():
     costs = [ls.parallel.cost(ls.parallel.plan(ls.Causal(), 1 << 20, n, "zigzag"), **SIZES) for n in (16, 4096)]
     assert [cost.more_shards_pay for cost in costs] == [True, False]
-    assert "the link takes longer than the products" in str(costs[1])
+    assert "more shards do not pay: communication takes at least as long as compute" in str(costs[1])
 
 
-def test_global_queries_are_everybodys_work():
+def test_global_queries_do_not_change_the_load():
     mask = ls.Window(64, 64) | ls.Global((0, 1))
     assert ls.parallel.cost(ls.parallel.plan(mask, 1 << 16, 16), **SIZES).load < 1.1
 
 
-def test_cost_refuses_what_is_no_plan():
-    with pytest.raises(TypeError, match=r"`plan` must be what `ls.parallel.plan` makes, got Causal"):
+def test_cost_prints_memory_and_an_estimate_for_twice_the_devices():
+    cost = ls.parallel.cost(ls.parallel.plan(ls.Causal() & (ls.Window(1023, 0) | ls.Prefix(4)), 1 << 20, 256), **SIZES)
+    row = 2 * 2 * 128 * 2  # k and v of two heads, bfloat16
+    assert cost.shard_bytes == 4096 * (2 * 16 * 128 * 2 + row)
+    assert cost.received_bytes == (1023 + 4) * row
+    assert cost.doubled.shards == 512 and cost.doubled.rows == 2048 and cost.doubled.doubled is None
+    assert cost.doubled.compute_seconds == pytest.approx(cost.compute_seconds / 2, rel=0.01)
+    text = str(cost)
+    assert "assumed chip       TPU v5e: 197 TFLOP/s, of which attention reaches 40%; link 50 GB/s" in text
+    assert "memory             36 MB of q, k, v and out, 1.003 MB of received rows" in text
+    assert "twice the devices  0.766 ms of compute and" in text
+    assert "twice the devices" in cost._repr_html_()
+
+
+def test_a_ring_holds_two_shards_and_global_queries_their_outputs():
+    ring = ls.parallel.cost(ls.parallel.plan(ls.Causal(), 1 << 12, 8), **SIZES)
+    assert ring.received_bytes == 2 * 512 * 2 * 2 * 128 * 2
+    plan = ls.parallel.plan(ls.Chunk(512) | ls.Global((0,)), 1 << 12, 8)
+    assert [step.kind for step in plan.steps] == ["columns", "queries"]
+    assert ls.parallel.cost(plan, **SIZES).received_bytes == 2 * 2 * 128 * 2 + 16 * (128 * 2 + 130 * 4)
+
+
+def test_cost_has_no_estimate_for_twice_the_devices_without_the_masks_flags():
+    flags = np.zeros((1, 1 << 12), bool)
+    plan = ls.parallel.plan(ls.Window(64, 64) | ls.Global(q_flags=flags, kv_flags=flags), 1 << 12, 8)
+    assert "no estimate: it depends on the mask's arrays" in str(ls.parallel.cost(plan, **SIZES))
+    assert ls.parallel.cost(ls.parallel.plan(ls.Causal(), 8, 8), **SIZES).doubled is None
+    # Worst cases are compared with worst cases.
+    documents = ls.parallel.plan(ls.Causal() & ls.Segments(np.zeros((1, 64), int)), 64, 4)
+    assert ls.parallel.cost(documents, **SIZES).doubled.gather_bytes == 7 * 8 * 2 * 2 * 128 * 2
+
+
+def test_cost_refuses_wrong_arguments():
+    with pytest.raises(TypeError, match=r"`plan` must be a ParallelPlan from `ls.parallel.plan`, got Causal"):
         ls.parallel.cost(ls.Causal(), **SIZES)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`chip` must be a Chip, such as `ls.parallel.V5E`, got 'H100'"):
         ls.parallel.cost(ls.parallel.plan(ls.Causal(), 64, 4), **SIZES | dict(chip="H100"))

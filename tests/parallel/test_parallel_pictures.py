@@ -1,4 +1,4 @@
-"""What a plan's picture says of devices: it is what the mask makes them need, and what the plan counts."""
+"""Pictures of plans: devices hold or receive the keys that the mask requires, as many as the plan counts."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.parallel.picture import seen
+from longspan.parallel.picture import device_tokens
 from tests.parallel.families import BY_TOKEN, FAMILIES
 from tests.selection import one_in
 
@@ -34,7 +34,7 @@ def test_every_key_that_a_device_needs_is_held_or_received(order, name):
     # Which tokens flags make global is not known before.
     told = mask.pinned(length).rest if any(plan.by_flags) else mask
     allowed = np.asarray(told.dense(length, length)).any((0, 1))
-    everybody = [seen(plan, device) for device in range(shards)]
+    everybody = [device_tokens(plan, device) for device in range(shards)]
     assert tokens_of(run for one in everybody for run in one.runs) == {*range(length)}
     for one in everybody:
         own = tokens_of(one.runs)
@@ -55,42 +55,44 @@ def test_every_key_that_a_device_needs_is_held_or_received(order, name):
 @pytest.mark.parametrize("mask", [ls.Window(60, 9), ls.Causal() & ls.Window(100, 0), ls.Causal()], ids=repr)
 def test_a_device_in_the_middle_receives_as_many_rows_as_the_plan_counts(mask, order):
     plan = ls.parallel.plan(mask, 1024, 8, order)
-    assert sum(piece.stop - piece.start for piece in seen(plan, 4).pieces) == plan.sent_rows
+    assert sum(piece.stop - piece.start for piece in device_tokens(plan, 4).pieces) == plan.sent_rows
 
 
 def test_a_picture_of_a_longformer_on_four_devices():
     shown = ls.parallel.plan(ls.Window(3, 3) | ls.Global((0, 40)), 64, 4).show(max_cells=16)
     assert shown.splitlines() == [
-        "Window(3, 3) | Global((0, 40)): 64 tokens on 4 devices, contiguous, load 1.03",
-        "  a  all-reduce: 2 rows, keys that everybody sees",
-        "  b  queries travel: 2 rows, queries that see everything, and what they saw",
-        "  c  shift +1: 3 rows, keys before",
-        "  d  shift -1: 3 rows, keys after",
-        "  a device receives 9 rows forward, 9 backward; bound 8, a gather 48",
+        "Window(3, 3) | Global((0, 40)): 64 tokens on 4 devices, contiguous, load max/mean 1.03",
+        "  a  all-reduce: 2 rows, keys that every device needs",
+        "  b  all-reduce of queries: 2 queries, with keys on every device, and their outputs",
+        "  c  shift +1: 3 rows, keys from the device before",
+        "  d  shift -1: 3 rows, keys from the device after",
+        "  each device receives 9 rows forward and 9 backward; lower bound 8, an all-gather 48",
         "device  holds  pairs  load  0   16  32  48    receives",
-        "     0  0-15     106  0.97  ####:.....q.....  a 40 of 2; b query 40 of 2; d 16-18 of 1",
+        "     0  0-15     106  0.97  ####:.....q.....  a 40 from 2; b query 40 from 2; d 16-18 from 1",
         "     1  16-31    112  1.03  q..:####:.q.....  "
-        "a 0 of 0, 40 of 2; b queries 0 of 0, 40 of 2; c 13-15 of 0; d 32-34 of 2",
-        "     2  32-47    112  1.03  q......:####:...  a 0 of 0; b query 0 of 0; c 29-31 of 1; d 48-50 of 3",
-        "     3  48-63    106  0.97  q.........q:####  a 0 of 0, 40 of 2; b queries 0 of 0, 40 of 2; c 45-47 of 2",
-        "each 4 tokens: # holds, : receives some, q a query that travels, . neither; "
-        "pairs are of one head, without global tokens",
+        "a 0 from 0, 40 from 2; b queries 0 from 0, 40 from 2; c 13-15 from 0;",
+        46 * " " + "d 32-34 from 2",
+        "     2  32-47    112  1.03  q......:####:...  a 0 from 0; b query 0 from 0; c 29-31 from 1; d 48-50 from 3",
+        "     3  48-63    106  0.97  q.........q:####  "
+        "a 0 from 0, 40 from 2; b queries 0 from 0, 40 from 2; c 45-47 from 2",
+        "cells of 4 tokens: # held, : some received, q received query, . neither; "
+        "pairs per head, without global tokens",
     ]
 
 
 def test_zigzag_shows_both_runs_and_a_ring_everything_else():
     rows = rows_of(ls.parallel.plan(ls.Causal(), 64, 4, "zigzag").show(max_cells=16))
     assert [row.split("  ")[-2:] for row in rows] == [
-        ["##++++++++++++##", "a 8-55 of 1-3"],
-        ["++##++++++++##++", "a 0-7 of 0, 16-47 of 2-3, 56-63 of 0"],
-        ["++++##++++##++++", "a 0-15 of 0-1, 24-39 of 3, 48-63 of 0-1"],
-        ["++++++####++++++", "a 0-23 of 0-2, 40-63 of 0-2"],
+        ["##++++++++++++##", "a 8-55 from 1-3"],
+        ["++##++++++++##++", "a 0-7 from 0, 16-47 from 2-3, 56-63 from 0"],
+        ["++++##++++##++++", "a 0-15 from 0-1, 24-39 from 3, 48-63 from 0-1"],
+        ["++++++####++++++", "a 0-23 from 0-2, 40-63 from 0-2"],
     ]
 
 
 def test_chunks_receive_nothing():
     shown = ls.parallel.plan(ls.Chunk(8), 64, 8).show()
-    assert "nothing is sent" in shown
+    assert "no communication" in shown
     assert all(row.endswith("  nothing") for row in rows_of(shown))
 
 
@@ -98,13 +100,13 @@ def test_chunks_receive_nothing():
 @pytest.mark.parametrize(
     "mask", [ls.Causal() & (ls.Window(4095, 0) | ls.Prefix(4)), ls.Causal(), ls.Window(511, 511) | ls.Global((0,))]
 )
-def test_many_devices_are_told_by_both_ends_on_a_screen(mask, order):
+def test_many_devices_are_shown_by_both_ends_on_a_screen(mask, order):
     shown = ls.parallel.plan(mask, MILLION, 256, order).show()
     rows = [row.split()[0] for row in rows_of(shown)]
     assert rows == ["0", "1", "2", "3", "4", "5", "...", "250", "251", "252", "253", "254", "255"]
     assert "244 more" in shown
     assert len(shown.splitlines()) < 48
-    assert max(map(len, shown.splitlines())) < 170
+    assert max(map(len, shown.splitlines())) < 176
 
 
 def test_the_number_of_devices_and_of_characters_can_be_chosen():
@@ -117,44 +119,44 @@ def test_the_number_of_devices_and_of_characters_can_be_chosen():
         plan.show(devices=1)
 
 
-def test_what_depends_on_data_is_said_to():
+def test_pictures_name_what_depends_on_data():
     ids, flags = np.zeros((1, 64), int), np.zeros((1, 64), bool)
     ring = ls.parallel.plan(ls.Causal() & ls.Segments(ids), 64, 4)
-    assert "how many pairs a device computes depends on data" in ring.show()
-    assert rows_of(ring.show())[0].split("  ")[-1] == "a at most 16-63 of 1-3"
+    assert "the pairs of a device depend on the mask's arrays" in ring.show()
+    assert rows_of(ring.show())[0].split("  ")[-1] == "a at most 16-63 from 1-3"
     flagged = ls.parallel.plan(ls.Window(2, 2) | ls.Global(q_flags=flags, kv_flags=flags), 64, 4)
-    assert rows_of(flagged.show())[0].endswith("  a up to 2 rows; b up to 2 queries; d 16-17 of 1")
-    assert "if more than 2 tokens are global: 48 rows" in flagged.show()
-    assert "depends on data" in ring._repr_html_()
+    assert rows_of(flagged.show())[0].endswith("  a up to 2 rows; b up to 2 queries; d 16-17 from 1")
+    assert "if more than 2 tokens are global, each device receives 48 rows forward" in flagged.show()
+    assert "depends on the mask's arrays" in ring._repr_html_()
 
 
-def test_random_blocks_are_told_by_the_devices_that_they_come_from():
+def test_random_blocks_are_shown_with_the_devices_that_send_them():
     blocks = ls.bigbird_random_blocks(4096, block_size=64, num_random_blocks=3, num_heads=2, seed=0)
     plan = ls.parallel.plan(ls.bigbird(4096, block_size=64, rand_attn=blocks), 4096, 8)
     shown = plan.show()
-    assert "  c  shifts +1 -1: 128 rows, blocks that a table lists, by head" in shown
-    assert [told[1:] for device in (0, 2, 7) for told in seen(plan, device).others] == [
+    assert "  c  shifts +1 -1: 128 rows, blocks that a table lists, different for each head" in shown
+    assert [told[1:] for device in (0, 2, 7) for told in device_tokens(plan, device).others] == [
         (64, (1,)), (128, (1, 3)), (64, (6,)),
     ]  # fmt: skip
-    assert "c up to 128 rows of 1, 3" in shown
+    assert "c up to 128 rows from 1, 3" in shown
     assert max(map(len, shown.splitlines())) < 200, "long rules are shortened"
     anywhere = np.random.default_rng(0).integers(0, 256, (2, 256, 2))
     everybody = ls.parallel.plan(ls.Blocks(anywhere, 16), 4096, 8)
     assert "  a  all-to-all: " in everybody.show()
-    assert seen(everybody, 3).others == ((0, everybody.steps[0].rows, (0, 1, 2, 4, 5, 6, 7)),)
+    assert device_tokens(everybody, 3).others == ((0, everybody.steps[0].rows, (0, 1, 2, 4, 5, 6, 7)),)
 
 
-def test_a_kind_of_step_that_the_picture_does_not_know_is_shown_by_its_own_words(monkeypatch):
+def test_transfers_of_unknown_kinds_are_shown_by_their_description(monkeypatch):
     planning = importlib.import_module("longspan.parallel.plan")
-    step = planning.Step("pigeons", 1234, "birds")
-    monkeypatch.setattr(planning, "line", lambda step: f"by air: {step.rows:,} rows, {step.why}")
+    step = planning.Transfer("pigeons", 1234, "birds")
+    monkeypatch.setattr(planning, "describe", lambda step: f"by air: {step.rows:,} rows, {step.why}")
     plan = replace(ls.parallel.plan(ls.Chunk(8), 64, 4), steps=(step,))
     assert "  a  by air: 1,234 rows, birds" in plan.show()
     assert all(row.endswith("  a up to 1,234 rows") for row in rows_of(plan.show()))
     assert "<b>a</b> up to 1,234 rows" in plan._repr_html_()
 
 
-def test_a_device_with_nothing_but_padding_says_so():
+def test_a_device_with_only_padding_is_shown():
     assert "     3  padding      0  0.00" in ls.parallel.plan(ls.Full(), 5, 4).show()
 
 
@@ -162,5 +164,5 @@ def test_pages_show_a_bar_and_a_strip_per_device():
     page = ls.parallel.plan(ls.Window(512, 512) | ls.Global((0, 9000)), 16384, 8, "zigzag")._repr_html_()
     minidom.parseString(page)
     assert page.count("<svg") == 2 * 8 + 3, "and three in the legend"
-    assert "<b>b</b> queries 0 of 0, 9,000 of 7" in page
+    assert "<b>b</b> queries 0 from 0, 9,000 from 7" in page
     assert "240 more" in ls.parallel.plan(ls.Causal(), MILLION, 256)._repr_html_()

@@ -1,11 +1,11 @@
-"""What a plan says: rows that are sent, what cannot be done without, and the load."""
+"""Plans: the rows that are sent, their lower bound, and the load."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.parallel.plan import plan_communication, remembered
+from longspan.parallel.plan import cached_plan, plan_communication
 
 T, SHARDS = 16384, 8
 GATHER = 7 * 2048
@@ -16,13 +16,13 @@ def plan(mask, order="contiguous", **more):
     return ls.parallel.plan(mask, T, SHARDS, order, **more)
 
 
-def test_a_window_sends_what_it_reaches():
+def test_a_window_sends_its_own_length():
     found = plan(ls.Causal() & ls.Window(511, 0))
     assert (found.sent_rows, found.sent_rows_backward, found.bound_rows) == (511, 511, 511)
     assert f"{found.load:.2f}" == "1.02"
 
 
-def test_a_window_over_several_shards_sends_what_it_reaches():
+def test_a_window_over_several_shards_sends_its_own_length():
     found = plan(ls.Window(7000, 100))
     assert found.sent_rows == found.bound_rows == 7100
     assert [step.shift for step in found.steps] == [4, 3, 2, 1, -1]
@@ -31,7 +31,7 @@ def test_a_window_over_several_shards_sends_what_it_reaches():
 @pytest.mark.parametrize(
     "mask", [ls.Chunk(2048), ls.Chunk(64), ls.Segments(IDS) & ls.Chunk(1024), ls.Empty()], ids=repr
 )
-def test_what_lies_within_shards_sends_nothing(mask):
+def test_masks_within_shards_send_nothing(mask):
     assert plan(mask).sent_rows == 0
     assert not plan(mask).steps
 
@@ -43,7 +43,7 @@ def test_a_bound_on_documents_turns_a_ring_into_a_halo():
     assert plan(causal & ls.Window(99, 0)).sent_rows == 99
 
 
-def test_causal_is_a_ring_and_zigzag_spreads_it():
+def test_causal_is_a_ring_and_zigzag_balances_it():
     contiguous, zigzag = plan(ls.Causal()), plan(ls.Causal(), "zigzag")
     for found in (contiguous, zigzag):
         assert (found.sent_rows, found.sent_rows_backward) == (GATHER, 2 * GATHER)
@@ -61,11 +61,11 @@ def test_the_order_is_that_of_the_lesser_load(capsys):
     assert (
         loads["contiguous"] > 1.85
         and loads["zigzag"] < 1.01
-        and "zigzag, load 1.00" in str(plan(ls.Causal(), "zigzag"))
+        and "zigzag, load max/mean 1.00" in str(plan(ls.Causal(), "zigzag"))
     )
 
 
-def test_plans_of_static_masks_are_remembered_by_all_that_decides_them():
+def test_plans_of_static_masks_are_cached_by_all_their_inputs():
     window = ls.Causal() & ls.Window(511, 0)
     assert plan(window) is plan(ls.Causal() & ls.Window(511, 0))
     table = blocks()
@@ -85,14 +85,14 @@ def test_plans_of_static_masks_are_remembered_by_all_that_decides_them():
     first = [call() for call in calls]
     assert len({str(found) for found in first}) == len(first) == len({id(found) for found in first})
     assert all(call() is found for call, found in zip(calls, first, strict=True))
-    assert remembered.cache_info().maxsize == 64
+    assert cached_plan.cache_info().maxsize == 64
 
 
-def test_plans_of_masks_with_arrays_are_not_remembered():
-    count = remembered.cache_info().currsize
+def test_plans_of_masks_with_arrays_are_not_cached():
+    count = cached_plan.cache_info().currsize
     mask = ls.Causal() & ls.Segments(IDS)
     assert plan(mask) == plan(mask) and plan(mask) is not plan(mask)
-    assert remembered.cache_info().currsize == count
+    assert cached_plan.cache_info().currsize == count
 
 
 def test_pinned_columns_cost_twice_their_number_at_most():
@@ -101,13 +101,13 @@ def test_pinned_columns_cost_twice_their_number_at_most():
     assert found.sent_rows == 511 + 7
 
 
-def test_queries_of_global_tokens_travel():
+def test_global_queries_are_sent():
     found = plan(ls.Window(512, 512) | ls.Global((0, 9000)))
     assert found.sent_rows < 0.1 * GATHER
     assert found.queries == (0, 9000)
 
 
-def test_flags_have_a_capacity_and_a_way_out():
+def test_flags_have_a_capacity_and_a_fallback():
     mask = ls.Window(64, 64) | ls.Global(q_flags=FLAGS, kv_flags=FLAGS)
     assert plan(mask).capacity == 128
     assert plan(mask).fallback.sent_rows == GATHER
@@ -115,7 +115,7 @@ def test_flags_have_a_capacity_and_a_way_out():
     assert plan(mask, global_capacity=7).capacity == 7
 
 
-def test_what_bounds_nothing_says_why():
+def test_unbounded_rules_are_named():
     assert "Custom(every) has no bounds" in str(plan(ls.Custom(every)))
 
 
@@ -148,8 +148,8 @@ def test_plans_hash_and_equal_plans_are_equal():
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("shards", [3, 8])
-def test_a_plan_covers_what_is_seen(shards, order):
-    """Every key that a device sees is its own, or comes by some step."""
+def test_a_plan_covers_the_keys_that_devices_need(shards, order):
+    """Every key that a device needs is its own, or is received."""
     length = 48
     for mask in (ls.Window(5, 3), ls.Chunk(7), ls.Causal() & (ls.Window(2, 0) | ls.Prefix(5)), ls.Band(-20, -11)):
         found = ls.parallel.plan(mask, length, shards, order)
@@ -169,7 +169,7 @@ def test_a_plan_covers_what_is_seen(shards, order):
 
 
 def blocks(reach=None, heads=4, number=2):
-    """A table of blocks of 64 tokens, anywhere or so many blocks away at most."""
+    """A table of random blocks of 64 tokens, anywhere or at most `reach` blocks away."""
     rng, count = np.random.default_rng(0), T // 64
     if reach is None:
         return rng.integers(0, count, (heads, count, number))
@@ -183,30 +183,30 @@ def test_random_blocks_are_exchanged_by_head():
     assert [step.kind for step in found.steps] == ["exchange"]
     assert found.bound_rows < found.sent_rows < 0.7 * GATHER
     assert found.sent_rows == found.sent_rows_backward
-    # Keys of heads that share them come once: more blocks, of which a device already has the most.
+    # Query heads that share keys need them once: more blocks per key/value head, but fewer in all.
     assert found.sent_rows < plan(ls.Blocks(blocks(), 64), kv_heads=2).sent_rows < GATHER
 
 
-def test_blocks_of_neighbours_are_exchanged_with_them_alone():
+def test_blocks_of_neighbours_are_exchanged_with_neighbours_only():
     found = plan(ls.Blocks(blocks(40), 64))
     assert [shift for shift, _ in found.exchange.shifts] == [2, 1, -1, -2]
     assert found.sent_rows < 0.25 * GATHER
     assert "shifts +2 +1 -1 -2" in str(found)
 
 
-def test_blocks_that_most_devices_list_come_to_all_of_them():
+def test_blocks_that_most_devices_need_are_sent_to_all():
     drawn = ls.bigbird_random_blocks(T, block_size=64, num_random_blocks=3, num_heads=4, seed=0)
     found = plan(ls.bigbird(T, block_size=64, rand_attn=drawn))
-    assert "keys that most devices list" in str(found)
+    assert "keys that most devices need" in str(found)
     assert found.sent_rows < 2 * found.bound_rows < 0.15 * GATHER
 
 
-def test_tables_that_are_data_reckon_with_more_and_have_a_way_out():
+def test_dynamic_tables_have_an_estimate_and_a_fallback():
     found = plan(ls.Blocks(jnp.asarray(blocks(number=1)), 64))
     assert found.exchange.data
     assert found.fallback.sent_rows == GATHER
-    assert f"if more than {found.exchange.blocks} blocks of a device are listed for another: 14,336 rows" in str(found)
-    # Too many for that to be worth it.
+    assert f"if a device lists more than {found.exchange.blocks} blocks of another device, each" in str(found)
+    # Too many blocks for an exchange.
     assert plan(ls.Blocks(jnp.asarray(blocks(number=9)), 64)).ring is not None
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 import longspan.parallel.call as parallel_call
-from longspan.parallel.parts import Setting
+from longspan.parallel.parts import ShardConfig
 from tests.engines import every_sparse_engine
 from tests.parallel.families import FAMILIES, MESHES, operands
 
@@ -165,7 +165,7 @@ REFUSED = {
     "an axis named twice": (lambda: call(batch_axes="sp"), "The mesh axis 'sp' is named twice"),
     "no mesh": (
         lambda: ls.parallel.attention(*operands(), mesh=8),
-        "`mesh` must be a jax.sharding.Mesh, as `ls.parallel.mesh` makes, got int.",
+        "`mesh` must be a jax.sharding.Mesh, as from `ls.parallel.mesh`, got int.",
     ),
     "too few tokens": (lambda: call(length=3), "3 tokens cannot be shared by the 4 devices of axis 'sp'"),
     "other lengths": (
@@ -187,38 +187,40 @@ REFUSED = {
     ),
     "a plan of another mask": (
         lambda: call(ls.Causal(), plan=ls.parallel.plan(ls.Window(3, 0), 48, 4)),
-        r"This plan is for Window\(3, 0\), but the call, .* is another: Causal\(\)",
+        r"This plan is for Window\(3, 0\), but the call has Causal\(\), or other heads, positions or bias",
     ),
     "a plan of a mask that looks alike without its arrays": (
         lambda: call(
             ls.Global(q_flags=IDS > 0) | ls.Segments(IDS),
             plan=ls.parallel.plan(ls.Global(q_flags=IDS > 0) | ls.Global(q_flags=IDS > 1), 48, 4),
         ),
-        "is another",
+        "or other heads, positions or bias",
     ),
     "a plan of other heads": (
-        lambda: call(ls.Blocks(BLOCKS, 4), plan=ls.parallel.plan(ls.Blocks(BLOCKS, 4), 48, 4)), "is another",
+        lambda: call(ls.Blocks(BLOCKS, 4), plan=ls.parallel.plan(ls.Blocks(BLOCKS, 4), 48, 4)),
+        "or other heads, positions or bias",
     ),
     "a plan of another table": (
         lambda: call(
             ls.Blocks(BLOCKS[::-1], 4), plan=ls.parallel.plan(ls.Blocks(BLOCKS, 4), 48, 4, kv_heads=2)
         ),
-        "is another",
+        "or other heads, positions or bias",
     ),
     "a plan of a table of another shape": (
         lambda: call(
             ls.Blocks(jnp.asarray(BLOCKS), 4),
             plan=ls.parallel.plan(ls.Blocks(jnp.asarray(BLOCKS.repeat(2, 2)), 4), 48, 4, kv_heads=2),
         ),
-        "is another",
+        "or other heads, positions or bias",
     ),
     "a plan of indices where positions are given": (
-        lambda: call(ls.Causal(), plan=ls.parallel.plan(ls.Causal(), 48, 4), q_positions=np.arange(48)), "is another",
+        lambda: call(ls.Causal(), plan=ls.parallel.plan(ls.Causal(), 48, 4), q_positions=np.arange(48)),
+        "or other heads, positions or bias",
     ),
     "a plan of queries that travel with a bias that does not": (
         lambda: call(ls.Window(2, 2) | ls.Global((3,)), bias=BY_QUERY,
                      plan=ls.parallel.plan(ls.Window(2, 2) | ls.Global((3,)), 48, 4)),
-        "is another",
+        "or other heads, positions or bias",
     ),
     "a plan of another capacity": (
         lambda: call(
@@ -238,41 +240,41 @@ REFUSED = {
     "zigzag of a length that is not padded": (
         lambda: call(length=41, order="zigzag"), "order='zigzag' needs a multiple of 8 tokens, got 41",
     ),
-    "zigzag of blocks": (lambda: call(ls.Blocks(TABLE, 2), order="zigzag"), r"Blocks\(.*\) is about slots"),
-    "zigzag of bools": (lambda: call(np.ones((48, 48), bool), order="zigzag"), r"Dense\(.*\) is about slots"),
+    "zigzag of blocks": (lambda: call(ls.Blocks(TABLE, 2), order="zigzag"), r"Blocks\(.*\) is a rule by slot"),
+    "zigzag of bools": (lambda: call(np.ones((48, 48), bool), order="zigzag"), r"Dense\(.*\) is a rule by slot"),
     "zigzag of intervals": (
-        lambda: call(ls.Between(np.arange(48), np.arange(48)), order="zigzag"), r"Between\(.*\) is about slots",
+        lambda: call(ls.Between(np.arange(48), np.arange(48)), order="zigzag"), r"Between\(.*\) is a rule by slot",
     ),
-    "zigzag of firsts": (lambda: call(ls.FirstOfSegment(IDS, 1), order="zigzag"), "FirstOfSegment.* is about slots"),
+    "zigzag of firsts": (lambda: call(ls.FirstOfSegment(IDS, 1), order="zigzag"), "FirstOfSegment.* is a rule by slot"),
     "zigzag of a bias": (
-        lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) is about slots",
+        lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) is by slot",
     ),
-    "a plan that is none": (lambda: call(plan="halo"), "`plan` must be what `ls.parallel.plan` makes, got str"),
+    "a plan that is none": (lambda: call(plan="halo"), "must be a ParallelPlan from `ls.parallel.plan`, got str"),
     "batch axes that are no names": (lambda: call(batch_axes=3), "`batch_axes` must be the name of a mesh axis"),
     "a mesh without devices": (
         lambda: ls.parallel.attention(*operands(48), mesh=MESHES["sp4"]().abstract_mesh), "which has no devices",
     ),
     "another shard_map around it": (
         lambda: jax.shard_map(call_with, mesh=MESHES["sp4"](), in_specs=P(), out_specs=P())(operands(48)[0]),
-        "opens a shard_map of its own, but is called in one over 'dp', 'fsdp', 'sp', 'tp'",
+        "calls shard_map itself, but is called inside a shard_map over 'dp', 'fsdp', 'sp', 'tp'",
     ),
     "a plan in zigzag order of blocks": (
-        lambda: ls.parallel.plan(ls.Blocks(TABLE, 2), 48, 4, "zigzag"), r"Blocks\(.*\) is about slots",
+        lambda: ls.parallel.plan(ls.Blocks(TABLE, 2), 48, 4, "zigzag"), r"Blocks\(.*\) is a rule by slot",
     ),
     "an order without a mesh": (
-        lambda: ls.explain(*operands(48), order="zigzag"), "order='zigzag' says how tokens lie on the devices",
+        lambda: ls.explain(*operands(48), order="zigzag"), "order='zigzag' is an order of tokens on the devices of",
     ),
     "a pattern's order without a mesh": (
-        lambda: ls.longformer_attention(*operands(48), *[None] * 3, window=4, order="zigzag"), "give `mesh` too",
+        lambda: ls.longformer_attention(*operands(48), *[None] * 3, window=4, order="zigzag"), "Pass `mesh` too",
     ),
-    "an order of no masks": (lambda: ls.parallel.order([], 48, 4), "`masks` must be a Mask or several in a list, got"),
+    "an order of no masks": (lambda: ls.parallel.order([], 48, 4), "`masks` must be a Mask or a list of Masks, got"),
     "an order of too few tokens": (lambda: ls.parallel.order(ls.Causal(), 3, 4), "3 tokens cannot be shared by 4 dev"),
     "an order that is none": (lambda: call(order="spiral"), "order='spiral' is not one of 'contiguous', 'zigzag'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_is_refused(why, unchecked):
+def test_calls_that_cannot_be_sharded_are_refused(why, unchecked):
     run, message = REFUSED[why]
     with pytest.raises((ValueError, TypeError), match=message):
         run()
@@ -308,11 +310,11 @@ def test_a_plan_made_earlier_is_used_and_nothing_is_planned_again(case, monkeypa
         raise AssertionError("planned again")
 
     monkeypatch.setattr(parallel_call, "plan_communication", never)
-    monkeypatch.setattr(parallel_call, "Setting", lambda *x: used.append(x[0]) or Setting(*x))
+    monkeypatch.setattr(parallel_call, "ShardConfig", lambda *x: used.append(x[0]) or ShardConfig(*x))
     np.testing.assert_allclose(call(make(), plan=plan, **more), want, rtol=1e-5, atol=1e-5)
     assert used[0] is plan
 
 
-def test_a_name_that_another_library_has_is_told_how_to_say_it():
+def test_argument_names_of_other_libraries_are_explained():
     with pytest.raises(TypeError, match="has no argument 'is_causal'"):
         call(is_causal=True)
