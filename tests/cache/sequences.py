@@ -1,4 +1,4 @@
-"""A cache beside every token that it was ever given: what the cache shows is compared with all of them, densely."""
+"""A cache and all tokens that were appended to it: attention with the cache is compared with dense attention."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ import longspan as ls
 from tests.cache.brute import HEADS, truth
 
 BATCH, KV_HEADS, SIZE, V_SIZE = 2, 1, 3, 2
-SPAN = 48  # positions from the first one that are tried
+SPAN = 48  # positions from the first one on that are tested
 FREE_SLOT = 2**30 - 1
-MOST_SLOTS = 6000
+MAX_SLOTS = 6000
 
 
 @jax.jit
@@ -37,7 +37,7 @@ stepped_in_place = jax.jit(_step, donate_argnums=0)
 
 @jax.jit
 def scanned(cache, q, k, v, mask):
-    """One token after another; q, k and v are [steps, B, 1, heads, size]."""
+    """Appends single tokens in a scan; q, k and v are [steps, B, 1, heads, size]."""
 
     def body(cache, token):
         return _step(cache, *token, jnp.ones(BATCH, np.int32), mask)
@@ -55,7 +55,7 @@ class Sequence:
             assert "& Causal()" in str(refused) or "lists each of them" in str(refused)
             assume(False)
             raise
-        assume(self.plan.capacity <= MOST_SLOTS)  # more are planned elsewhere, and not allocated
+        assume(self.plan.capacity <= MAX_SLOTS)  # larger plans are tested without allocating them
         self.mask, self.slack, self.rng = mask, slack, np.random.default_rng(seed)
         self.count, self.operations = min(SPAN, length - start), 0
         self.start, places = start, np.arange(start, start + self.count)
@@ -66,11 +66,11 @@ class Sequence:
         self.tokens = [np.zeros((0, KV_HEADS, SIZE + V_SIZE), np.float32) for _ in range(BATCH)]
         self.furthest, self.marked = [0] * BATCH, [False] * BATCH
         cache = ls.cache.init(self.plan, BATCH, KV_HEADS, SIZE, jnp.float32, v_head_dim=V_SIZE)
-        first = [jnp.full(BATCH, start, np.int32) for _ in range(2)]  # one each: both are donated
+        first = [jnp.full(BATCH, start, np.int32) for _ in range(2)]  # two arrays, because both are donated
         self.cache = self._poisoned(replace(cache, length=first[0], furthest=first[1]))
 
     def _ties(self, places) -> np.ndarray:
-        """Bool [count + 1]: whether a row must not stop before each place; the last is the end of what is tried."""
+        """Bool [count + 1]: whether a row must not end before each place; the last is after the tested ones."""
         after = places + 1
         inside = np.minimum(np.append(places[:1], after), self.plan.length - 1)
         if self.plan.tied is None:
@@ -78,7 +78,7 @@ class Sequence:
         return self.plan.outline.at(self.plan.tied, inside) & (np.append(places[:1], after) < self.plan.length)
 
     def _poisoned(self, cache):
-        """What is free, or holds a key that no later query sees, is NaN: none of it may come back."""
+        """The cache with NaN in free slots, which must never reach an output."""
         held = np.asarray(cache.positions)
         dead = held == FREE_SLOT
         return replace(cache, k=self._nan(cache.k, dead), v=self._nan(cache.v, dead))
@@ -86,10 +86,10 @@ class Sequence:
     def _nan(self, x, where):
         return jnp.where(where[:, :, None, None], np.float32(np.nan), x)
 
-    # What may be asked
+    # Valid arguments
 
     def lengths(self, count: int, wanted: list[int]) -> list[int]:
-        """How many tokens each row can take: as many as wanted, or fewer, where positions are tied."""
+        """The number of tokens that each row can take: as many as wanted, or fewer if positions are tied."""
         found = []
         for row, want in enumerate(wanted):
             have = len(self.tokens[row])
@@ -98,7 +98,7 @@ class Sequence:
         return found
 
     def back(self, wanted: list[int]) -> list[int]:
-        """How many tokens each row can give back."""
+        """The number of tokens that each row can roll back."""
         found = []
         for row, want in enumerate(wanted):
             have = len(self.tokens[row])
@@ -109,7 +109,7 @@ class Sequence:
     # Operations
 
     def append(self, count: int, wanted: list[int], how: str):
-        """Ragged tokens, outside of jit or in it, written in place or not; then attention of all of them."""
+        """Appends rows of different lengths, inside or outside jit, in place or not, and compares their attention."""
         lengths = self.lengths(count, wanted)
         q, new = self._new(count, lengths)
         k, v = jnp.asarray(new[..., :SIZE]), jnp.asarray(new[..., SIZE:])
@@ -126,7 +126,7 @@ class Sequence:
         self._after()
 
     def scan(self, steps: int):
-        """Single tokens in a loop of one program."""
+        """Appends single tokens in one compiled loop."""
         have = max(len(tokens) for tokens in self.tokens)
         steps = min(steps, self.count - have)
         ties = [self.tied[len(tokens) + 1 : len(tokens) + steps + 1].any() for tokens in self.tokens]
@@ -155,7 +155,7 @@ class Sequence:
         self._after()
 
     def save(self, folder):
-        """To a file and back; caches that start late lack what files are checked for."""
+        """Saves and restores the cache, unless it starts late: then it lacks keys that `restore` requires."""
         if self.start:
             return
         self.cache.save(folder / "cache")
@@ -163,7 +163,7 @@ class Sequence:
         self._after()
 
     def refuse(self, row: int, kind: str):
-        """What a row cannot have: outside of jit it is refused, in it the row is marked and stays as it was."""
+        """An invalid call for a row: outside jit it raises, inside jit the row is marked and unchanged."""
         have = len(self.tokens[row])
         lengths = [1 if r != row and self.lengths(1, [1] * BATCH)[r] else 0 for r in range(BATCH)]
         if kind == "rollback":
@@ -194,10 +194,10 @@ class Sequence:
             return
         raise AssertionError("it should have been refused")
 
-    # What is compared
+    # Comparison
 
     def _new(self, count: int, lengths: list[int]):
-        """Queries, and keys beside values; NaN where there is padding, and for a token now and then."""
+        """Queries, and keys concatenated with values; padding and a few tokens are NaN."""
         q = self.rng.normal(size=(BATCH, count, HEADS, SIZE)).astype(np.float32)
         new = self.rng.normal(size=(BATCH, count, KV_HEADS, SIZE + V_SIZE)).astype(np.float32)
         new[self.rng.random((BATCH, count)) < 0.03] = np.nan
@@ -210,9 +210,9 @@ class Sequence:
         self.furthest = [max(most, len(tokens)) for most, tokens in zip(self.furthest, self.tokens, strict=True)]
 
     def _compare(self, q, out, lengths):
-        """The newest tokens' attention against that over every token of their row.
+        """Compares the newest tokens' attention with dense attention over all tokens of their row.
 
-        NaN that no query of the call sees changes nothing; padding has queries, too, which are at later positions.
+        NaN must not change queries that do not attend to it. Padding has queries too, at later positions.
         """
         for row, n in enumerate(lengths):
             tokens = self.tokens[row].astype(np.float64)
@@ -230,7 +230,7 @@ class Sequence:
             np.testing.assert_allclose(out[row, :n], wanted, rtol=0, atol=2e-5)
 
     def _after(self):
-        """What is in every slot, and that rows are as long and as marked as they should be."""
+        """Checks the contents of all slots, and the lengths and marks of all rows."""
         self.operations += 1
         assert self.cache.overflowed.tolist() == self.marked
         assert self.cache.length.tolist() == [self.start + len(tokens) for tokens in self.tokens]

@@ -1,4 +1,4 @@
-"""Decoded attention equals the full pass: prompts in chunks, then token by token, from the plan's slots alone."""
+"""Decoding equals the full pass: prompts in chunks, then token by token, with the slots of the plan."""
 
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ TABLE = np.stack([np.arange(8), np.maximum(np.arange(8) - 1, 0), np.array([0, 0,
 
 class Case(NamedTuple):
     mask: Any
-    slots: int  # at most so many
+    slots: int  # the largest allowed capacity
     engines: tuple[str, ...] = ("cpu",)
     dtype: Any = jnp.float32
-    whole: int = 0  # so many positions of the prompt are tied
+    whole: int = 0  # tied positions at the start of the prompt
 
 
 CASES = {

@@ -1,6 +1,6 @@
-"""Every way of feeding tokens to a cache shows each query just what the full pass shows it.
+"""However tokens are appended, each query attends to the same keys as in the full pass.
 
-Keys are numbers of their own, so no attention is needed to see which ones a query sees.
+All keys are different numbers, so the keys of a query are known without computing attention.
 """
 
 from dataclasses import replace
@@ -16,11 +16,11 @@ from longspan.testing import masks as every_mask
 from tests.cache.brute import BATCH, HEADS, LENGTH, decodable, exact_masks, last_queries, tied, truth
 
 FREE_SLOT = 2**30 - 1
-COUNTS = (1, 4, LENGTH)  # few shapes, so that little is compiled; rows take as many tokens of them as they like
+COUNTS = (1, 4, LENGTH)  # few shapes, to compile little; rows may take fewer tokens
 
 
 class Rows:
-    """A cache, and beside it what each row was given: token by token, never the same number twice."""
+    """A cache, and the tokens that were appended to each row, all different numbers."""
 
     def __init__(self, mask, slack):
         try:
@@ -35,13 +35,13 @@ class Rows:
         self.tokens: list[list[float]] = [[] for _ in range(BATCH)]
         self.furthest, self.count = [0] * BATCH, 0
         cache = ls.cache.init(self.plan, BATCH, 1, 1, jnp.float32)
-        self.cache = replace(cache, k=cache.k * np.nan, v=cache.v * np.nan)  # what is free must not be seen
+        self.cache = replace(cache, k=cache.k * np.nan, v=cache.v * np.nan)  # free slots must not be read
 
     def append(self, count: int, lengths: list[int]):
         """Up to `lengths` tokens for each row, fewer or more where positions are tied."""
         before = self.cache
         lengths = [self._whole(row, count, n) for row, n in enumerate(lengths)]
-        k = np.full((BATCH, count, 1, 1), np.nan, np.float32)  # padding is never seen either
+        k = np.full((BATCH, count, 1, 1), np.nan, np.float32)  # padding must not be read either
         for row, n in enumerate(lengths):
             k[row, :n, 0, 0] = self.count + np.arange(n)
             self.tokens[row] += k[row, :n, 0, 0].tolist()
@@ -92,7 +92,7 @@ class Rows:
                     assert then.tobytes() == now.tobytes(), "a row without tokens stays as it is"
 
     def rollback(self, back: list[int]):
-        """As far back as slack and ties let each row go."""
+        """Rolls each row back as far as slack and ties allow."""
         back = [self._allowed(row, n) for row, n in enumerate(back)]
         self.cache = self.cache.rollback(back[0] if len(set(back)) == 1 else np.array(back))
         self.tokens = [tokens[: len(tokens) - n] for tokens, n in zip(self.tokens, back, strict=True)]
@@ -134,7 +134,7 @@ def run(rows, events, folder):
         if name == "fork" and not rows.exact:  # rows of arrays belong to rows of the cache
             continue
         getattr(rows, name)(*((folder,) if name == "save" else arguments))
-    for _ in range(4):  # whatever was lost is missed here
+    for _ in range(4):  # a key that was lost is missed here
         rows.append(1, [1] * BATCH)
     rows.append(LENGTH, [LENGTH] * BATCH)
 
@@ -145,7 +145,7 @@ def run(rows, events, folder):
     st.sampled_from([0, 1, 3]),
     st.lists(st.one_of(APPEND, TOKEN, TOKEN, ROLLBACK, FORK, SAVE), max_size=12),
 )
-def test_any_splits_wraps_rollbacks_forks_and_saves_show_what_the_full_pass_shows(folder, mask, slack, events):
+def test_any_sequence_of_operations_keeps_the_keys_of_the_full_pass(folder, mask, slack, events):
     run(Rows(mask, slack), events, folder)
 
 
@@ -155,7 +155,7 @@ def test_any_splits_wraps_rollbacks_forks_and_saves_show_what_the_full_pass_show
     st.sampled_from([0, 2]),
     st.lists(st.one_of(APPEND, TOKEN, ROLLBACK), max_size=6),
 )
-def test_rules_with_arrays_and_of_ones_own_are_cut_to_what_is_kept(folder, mask, slack, events):
+def test_rules_with_arrays_and_users_rules_are_cut_to_the_kept_keys(folder, mask, slack, events):
     run(Rows(mask, slack), events, folder)
 
 
@@ -177,7 +177,7 @@ def test_one_prefill_and_single_steps(folder, mask):
         run(rows, [], folder)
 
 
-def test_rollbacks_in_a_row_cannot_go_further_back_than_one():
+def test_several_rollbacks_cannot_go_further_back_than_one():
     plan = ls.cache.plan(ls.Causal() & ls.Window(3, 0), 50, slack=2)
     cache = ls.cache.init(plan, 1, 1, 1, jnp.float32)
     one = jnp.ones((1, 1, 1, 1))
@@ -193,8 +193,8 @@ def test_rollbacks_in_a_row_cannot_go_further_back_than_one():
     assert far.rollback(2).length.tolist() == [19]
 
 
-def test_free_slots_are_hidden_from_rules_that_would_see_them():
-    """Rules that a plan was not made with, too: equal plans may come from masks that differ far away."""
+def test_free_slots_are_hidden_from_rules_that_would_allow_them():
+    """Also from masks other than the plan's: equal plans may belong to different masks."""
     far = ls.Causal() | ~ls.Window(100, 100)
     plan = ls.cache.plan(ls.Causal(), 9)
     assert plan == ls.cache.plan(far, 9)
@@ -210,7 +210,7 @@ PACKED = MASKS[0] & ls.Segments(np.repeat([[0, 1, 2]], 333, axis=1))
 
 @pytest.mark.parametrize("mask", [MASKS[0], MASKS[1], PACKED], ids=repr)
 def test_prompts_visit_as_few_tiles_as_the_full_pass_does(mask):
-    """Whether they are the first chunk, before free slots, or one that the ring is not aligned with."""
+    """For the first chunk, when slots are free, and for a chunk that is not aligned with the ring."""
     cache, tiles = ls.cache.init(ls.cache.plan(mask, 999), 1, 1, 1, jnp.float32), dict(q_tile=16, kv_tile=16)
     full = mask.layout(999, 999, **tiles).visits() / 999
     for count in (331, 333):

@@ -71,7 +71,7 @@ def test_positions_are_tied_where_a_query_attends_past_them(mask):
 
 
 @given(decodable(every_mask(LENGTH, LENGTH, heads=HEADS)), SLACK)
-def test_no_two_keys_that_are_alive_at_once_have_one_slot(mask, slack):
+def test_keys_that_are_alive_at_the_same_time_have_different_slots(mask, slack):
     plan, key = planned(mask, slack=slack), np.arange(LENGTH)
     end = lifetimes(mask, LENGTH).last
     end = np.where(end < 0, -1, end + slack)
@@ -109,7 +109,7 @@ def test_capacity_in_cases_that_can_be_counted_by_hand(mask, length, slack, capa
     assert ls.cache.plan(mask, length, slack=slack).capacity == capacity
 
 
-def test_arrays_are_bounded_by_the_static_rules_beside_them():
+def test_rules_with_arrays_are_bounded_by_static_rules():
     ids, lengths, flags = np.zeros((2, 99), int), np.array([5, 50]), np.ones((1, 99), bool)
     for data in (ls.Segments(ids), ls.KvLengths(lengths), ls.Global(q_flags=flags, kv_flags=flags)):
         plan = ls.cache.plan(WINDOW & data, 99)
@@ -118,7 +118,7 @@ def test_arrays_are_bounded_by_the_static_rules_beside_them():
         assert ls.cache.plan(ls.Causal() & data, 99).capacity == 99
 
 
-def test_heads_of_a_table_are_told_apart_and_a_traced_table_is_bounded():
+def test_each_head_of_a_static_table_counts_and_a_traced_table_is_bounded():
     table = np.array([[[0], [1], [2], [3]], [[0], [0], [2], [2]]])
     assert ls.cache.plan(ls.Causal() & ls.Blocks(table, 4), 16).capacity == 8
     data = ls.Causal() & ls.Window(5, 0) & ls.Blocks(jnp.asarray(table), 4)
@@ -336,10 +336,12 @@ EVEN, ODD = (np.where(np.arange(16384)[None, :, None] % 2 == i, 0, -1) for i in 
         ls.Causal() & (ls.Window(1023, 0) | ls.Prefix(4)),
         ls.Causal() & (ls.Window(255, 0) | ls.Global((5, 70000))),
         ls.Causal() & ls.Blocks(RANDOM, 64),
-        ls.Causal() & ls.Blocks(EVEN, 64) & ls.Blocks(ODD, 64),  # each moves the other one block on
+        ls.Causal() & ls.Blocks(EVEN, 64) & ls.Blocks(ODD, 64),  # each search moves the other by one block
         ls.Causal() & HEAD_WINDOWS & ls.Segments(np.zeros((1, 2**20), np.int32)),
         ls.Causal() & ls.Window(100, 0, dilation=7),
-        ls.Causal() & ls.Window(2**20, 0, dilation=1000) & ls.Window(2**20, 0, dilation=999),  # would go 999 rounds
+        ls.Causal()
+        & ls.Window(2**20, 0, dilation=1000)
+        & ls.Window(2**20, 0, dilation=999),  # 999 rounds
     ],
     ids=lambda m: repr(m)[:60],
 )

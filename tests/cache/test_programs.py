@@ -112,7 +112,7 @@ def test_rows_and_heads_are_sharded_without_communication(mask, count):
 
 
 @pytest.mark.parametrize("mask", [WIDE, PINNED, TABLE, ls.Causal()], ids=repr)
-def test_a_single_token_is_written_in_place_and_seen_there(mask):
+def test_a_single_token_is_written_and_read_in_place(mask):
     cache = ls.cache.init(ls.cache.plan(mask, 640), B, K, 64, jnp.float32)
     q, k = jnp.ones((B, 1, N, 64)), jnp.ones((B, 1, K, 64))
     after, view = cache.append(k, k)
@@ -153,7 +153,7 @@ def test_tables_are_data_of_the_program_not_constants_in_it():
     assert "tensor<3001xi32>" in text
 
 
-def test_equal_plans_made_apart_share_one_trace():
+def test_equal_plans_share_one_trace():
     traces = []
 
     @jax.jit
@@ -186,7 +186,7 @@ def test_a_fork_and_its_origin_can_each_be_donated(mask):
         assert run(cache, k, v).length.tolist() == [1] * B
 
 
-def test_a_donated_cache_goes_on_and_new_documents_do_not_retrace():
+def test_a_donated_cache_is_updated_and_new_documents_do_not_retrace():
     traces = []
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -8,13 +8,13 @@ import longspan as ls
 from tests.cache.brute import decodable
 from tests.cache.sequences import BATCH, Sequence
 
-COUNTS = (1, 2, 7, 24)  # few shapes, so that little is compiled
+COUNTS = (1, 2, 7, 24)  # few shapes, to compile little
 LONGEST = 2**30 - 1
 EXAMPLES = max(8, settings().max_examples if settings().max_examples > 1000 else 0)  # 2,000 in the slow suite
 
 
 def position_masks(most: int, leaves: int = 4):
-    """Rules by position, which any slots can be attended with."""
+    """Masks by position, which are valid for any slots."""
     small = st.integers(0, 12)
     leaf = st.one_of(
         st.integers(-3, 3).map(ls.Causal),
@@ -66,7 +66,7 @@ def operations(*how):
 
 
 def places(draw):
-    """(length, start) of plans of few positions from the first on, and of plans of very many, wherever they are."""
+    """(length, start): short plans from the first position on, and very long plans from any position on."""
     length = draw(st.sampled_from([1, 17, 48, 60, 5000, 2**28, LONGEST]))
     near = st.integers(0, 60)
     start = st.one_of(st.just(0), near, near.map(lambda n: length - 1 - n), st.integers(0, length - 1))
@@ -77,7 +77,7 @@ def places(draw):
 def cases(draw, *how):
     length, start = places(draw)
     mask = draw(decodable(position_masks(min(length, 5000))))
-    if length > 5000 and draw(st.booleans()):  # or most would keep every key, which nobody has room for
+    if length > 5000 and draw(st.booleans()):  # or most plans would keep every key, which takes too much memory
         mask = mask & ls.Window(draw(st.integers(0, 40)), 3)
     return mask, length, start, draw(st.sampled_from([0, 0, 1, 3, 9])), draw(operations(*how))
 
@@ -88,12 +88,12 @@ def folder(tmp_path_factory):
 
 
 def run(case, seed, folder) -> int:
-    """Runs a case; returns how many operations it had."""
+    """Runs a case and returns the number of its operations."""
     *of, events = case
     sequence = Sequence(*of, seed)
     for name, arguments in events:
         getattr(sequence, name)(*((folder,) if name == "save" else arguments))
-    for _ in range(3):  # whatever was lost is missed here
+    for _ in range(3):  # a key that was lost is missed here
         sequence.append(1, [1] * BATCH, "eager")
     return sequence.operations
 
@@ -101,11 +101,11 @@ def run(case, seed, folder) -> int:
 @pytest.mark.check
 @settings(max_examples=EXAMPLES)
 @given(cases("eager"), st.integers(0, 2**32 - 1))
-def test_caches_show_what_all_tokens_show(folder, case, seed):
+def test_caches_equal_dense_attention_over_all_tokens(folder, case, seed):
     run(case, seed, folder)
 
 
 @pytest.mark.slow
 @given(cases("eager", "jit", "step", "in place"), st.integers(0, 2**32 - 1))
-def test_caches_in_programs_show_what_all_tokens_show(folder, case, seed):
+def test_caches_in_programs_equal_dense_attention_over_all_tokens(folder, case, seed):
     run(case, seed, folder)

@@ -1,4 +1,4 @@
-"""One mask of every family, for a sequence that devices share: what each of them makes devices send."""
+"""One mask of every family for sharded sequences: each family needs another kind of communication."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ def by_row_and_head(b, h, q, k):
     return (q + b * 3 + h) % 4 != k % 3
 
 
-# Of tokens in some order: for zigzag, arrays lie as the tokens do.
+# For tokens in any order: in zigzag order, arrays are in the order of the tokens.
 BY_TOKEN: dict[str, Callable[[np.ndarray], ls.Mask]] = {
     "causal window": lambda at: ls.Causal() & ls.Window(4, 0),
     "window": lambda at: ls.Window(3, 2),
@@ -53,7 +53,7 @@ BY_TOKEN: dict[str, Callable[[np.ndarray], ls.Mask]] = {
     "custom by row and head": lambda at: ls.Custom(by_row_and_head, batch=B, heads=N) & ls.Window(7, 3),
     "per head": lambda at: ls.PerHead((ls.Causal(), ls.Window(2, 2), ls.Causal(), ls.Prefix(4))),
 }
-# Those that are about slots: for tokens in their own order.
+# Rules by slot, for tokens in contiguous order only.
 BY_SLOT: dict[str, Callable[[np.ndarray], ls.Mask]] = {
     "dense": lambda at: ls.Dense(np.random.default_rng(1).random((B, N, len(at), len(at))) < 0.3),
     "between": lambda at: ls.Between(RNG.integers(0, 20, (B, N, len(at))), RNG.integers(10, len(at), (B, N, len(at)))),

@@ -1,6 +1,6 @@
-"""What a compiled program sends, read from its text: collectives, with loops counted by their trips.
+"""The bytes that a compiled program sends, from the collectives in its text, with loops counted by their trips.
 
-Bytes per device, as ring algorithms send: of a collective whose result has R bytes on g devices, a permute takes R, an
+Collectives are counted as ring algorithms. If the result has R bytes on g devices, a permute sends R bytes, an
 all-gather and an all-to-all R·(g − 1)/g, an all-reduce 2·R·(g − 1)/g, a reduce-scatter R·(g − 1).
 """
 
@@ -14,12 +14,12 @@ KINDS = ("collective-permute", "all-reduce", "all-gather", "all-to-all", "reduce
 
 
 def sent(compiled, *, trips: int | None = None, branch: int | None = None) -> Counter:
-    """Bytes by kind of collective that a program sends per device, not rounded.
+    """The bytes that each device receives, by kind of collective, not rounded.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` gives.
-        trips: how often loops of unknown length run.
-        branch: which branch of conditionals is taken; by default the one that sends most.
+        compiled: the result of `jax.jit(f).lower(...).compile()`.
+        trips: the number of iterations of loops of unknown length.
+        branch: the branch of conditionals that is taken; by default the one that sends most.
     """
     bodies = _computations(compiled.as_text())
     entry = next(name for name, (is_entry, _) in bodies.items() if is_entry)
@@ -27,7 +27,7 @@ def sent(compiled, *, trips: int | None = None, branch: int | None = None) -> Co
 
 
 def total(compiled, **how) -> int:
-    """All bytes that a program sends per device."""
+    """The bytes that each device receives."""
     return int(sum(sent(compiled, **how).values()))
 
 
@@ -77,10 +77,10 @@ def _count(bodies, name: str, trips: int | None, branch: int | None) -> Counter:
 
 def _size(shape: str, is_start: bool) -> int:
     parts = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    # Started on a TPU: numbers of its own beside them.
+    # On TPUs, the start of an asynchronous collective has further results of type u32[].
     parts = [part for part in parts if part[0] in SIZES and not (is_start and part == ("u32", ""))]
     sizes = [SIZES[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in parts]
-    return sum(sizes) // 2 if is_start else sum(sizes)  # started: operands and results
+    return sum(sizes) // 2 if is_start else sum(sizes)  # a start lists operands and results
 
 
 def _bytes(kind: str, result: int, line: str) -> Fraction | int:

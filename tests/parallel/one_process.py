@@ -1,4 +1,4 @@
-"""One of several processes with two devices each: attends with all of them and compares with one device.
+"""One of several processes with two devices each: computes attention on all devices and compares with one device.
 
 Started by test_parallel_processes.py as `python one_process.py <port> <processes> <number>`.
 """

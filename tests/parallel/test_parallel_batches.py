@@ -1,4 +1,4 @@
-"""Batches in the order and on the devices that attention wants them, and back; what layers cost."""
+"""`shard_batch`, `unshard`, `mesh` and `cost`."""
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,14 @@ def test_unshard_undoes_shard_batch(mesh, order):
     assert (np.asarray(placed["tokens"])[0][~padding[0]] == positions[0][~padding[0]]).all()
 
 
-def test_zigzag_gives_device_i_chunk_i_and_its_mirror():
+def test_in_zigzag_order_device_i_holds_chunk_i_and_its_mirror():
     mesh = ls.parallel.mesh(sp=3)
     placed = ls.parallel.shard_batch(dict(x=np.arange(12)[None]), mesh, order="zigzag")
     assert placed["x"].tolist() == [[0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_a_sharded_batch_is_attended_as_the_whole_is(order):
+def test_attention_with_a_sharded_batch_equals_one_device(order):
     mesh, (q, k, v) = MESHES["sp4"](), operands()
     ids = np.sort(np.random.default_rng(0).integers(0, 4, (B, 41)), axis=1)
     placed = ls.parallel.shard_batch(dict(q=q, k=k, v=v, segment_ids=ids), mesh, order=order)

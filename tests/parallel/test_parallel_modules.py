@@ -1,4 +1,4 @@
-"""Flax modules and models over sequences that devices share: what they give on one device."""
+"""Flax modules and models with sharded sequences equal those on one device."""
 
 import importlib
 import inspect
@@ -22,7 +22,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, 8)), jnp.float32)
 
 
 def of_kind(kind, name, **fields):
-    """A function of x and what a call takes, of one kind of Flax module with always the same parameters."""
+    """A function (x, **arguments) that calls one kind of Flax module, always with the same parameters."""
     if kind == "nnx":
         layer = getattr(nn.nnx, name)(in_features=8, rngs=nnx.Rngs(0), **fields)
         return lambda x, **call: layer(x, **call)

@@ -1,4 +1,4 @@
-"""Devices that share a sequence compute what one device does: values, lse and all gradients, for every family."""
+"""Attention with a sharded sequence equals one device: values, lse and all gradients, for every family."""
 
 from functools import partial
 
@@ -23,22 +23,22 @@ def shared(mesh, **more):
     return partial(ls.parallel.attention, mesh=MESHES[mesh](), global_capacity=6, **more)
 
 
-# Others of their kind are in the default suite.
+# The default suite has others of their kind.
 LATER = (
     "dilated window", "wide window", "block causal", "token types", "custom by row and head", "first of documents",
     "a user's by slot", "window and flags", "full",
 )  # fmt: skip
 
 
-# In `make test`: a halo, a ring, pinned columns, travelling queries, documents and random blocks.
+# In `make test`: a halo, a ring, global keys, global queries, documents and random blocks.
 FIRST = ("causal window", "causal", "window and global tokens", "causal documents", "random blocks")
 
 
 def covering():
-    """Nearly every family once, every mesh and engine with about as many of them."""
+    """Nearly every family once, spread evenly over meshes and engines."""
     meshes = list(MESHES)
     for i, family in enumerate(FAMILIES):
-        # `xla` takes long to compile: a halo and pinned columns here, every family in the slow suite.
+        # `xla` takes long to compile: a halo and global keys here, every family in the slow suite.
         engine = "xla" if family in XLA else "cpu"
         mesh = meshes[XLA.index(family) if family in XLA else i % 5]
         marks = [pytest.mark.slow] if family in LATER else [pytest.mark.check] if family not in FIRST else []
@@ -46,7 +46,7 @@ def covering():
 
 
 @pytest.mark.parametrize(("family", "mesh", "engine"), list(covering()))
-def test_devices_that_share_a_sequence_equal_one(family, mesh, engine):
+def test_a_sharded_sequence_equals_one_device(family, mesh, engine):
     assert_matches_reference(engine, *operands(), FAMILIES[family](WHOLE), run=shared(mesh))
 
 
@@ -59,7 +59,7 @@ def test_every_family_on_every_mesh(family, mesh, engine):
 
 
 def zigzag(mesh: str, family: str):
-    """`ls.parallel.attention` in zigzag order, of operands that are not."""
+    """`ls.parallel.attention` in zigzag order, for operands in contiguous order."""
     shards = MESHES[mesh]().shape["sp"]
     at = stored(48, shards, "zigzag")
 
@@ -92,7 +92,7 @@ def test_every_family_by_token_in_zigzag_order(family, mesh):
 
 @pytest.mark.check
 @pytest.mark.parametrize(("axis", "shape"), [(2, (1, N, 48, 1)), (3, (B, 1, 1, 48))], ids=["by query", "by key"])
-def test_biases_by_token_lie_as_tokens_do_in_zigzag_order(axis, shape):
+def test_biases_by_token_follow_the_zigzag_order(axis, shape):
     at, mask = stored(48, 4, "zigzag"), ls.Causal() & (ls.Window(9, 0) | ls.Global((20,)))
 
     def run(q, k, v, *, mask, bias, return_lse, **rest):

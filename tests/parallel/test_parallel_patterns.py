@@ -1,4 +1,4 @@
-"""Longformer's and BigBird's attention over a sequence that devices share."""
+"""Longformer's and BigBird's attention with a sharded sequence."""
 
 from functools import partial
 

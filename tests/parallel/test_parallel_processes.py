@@ -1,4 +1,4 @@
-"""Several processes that share a sequence give what one device gives."""
+"""Attention with a sequence sharded over several processes equals one device."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What is compiled for devices that share a sequence: shardings, memory, retraces, what is refused."""
+"""Compiled programs for sharded sequences: shardings, memory, retraces, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_new_documents_are_no_new_program():
     assert len(traces) == 1
 
 
-# What is done instead: a ring, or a halo.
+# The fallback: a ring, or a halo.
 @pytest.mark.check
 @pytest.mark.parametrize("within", [ls.Full(), ls.Window(9, 4)], ids=str)
 def test_flags_beyond_the_capacity_are_no_new_program_and_exact(within):

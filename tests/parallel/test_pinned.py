@@ -1,4 +1,4 @@
-"""What a mask pins: where neither the key nor the query is pinned, the mask is its rest."""
+"""`Mask.pinned`: for tokens that are not pinned, the mask equals its `rest`."""
 
 import hypothesis
 import jax
@@ -56,11 +56,11 @@ def test_the_axes_of_arrays_are_those_of_their_extents(mask):
         )
 
 
-def test_a_users_arrays_have_axes_that_nobody_knows():
+def test_arrays_of_users_rules_have_unknown_axes():
     loud = np.zeros((2, 7))
     assert axes_of(Louder(loud, loud)) == ["..", ".."]
 
 
 @pytest.mark.parametrize("mask", [ls.Causal(), ls.Segments(np.zeros((1, 7), int)), ~ls.KvLengths(3) & ls.Global((1,))])
-def test_rules_by_token_go_along_into_another_order(mask):
+def test_rules_by_token_hold_in_another_order(mask):
     assert mask.by_token or "slot" not in mask.reads

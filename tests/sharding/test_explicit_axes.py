@@ -1,4 +1,4 @@
-"""Meshes whose axes are part of types: calls outside of `jit`, generation, caches; results of one device."""
+"""Meshes with explicit axes: calls outside `jit`, generation and caches equal one device."""
 
 import contextlib
 
@@ -21,14 +21,14 @@ def on(mesh, model):
 
 
 @pytest.mark.check
-def test_a_model_outside_of_jit_drops_what_it_drops_on_one_device():
+def test_a_model_outside_jit_drops_the_same_values_as_on_one_device():
     mesh, model = mesh_of(EXPLICIT), models.MaskedLM(models.BertConfig(**ENCODER), rngs=nnx.Rngs(0))
     ids, rngs = jax.device_put(IDS, NamedSharding(mesh, P("x"))), nnx.Rngs(dropout=3)
     got = on(mesh, model)(ids, attention_mask=MASK, deterministic=False, rngs=rngs)
     want = model(IDS, attention_mask=MASK, deterministic=False, rngs=nnx.Rngs(dropout=3))
     np.testing.assert_allclose(*(np.where(MASK[..., None], x.logits, 0) for x in (got, want)), atol=1e-5)
     assert got.logits.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 3)
-    assert rngs.dropout.count[...] == 2  # the caller's stream has counted on: the encoder's key and the head's
+    assert rngs.dropout.count[...] == 2  # the caller's stream has given two keys: the encoder's and the head's
 
 
 @pytest.mark.check
@@ -43,7 +43,7 @@ def test_generated_tokens_are_those_of_one_device(set_mesh):
 
 
 @pytest.mark.check
-def test_a_cache_takes_keys_that_lie_on_devices():
+def test_a_cache_takes_sharded_keys():
     mesh, heads = mesh_of(EXPLICIT), P("x", None, "y", None)
     mask = ls.Causal() & ls.Window(3, 0)
     cache = ls.cache.init(ls.cache.plan(mask, 12), 4, 2, 3, jnp.float32)

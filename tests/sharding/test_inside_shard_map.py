@@ -1,4 +1,4 @@
-"""`attention` and `explain` inside `shard_map`: rows and heads are right, a sharded sequence is said to be cut."""
+"""`attention` and `explain` inside `shard_map`: rows and heads are exact, a sharded sequence gets a note."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_a_sharded_sequence_attends_to_its_own_keys_and_explain_says_so():
     )
 
 
-def test_what_explain_names_attends_to_all_keys():
+def test_the_function_that_explain_names_attends_to_all_keys():
     mesh = ls.parallel.mesh(dp=2, sp=4)
     out = ls.parallel.attention(X, X, X, mask=MASK, mesh=mesh)
     np.testing.assert_allclose(out, ls.attention(X, X, X, mask=MASK), rtol=1e-5, atol=1e-5)

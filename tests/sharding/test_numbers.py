@@ -1,4 +1,4 @@
-"""Rows and heads of a part of a call: they keep the numbers that they have in the whole."""
+"""Rows and heads of a sharded call keep the numbers that they have in the whole call."""
 
 import inspect
 
@@ -28,7 +28,7 @@ def by_number(b, h, q, k):
 
 
 def whole(part, *operands, engine, check=True, **names):
-    """(out, lse) of a call in parts of 2 rows and 2 heads, of axes that split them by name, "x" and "y" by default."""
+    """(out, lse) of a call in shards of 2 rows and 2 heads, over the axes "x" and "y" by default."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     names = dict(batch_axes="x", head_axis="y") | names
 
@@ -69,7 +69,7 @@ TABLE = jnp.linspace(-1, 1, 16).reshape(4, 4)
 
 @every_engine
 @pytest.mark.parametrize("case", one_in(5, CASES))
-def test_a_part_of_a_call_is_told_the_numbers_of_its_rows_and_heads(case, engine):
+def test_a_shard_of_a_call_has_the_numbers_of_its_rows_and_heads(case, engine):
     part, operands = CASES[case]
     mask, bias, rate = part(*operands)
     options = dict(mask=mask, bias=bias, dropout_rate=rate, dropout_key=jax.random.key(3) if rate else None)
@@ -84,8 +84,8 @@ def test_a_part_of_a_call_is_told_the_numbers_of_its_rows_and_heads(case, engine
 
 
 @every_engine
-def test_a_mask_of_each_head_here_is_that_of_every_such_head(engine):
-    """`PerHead` of a shard's own heads: as many as the call has, whatever their numbers, also beside dropout."""
+def test_masks_of_a_shards_heads_apply_to_the_heads_of_every_shard(engine):
+    """`PerHead` with a mask for each head of a shard ignores the numbers of the heads, also with dropout."""
     pair = ls.PerHead((ls.Window(1, 0), ls.Window(4, 0)))
     both = ls.PerHead(pair.masks * 2)
     for rate in (0.0, 0.3):
@@ -131,7 +131,7 @@ def test_axes_that_are_not_named_change_nothing(names, check):
 
 @every_engine
 @pytest.mark.parametrize("planned", [False, True], ids=["mask", "layout"])
-def test_a_rule_that_tells_as_many_rows_and_heads_apart_as_are_here_is_told_these(engine, planned):
+def test_a_rule_with_as_many_rows_and_heads_as_a_shard_gets_those_of_the_shard(engine, planned):
     mask = PER_PART.layout(19, 19, q_tile=8, kv_tile=4) if planned else PER_PART
     out, _ = whole(lambda: (mask, None, 0.0), engine=engine)
     np.testing.assert_allclose(out, counted_from_0(PER_PART), rtol=1e-5, atol=1e-5)
@@ -146,7 +146,7 @@ PER_PART = ls.Custom(
 
 
 def counted_from_0(mask, **options):
-    """A call in parts of 2 rows and 2 heads, each of which counts its own from 0."""
+    """A call in shards of 2 rows and 2 heads, each of which numbers its own from 0."""
     parts = [
         [
             ls.attention(
@@ -164,7 +164,7 @@ def counted_from_0(mask, **options):
     return jnp.concatenate([jnp.concatenate(row, axis=2) for row in parts], axis=0)
 
 
-def test_what_fits_neither_a_part_nor_the_whole_is_refused(unchecked):
+def test_masks_that_fit_neither_a_shard_nor_the_whole_are_refused(unchecked):
     with pytest.raises(ValueError, match=r"PerHead.masks has 3 query heads, but the call has 2 of 4. Give one, 2 or 4"):
         whole(lambda: (ls.PerHead((ls.Full(),) * 3), None, 0.0), engine="xla")
     with pytest.raises(ValueError, match=r"Segments.q_ids has 3 batch rows, but the call has 2 of 4"):

@@ -1,4 +1,4 @@
-"""What an engine's forward pass keeps for its backward pass, where `jit` splits rows and heads over devices."""
+"""Residuals that an engine's forward pass keeps for its backward pass, when `jit` shards rows and heads."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

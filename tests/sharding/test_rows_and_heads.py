@@ -1,4 +1,4 @@
-"""Sharded batch rows and heads under plain `jit`: every device computes its own, and nothing is gathered."""
+"""Sharded batch rows and heads under plain `jit`: each device computes its own, and nothing is gathered."""
 
 import re
 from typing import Any, ClassVar
@@ -49,7 +49,7 @@ ENDS = rng.integers(0, T, (B, N, T)).astype(np.int32)
 PER_HEAD = ls.PerHead((ls.Window(3, 0), ls.Causal(), ls.Full(), ls.Window(2, 2, 2)))
 KEY = jax.random.key(5)
 
-# What a call is given besides q, k and v, made of operands, and how those are placed: (arguments, operands, specs).
+# Further arguments of a call, as (function from operands to arguments, operands, specs of the operands).
 CASES = {
     "documents, lengths, windows and a bias by row": (
         lambda ids, lengths, bias: dict(
@@ -158,7 +158,7 @@ def on_one_device():
     return result
 
 
-# The cpu engine calls no functions of Python; the reference, which XLA splits by itself, where it is another program.
+# The cpu engine calls no Python functions. The reference, which XLA shards, is tested where its program differs.
 BY_XLA = ("a rule and dropout by number", "a MaskInfo, alibi and a table by head")
 RUNS = [(case, engine) for case in CASES for engine in ENGINES if engine != "reference" or case in BY_XLA]
 RUNS.remove(("scores by number", "cpu"))
@@ -171,7 +171,7 @@ def test_every_device_computes_its_own_rows_and_heads(case, engine, on_one_devic
     qkv = make_qkv(Shape(B, T, T, N, K, H), jnp.float32)
     placed = place(mesh, (qkv, *operands), (here, *specs))
     program = gradients(of, engine).lower(placed).compile()
-    assert collectives(program) <= {"all-reduce"}  # the loss, and gradients of what rows or heads share
+    assert collectives(program) <= {"all-reduce"}  # the loss, and gradients of values that rows or heads share
     got = (_, (out, lse)), grads = program(placed)
     close(got, on_one_device(case))
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
@@ -277,7 +277,7 @@ def test_mapped_calls_are_split_too():
     close(program(*placed), run(q, k, v, "reference"))
 
 
-def test_a_rule_of_ones_own_reads_all_rows_unless_it_says_that_they_are_rows():
+def test_a_users_rule_reads_all_rows_unless_it_declares_their_axis():
     mesh, (q, k, v) = mesh_of(), make_qkv(Shape(B, T, T, N, K, H), jnp.float32)
     placed = place(mesh, ((q, k, v), IDS), ((HEADS, HEADS, HEADS), ROWS))
     want = ls.attention(q, k, v, mask=ls.Segments(IDS), engine="reference")
@@ -315,10 +315,10 @@ def test_bigbird_and_longformer_gather_nothing():
     def longformer(qkv, kinds, engine):
         return ls.longformer_attention(*qkv, *qkv, window=3, token_kinds=kinds, engine=engine)
 
-    for pattern, engine, most in ((bigbird, "xla", set()), (longformer, "cpu", {"all-reduce"})):  # of one bit
+    for pattern, engine, allowed in ((bigbird, "xla", set()), (longformer, "cpu", {"all-reduce"})):  # of one bit
         step = jax.jit(jax.value_and_grad(lambda *x, p=pattern: jnp.sin(p(*x)).sum()), static_argnums=2)
         program = step.lower(*placed, engine).compile()
         assert collectives(program) <= {"all-reduce"}
         close(program(*placed), step((q, k, v), kinds, "reference"))
         forward = jax.jit(pattern, static_argnums=2).lower(*placed, engine).compile()
-        assert collectives(forward) <= most
+        assert collectives(forward) <= allowed

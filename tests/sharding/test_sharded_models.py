@@ -35,7 +35,7 @@ def auto_takes(monkeypatch):
         for other in ENGINES.values():
             if other.name != name:
                 monkeypatch.setattr(type(other), "unsupported", lambda self, request: "not here")
-        jax.clear_caches()  # which engine is taken is no part of what JAX remembers programs by
+        jax.clear_caches()  # the choice of "auto" is not part of the key of JAX's program cache
 
     yield only
     jax.clear_caches()
@@ -46,7 +46,7 @@ def mesh_of(kind=AUTO, heads=2):
 
 
 def spec_of(path, x):
-    """Megatron's: what makes heads, hidden units and logits is split by columns, what takes them by rows."""
+    """As in Megatron: kernels that produce heads, hidden units and logits are split by columns, others by rows."""
     *_, owner, leaf, _ = [None, *(getattr(key, "key", getattr(key, "name", None)) for key in path)]
     more = [None] * (x.ndim - (2 if leaf == "kernel" else 1))
     if owner in COLUMNS:
@@ -71,7 +71,7 @@ MODELS = {
     ),
     "llama": lambda: models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0)),
 }
-# Each model, each engine and both kinds of axes; the whole product is slow to compile.
+# Each model, each engine and both kinds of axes, but not all combinations, which are slow to compile.
 CHOSEN = [
     ("bert", EXPLICIT, "reference"),
     ("longformer", AUTO, "cpu"),
@@ -132,7 +132,7 @@ def test_a_cached_decoder_gathers_nothing(kind):
 
 
 def by_heads(path, x):
-    """How the parameters of a module lie."""
+    """The specs of a module's parameters."""
     names = [key for key in (getattr(key, "key", getattr(key, "name", None)) for key in path) if key != "value"]
     owner, leaf = (None, *names)[-2:]
     if leaf == "sink" or owner == "out":
