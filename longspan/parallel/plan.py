@@ -27,7 +27,7 @@ from longspan.parallel.specs import check_zigzag
 
 MAX_PERMUTES = 20  # permutes in a program: beyond, a loop that sends whole shards sends at most 5% more
 DEFAULT_CAPACITY = 128  # tokens that flags may make global before a ring is used, by default
-CAPACITY_SHARE = 8  # and at most one in so many of a device's tokens
+CAPACITY_SHARE = 8  # and at most an eighth of a device's tokens
 MAX_CACHED_PLANS = 64  # of masks without arrays: the 64 used last
 QUERY_PRICE = 8  # rows that sending a query costs: it is sent in all heads, and its output returns in float32
 
@@ -240,8 +240,8 @@ def plan(
     """Plans the transfers between devices that share a sequence, for a mask. The plan is static.
 
     The values in the mask's arrays are not read: the plan of `Causal() & Segments(ids)` allows for documents of any
-    length. Add what you know of them as a rule: `& Window(d - 1, 0)` if no document is longer than d, `& Chunk(c)` if
-    none crosses a multiple of c.
+    length. If you know more about them, add a rule: `& Window(d - 1, 0)` if no document is longer than d,
+    `& Chunk(c)` if none crosses a multiple of c.
 
     Args:
         mask: any mask for `length` queries and keys, whose positions are their indices.
@@ -316,7 +316,7 @@ class PlanInputs(NamedTuple):
         return cls(mask, length, shards, order, positions, travel, heads, capacity)
 
     def key(self) -> tuple[Any, ...]:
-        """The part of a mask and a call, besides sizes and order, that decides a plan: equal keys, equal plans.
+        """The part of a mask and a call, other than sizes and order, that decides a plan: equal keys, equal plans.
 
         Of arrays it contains their number and place in the mask, and the shapes of tables that list blocks.
         """
