@@ -339,9 +339,7 @@ EVEN, ODD = (np.where(np.arange(16384)[None, :, None] % 2 == i, 0, -1) for i in 
         ls.Causal() & ls.Blocks(EVEN, 64) & ls.Blocks(ODD, 64),  # each search moves the other by one block
         ls.Causal() & HEAD_WINDOWS & ls.Segments(np.zeros((1, 2**20), np.int32)),
         ls.Causal() & ls.Window(100, 0, dilation=7),
-        ls.Causal()
-        & ls.Window(2**20, 0, dilation=1000)
-        & ls.Window(2**20, 0, dilation=999),  # 999 rounds
+        ls.Causal() & ls.Window(2**20, 0, dilation=1000) & ls.Window(2**20, 0, dilation=999),  # 999 rounds
     ],
     ids=lambda m: repr(m)[:60],
 )
