@@ -9,7 +9,7 @@ import pytest
 
 import longspan as ls
 from longspan.engines import door
-from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, RecordedArray, record
+from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, Answer, record
 from longspan.masks.by_slot import kv_flags
 from longspan.masks.sides import QUERIES
 from tests.users_masks import Louder, Near, NearSlots
@@ -32,7 +32,7 @@ def strict_namespace(monkeypatch):
     monkeypatch.setattr(door, "KernelNamespace", StrictNamespace)
 
 
-def load(answers: list[RecordedArray], row: int, head: int, tiles: tuple[int, int], place: int):
+def load(answers: list[Answer], row: int, head: int, tiles: tuple[int, int], place: int):
     """The part of an answer that a kernel loads for one batch row, head and pair of tiles."""
     kind, axis, array, _ = answers[place]
     if kind == TABLE:

@@ -51,13 +51,13 @@ def test_engines_match_float64(choice):
 @pytest.mark.parametrize("name", ["longformerModel", "big_birdModel"])
 def test_encoders_are_hugging_faces_in_values_and_gradients(name):
     case = next(p.values[1] for p in encoders.CASES if p.values[0] == name and encoders.peers.has_gradients(*p.values))
-    encoders.test_outputs_are_hugging_faces(name, case)
-    encoders.test_gradients_are_hugging_faces(name, case)
+    encoders.test_outputs_agree_with_hugging_face(name, case)
+    encoders.test_gradients_agree_with_hugging_face(name, case)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3_text", "phi3_long"])
 def test_decoders_are_hugging_faces(name):
-    decoders.test_logits_are_hugging_faces(name, "left")
+    decoders.test_logits_agree_with_hugging_face(name, "left")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])

@@ -32,7 +32,7 @@ TABLE = "table"  # a whole array, as it is
 FEW_POSITIONS = 8  # up to this many positions are compared one by one in the kernel
 
 
-class RecordedArray(NamedTuple):
+class Answer(NamedTuple):
     """One array that a rule reads: its kind, the side that it runs along, and whether it holds bools."""
 
     kind: str
@@ -45,7 +45,7 @@ class RecordedArray(NamedTuple):
 class Recording:
     """Keeps the answers to a rule's questions, and returns small stand-ins of the right shape."""
 
-    answers: list[RecordedArray] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # for each question, in order, which answer it has
     _known: dict[Any, int] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)  # arrays are recognised by `id`, so none may be freed meanwhile
@@ -60,7 +60,7 @@ class Recording:
             is_bool = array.dtype == np.bool_
             if is_bool and kind != TABLE:
                 array = array.astype(np.int8 if kind == PAIRS else np.int32)
-            self.answers.append(RecordedArray(kind, axis, array, bool(is_bool)))
+            self.answers.append(Answer(kind, axis, array, bool(is_bool)))
         self.order.append(place)
         return _stand_in(self.answers[place])
 
@@ -75,7 +75,7 @@ class Recording:
 class Replay:
     """Answers a rule's questions in the kernel, in the order in which they were recorded."""
 
-    answers: list[RecordedArray]
+    answers: list[Answer]
     order: tuple[int, ...]
     load: Callable[[int], Any]  # the part of an answer that the kernel has loaded
     _asked: int = 0
@@ -266,7 +266,7 @@ class RecordedMask:
     mask: Mask
     sides: tuple[Side, Side]
     tiles: tuple[int, int]
-    answers: list[RecordedArray]
+    answers: list[Answer]
     allowed_order: tuple[int, ...]
     classify_order: tuple[int, ...]
 
@@ -304,7 +304,7 @@ def _kernel_sides(
     return KernelSide.of(q, tape, batch, head, tiles[0]), KernelSide.of(kv, tape, batch, head, tiles[1])
 
 
-def _stand_in(answer: RecordedArray) -> jax.Array:
+def _stand_in(answer: Answer) -> jax.Array:
     """A value like the one that a kernel loads, of 8 slots."""
     if answer.kind in (NUMBER, SUMMARY):
         return jnp.int32(1)

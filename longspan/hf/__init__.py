@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: read them, write them, and make a long-document model of a short one.
+"""Hugging Face checkpoints: load them, save them, and extend a BERT or RoBERTa to long documents.
 
-Nothing here needs `transformers` or `torch`, and nothing downloads: a checkpoint is a directory with a `config.json`
-and a `model.safetensors`.
+A checkpoint is a directory with a `config.json` and a `model.safetensors`. Nothing here needs `transformers` or
+`torch`, and nothing downloads.
 
 Example:
     >>> import tempfile
@@ -16,12 +16,12 @@ Example:
     'LongformerConfig'
 """
 
-# ruff: noqa: E402 - without Flax no import below would get far, and its error would not say what to install.
+# ruff: noqa: E402 - the checks come first: without Flax the imports below would fail with a less helpful error.
 
-from longspan.optional import needs
+from longspan.optional import needs as _needs
 
-needs(__name__, "flax", extra="hf")
-needs(__name__, "safetensors", extra="hf")
+_needs(__name__, "flax", extra="hf")
+_needs(__name__, "safetensors", extra="hf")
 
 from longspan.hf.extend import extend as extend
 from longspan.hf.load import load as load

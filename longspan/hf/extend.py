@@ -1,4 +1,4 @@
-"""`extend`: a BERT or RoBERTa becomes a Longformer that reads long documents."""
+"""`extend`: turns a BERT or RoBERTa into a Longformer for long documents."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from longspan.models.activations import ACTIVATIONS
 from longspan.models.encoders.longformer import LONGFORMER
 from longspan.models.families import FAMILIES
 
-# Keys of a `config.json` that repeat the longest input, where one has them.
-LIMITS = ("max_length", "max_seq_length", "model_max_length")
+# Keys of a `config.json` that may repeat the maximum length.
+LIMIT_KEYS = ("max_length", "max_seq_length", "model_max_length")
 
 
 def extend(
@@ -23,19 +23,19 @@ def extend(
     *,
     sep_token_id: int | None = None,
 ) -> Encoder | Model:
-    """A Longformer with a BERT's or RoBERTa's parameters: the recipe of the Longformer paper (arXiv:2004.05150, §5).
+    """A Longformer with the parameters of a BERT or RoBERTa: the recipe of the Longformer paper (arXiv:2004.05150, §5).
 
     The table of positions is repeated until it has `max_positions` rows, and the projections of global tokens start as
-    copies of the local ones. Texts shorter than the old table and the window keep their encodings exactly, as long as
-    padding is on the right: a Longformer counts positions as RoBERTa does, without padding. Longer texts run at once
-    and get better with some training. `save` writes the new limit into the tokenizer's files too, so that they do not
-    cut documents at the old one.
+    copies of the local ones. Texts shorter than the old table and the window keep their encodings exactly if padding
+    is on the right, because a Longformer counts positions like RoBERTa, without padding. Longer texts work without
+    training and improve with some. `save` writes the new maximum length into the tokenizer's files too, so that
+    tokenizers do not truncate documents at the old one.
 
     Args:
-        model: a BERT or RoBERTa, with any head; the model itself stays as it is.
-        max_positions: the longest input of the new model.
-        window: keys on each side of a token.
-        sep_token_id: ends the question in `QuestionAnswering`; by default the one in the model's config.
+        model: a BERT or RoBERTa with any head; it is not changed.
+        max_positions: the maximum number of tokens of the new model.
+        window: the number of keys on each side of a token.
+        sep_token_id: the token that ends the question in `QuestionAnswering`; by default the one in the model's config.
 
     Example:
         >>> from flax import nnx
@@ -47,44 +47,57 @@ def extend(
     """
     old = model.config
     if isinstance(model, CausalLM) or not old.family.extendable:
-        those = " or ".join(family.model_type for family in FAMILIES if family.extendable)
-        raise ValueError(f"`extend` makes a Longformer of a {those} model, got a {old.model_type}.")
-    if max_positions < old.max_tokens:
-        raise ValueError(f"max_positions={max_positions} is fewer than the {old.max_tokens} the model has already.")
-    wanted, given = (family.lm_activation or old.hidden_act for family in (LONGFORMER, old.family))
-    if isinstance(model, MaskedLM) and ACTIVATIONS[given] is not ACTIVATIONS[wanted]:
+        extendable = " or ".join(family.model_type for family in FAMILIES if family.extendable)
         raise ValueError(
-            f"A Longformer's masked-LM head has the activation {wanted!r}, this model's has {given!r}. "
-            "Extend its encoder: `extend(model.encoder)`."
+            f"`extend` turns a {extendable} model into a Longformer, got a {old.model_type}. Load one of those."
         )
+    if max_positions < old.max_tokens:
+        raise ValueError(
+            f"max_positions={max_positions} must be at least {old.max_tokens}, the number of positions of the model."
+        )
+    if isinstance(model, MaskedLM):
+        _check_activation(old)
     config = _config(old, max_positions, window, _separator(model, sep_token_id))
     long = nnx.eval_shape(lambda: type(model)(config, **_options(model), rngs=nnx.Rngs(0)))
     state, values = nnx.state(long, nnx.Param), _values(model, config)
     for path, variable in nnx.to_flat_state(state):
-        # Copies: training one of the two models must not reach into the other. `jnp.array` would compile per shape.
+        # Copies, because training one of the models must not change the other. `jnp.array` would compile per shape.
         variable.set_value(jax.device_put(values[tuple(path)], may_alias=False))
     nnx.update(long, state)
     long.set_attributes(source=model.source)
     return long
 
 
+def _check_activation(old) -> None:
+    """Raises unless a masked-LM head has the same activation in a Longformer."""
+    expected = LONGFORMER.lm_activation or old.hidden_act
+    given = old.family.lm_activation or old.hidden_act
+    if ACTIVATIONS[given] is not ACTIVATIONS[expected]:
+        raise ValueError(
+            f"A Longformer's masked-LM head has the activation {expected!r}, but this model's has {given!r}. Extend "
+            "only its encoder: `extend(model.encoder)`."
+        )
+
+
 def _separator(model, given: int | None) -> int:
     extra = json.loads(model.config.extra)
-    known = [given, extra.get("sep_token_id"), extra.get("eos_token_id"), model.config.family.separator]
-    found = next((number for number in known if isinstance(number, int)), None)
-    if found is None and isinstance(model, QuestionAnswering):
+    candidates = [given, extra.get("sep_token_id"), extra.get("eos_token_id"), model.config.family.separator]
+    found = [number for number in candidates if isinstance(number, int)]
+    if found:
+        return found[0]
+    if isinstance(model, QuestionAnswering):
         raise ValueError(
-            "This BERT's config does not say which token separates question and text, whose place decides what is "
-            "global in a Longformer. Pass `sep_token_id`, the tokenizer's [SEP] (102 in the original BERTs)."
+            "This BERT's config has no token that separates question and text, which a Longformer needs to find the "
+            "global tokens. Pass `sep_token_id`, the tokenizer's [SEP] (102 in the original BERTs)."
         )
-    return LongformerConfig.sep_token_id if found is None else found
+    return LongformerConfig.sep_token_id
 
 
 def _config(old, max_positions: int, window: int, sep: int) -> LongformerConfig:
     shared = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
     extra = json.loads(old.extra)
     extra.pop("sep_token_id", None)
-    for key in LIMITS:
+    for key in LIMIT_KEYS:
         if extra.get(key) in (old.max_tokens, old.max_position_embeddings):
             extra[key] = max_positions
     first = old.pad_token_id + 1
@@ -94,7 +107,7 @@ def _config(old, max_positions: int, window: int, sep: int) -> LongformerConfig:
 
 def _options(model) -> dict:
     encoder = model if isinstance(model, Encoder) else model.encoder
-    # A Longformer's sequence head has BERT's pooler inside it.
+    # In a Longformer's sequence classifier, BERT's pooler is the first layer of the head.
     pooled = encoder.pooler is not None and not isinstance(model, SequenceClassifier)
     return dict(pooler=pooled, dtype=model.dtype, param_dtype=encoder.embeddings.word.param_dtype)
 
@@ -116,11 +129,11 @@ def _values(model, config: LongformerConfig) -> dict:
 
 
 def _tile(table, first: int, config: LongformerConfig):
-    """The rows from `first` on, again and again, behind the rows that a Longformer leaves to padding."""
+    """The rows of the table from `first`, repeated, after the rows that a Longformer reserves for padding."""
     rows, wanted = table[first:], config.max_position_embeddings - config.first_position
     repeated = jnp.tile(rows, (-(-wanted // rows.shape[0]), 1))[:wanted]
     if first == config.first_position:
-        head = table[:first]
+        padding_rows = table[:first]
     else:
-        head = jnp.zeros((config.first_position, table.shape[1]), table.dtype)
-    return jnp.concatenate([head, repeated])
+        padding_rows = jnp.zeros((config.first_position, table.shape[1]), table.dtype)
+    return jnp.concatenate([padding_rows, repeated])

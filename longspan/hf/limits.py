@@ -1,4 +1,4 @@
-"""The longest input, as the files beside a model have it: a tokenizer with an old limit cuts documents."""
+"""The maximum input length in a tokenizer's files: with an old limit, a tokenizer truncates long documents."""
 
 import json
 import logging
@@ -11,13 +11,12 @@ from longspan.hf.config import config_of, read_content
 
 logger = logging.getLogger("longspan.hf")
 
-SENTENCES = (
-    "sentence_*_config.json"  # of sentence-transformers: sentence_bert_config.json, sentence_roberta_config.json
-)
+# Of sentence-transformers: sentence_bert_config.json, sentence_roberta_config.json.
+SENTENCE_CONFIGS = "sentence_*_config.json"
 
 
-class Limit(NamedTuple):
-    """A number of tokens in a JSON file."""
+class TokenLimit(NamedTuple):
+    """A maximum number of tokens in a JSON file."""
 
     key: str
     count: int
@@ -25,19 +24,21 @@ class Limit(NamedTuple):
 
 
 def old_limit(model: Any, source: Path | None) -> int | None:
-    """The longest input of the checkpoint that a model was loaded from, if `extend` made the model of it longer."""
+    """The maximum length of the checkpoint that a model was loaded from, if `extend` has increased it."""
     new = getattr(model.config, "max_tokens", None)
     if new is None or source is None:
         return None
     try:
         old = config_of(read_content(source)).max_tokens
-    except (OSError, ValueError, AttributeError):  # no checkpoint any more, or one of another kind
+    except (OSError, ValueError, AttributeError):  # the checkpoint is gone, or is of another kind
         return None
-    return old if old < new else None
+    if old >= new:
+        return None
+    return old
 
 
 def with_new_limit(files: Mapping[str, bytes | None], new: int) -> dict[str, bytes | None]:
-    """The files to write, where limits below the new one are the new one."""
+    """The files to write, with lower limits raised to the new one."""
     written = dict(files)
     for name, content in files.items():
         if content is None:
@@ -45,20 +46,20 @@ def with_new_limit(files: Mapping[str, bytes | None], new: int) -> dict[str, byt
         parsed, low = _low_limits(name, content, new)
         for limit in low:
             limit.write(new)
-            logger.info("%s: %s is %d, the longest input of the model; it was %d", name, limit.key, new, limit.count)
+            logger.info("%s: set %s to %d, the model's maximum length; it was %d", name, limit.key, new, limit.count)
         if low:
             written[name] = (json.dumps(parsed, indent=2, ensure_ascii=False) + "\n").encode()
     return written
 
 
 def files_with_limits(where: Path) -> dict[str, bytes | None]:
-    """The files of a directory that may say how long an input is."""
-    paths = [where / "tokenizer_config.json", where / "tokenizer.json", *sorted(where.glob(SENTENCES))]
+    """The files of a directory that may contain a maximum input length."""
+    paths = [where / "tokenizer_config.json", where / "tokenizer.json", *sorted(where.glob(SENTENCE_CONFIGS))]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def warn_of_limits(where: Path, files: Mapping[str, bytes | None], new: int) -> None:
-    """Warns of files that stay as they are, with a limit below the model's."""
+    """Warns of files that keep a limit below the model's."""
     low = [
         f"{where / name} has {limit.key}={limit.count}"
         for name, content in files.items()
@@ -67,25 +68,26 @@ def warn_of_limits(where: Path, files: Mapping[str, bytes | None], new: int) -> 
     ]
     if low:
         warnings.warn(
-            f"The model reads {new} tokens, but {' and '.join(low)}: longer texts would be cut there. Set it to {new} "
-            "in the file, if that is not meant.",
+            f"The model reads up to {new} tokens, but {' and '.join(low)}, which truncates longer texts. Set it to "
+            f"{new} in the file to use the model's full length.",
             stacklevel=4,
         )
 
 
-def _low_limits(name: str, content: bytes, new: int) -> tuple[Any, list[Limit]]:
-    """A file's content, and its limits that are below the new one."""
+def _low_limits(name: str, content: bytes, new: int) -> tuple[Any, list[TokenLimit]]:
+    """A file's parsed content, and its limits that are below the new one."""
     try:
         parsed = json.loads(content)
-    except (ValueError, RecursionError):  # not ours to repair
+    except (ValueError, RecursionError):  # a broken file is left as it is
         return None, []
-    found = _limits(name, parsed) if isinstance(parsed, dict) else ()
-    return parsed, [limit for limit in found if limit.count < new]
+    if not isinstance(parsed, dict):
+        return parsed, []
+    return parsed, [limit for limit in _limits(name, parsed) if limit.count < new]
 
 
-def _limits(name: str, parsed: dict[str, Any]) -> Iterator[Limit]:
+def _limits(name: str, parsed: dict[str, Any]) -> Iterator[TokenLimit]:
     if name == "tokenizer_config.json":
-        # The second is the name in the oldest files, the third what a tokenizer that truncates was saved with.
+        # `max_len` is the key of the oldest files; a tokenizer that truncates is saved with `max_length`.
         yield from _keys(parsed, "", ("model_max_length", "max_len", "max_length"))
     elif name == "tokenizer.json":
         truncation, padding = parsed.get("truncation"), parsed.get("padding")
@@ -93,12 +95,12 @@ def _limits(name: str, parsed: dict[str, Any]) -> Iterator[Limit]:
             yield from _keys(truncation, "truncation.", ("max_length",))
         if isinstance(padding, dict) and isinstance(padding.get("strategy"), dict):
             yield from _keys(padding["strategy"], "padding.strategy.", ("Fixed",))
-    elif Path(name).match(SENTENCES):
+    elif Path(name).match(SENTENCE_CONFIGS):
         yield from _keys(parsed, "", ("max_seq_length",))
 
 
-def _keys(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> Iterator[Limit]:
+def _keys(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> Iterator[TokenLimit]:
     for key in keys:
         count = content.get(key)
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
-            yield Limit(path + key, count, lambda new, key=key: content.__setitem__(key, new))
+            yield TokenLimit(path + key, count, lambda new, key=key: content.__setitem__(key, new))

@@ -1,4 +1,4 @@
-"""Files of a directory that change together or not at all."""
+"""`replace_all`: replaces several files of a directory, all of them or none."""
 
 import os
 import re
@@ -8,21 +8,25 @@ import tempfile
 import time
 from pathlib import Path
 
-DAY = 24 * 3600.0  # seconds; no save takes so long
+DAY = 24 * 3600.0  # seconds: every save has ended after a day
 
 
 def replace_all(where: Path, files: dict[str, bytes | None]) -> None:
-    """All files take their names, or none does; those that are None go. What killed calls left behind goes too."""
-    with tempfile.TemporaryDirectory(prefix=f".saving-{_us()}-", dir=where) as scratch:
+    """Writes the files and removes those that are None. If an operation fails, the old files are restored.
+
+    The new files are first written to a scratch folder in the same directory, and the old ones get a second name
+    there. Then each new file is renamed. At the end, scratch folders of processes that were killed are removed.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".saving-{_this_process()}-", dir=where) as scratch:
         new, old = Path(scratch) / "new", Path(scratch) / "old"
         new.mkdir()
         old.mkdir()
         for name, content in files.items():
             if content is not None:
                 _write(new / name, content)
-        changed = [name for name, content in files.items() if not _is_so(where / name, content)]
+        changed = [name for name, content in files.items() if not _is_unchanged(where / name, content)]
         for name in changed:
-            _keep(where / name, old / name)
+            _link(where / name, old / name)
         try:
             for name in changed:
                 if files[name] is None:
@@ -36,7 +40,7 @@ def replace_all(where: Path, files: dict[str, bytes | None]) -> None:
                 else:
                     (where / name).unlink(missing_ok=True)
             raise
-    # Only now: until every file is new, theirs may be the only good ones.
+    # Only after success: until then, the files in those folders may be the only good ones.
     for folder in where.glob(".saving-*"):
         if _is_stale(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -49,15 +53,15 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _is_so(path: Path, content: bytes | None) -> bool:
-    """Whether a file has this content already, or is not there."""
+def _is_unchanged(path: Path, content: bytes | None) -> bool:
+    """Whether a file already has this content; for None, whether it does not exist."""
     if content is None:
         return not path.exists()
     return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
 
 
-def _keep(path: Path, copy: Path) -> None:
-    """A second name for a file, or a copy where file systems have no second names."""
+def _link(path: Path, copy: Path) -> None:
+    """Makes a hard link to a file, or a copy if the file system has no hard links."""
     if not path.exists():
         return
     try:
@@ -66,16 +70,16 @@ def _keep(path: Path, copy: Path) -> None:
         shutil.copyfile(path, copy)
 
 
-def _us() -> str:
-    """Which process of which machine: directories may be shared."""
+def _this_process() -> str:
+    """The host and the process: directories may be shared by machines."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _is_stale(folder: Path) -> bool:
-    """Whether the process that made a folder is dead, as far as this machine can tell, or long past saving."""
+    """Whether the process that made a folder is dead, if it ran on this host, or whether the folder is a day old."""
     try:
         age = time.time() - folder.stat().st_mtime
-    except FileNotFoundError:  # its owner finished just now
+    except FileNotFoundError:  # its process has just removed it
         return False
     maker = re.fullmatch(r"\.saving-(.+)-(\d+)-\w+", folder.name)
     if maker is not None and maker[1] == socket.gethostname() and not _is_alive(int(maker[2])):
@@ -90,6 +94,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # another user's, or no number of a process
+    except (OSError, OverflowError):  # another user's process, or an invalid number
         return True
     return True

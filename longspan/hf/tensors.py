@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: which files hold them, and how they are read, one at a time."""
+"""`CheckpointTensors`: the tensors of a checkpoint's files, which are read one at a time."""
 
 import re
 from contextlib import ExitStack
@@ -16,79 +16,82 @@ from longspan.models.families import FAMILIES
 from longspan.models.family import Task
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PREFIXES = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})  # of bodies
-KINDS = ("F64", "F32", "BF16", "F16")  # what safetensors calls the dtypes that parameters may have
+BODY_PREFIXES = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})
+DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names for the dtypes that parameters may have
 
 
 @dataclass
-class Tensors:
+class CheckpointTensors:
     """The tensors of all safetensors files of a checkpoint."""
 
-    where: dict[str, Any]  # name -> the open file that holds it
+    where: dict[str, Any]  # name -> the open file with the tensor
     old_names: dict[str, str]  # name -> the name in the file
     file_of: dict[str, str]  # name -> the name of that file
-    unlisted: list[str]  # what the files hold besides, by the index
+    unlisted: list[str]  # tensors of the files that the index does not list
 
     @classmethod
-    def open(cls, directory: Path, stack: ExitStack) -> "Tensors":
-        """The tensors of the one file, or those that the index lists, each from the file it is listed in."""
+    def open(cls, directory: Path, stack: ExitStack) -> "CheckpointTensors":
+        """The tensors of the single file, or those that the index lists, each from its listed file."""
         if (directory / WEIGHTS).is_file():
             file = _open(directory / WEIGHTS, stack)
             where, old = _renamed(directory / WEIGHTS, dict.fromkeys(file.keys(), file))
             return cls(where, old, dict.fromkeys(where, WEIGHTS), [])
         if not (directory / INDEX).is_file():
-            _refuse(directory)
+            _raise_no_weights(directory)
         listed = _weight_map(directory)
         files = {name: _open(directory / name, stack) for name in sorted(set(listed.values()))}
-        held = {name: set(file.keys()) for name, file in files.items()}
-        absent = [f"{tensor} ({name})" for tensor, name in listed.items() if tensor not in held[name]]
+        names_in = {name: set(file.keys()) for name, file in files.items()}
+        absent = [f"{tensor} ({name})" for tensor, name in listed.items() if tensor not in names_in[name]]
         if absent:
             raise ValueError(
-                f"{directory / INDEX} lists tensors in files that do not have them: {', '.join(sorted(absent))}. "
+                f"{directory / INDEX} lists tensors that their files do not contain: {', '.join(sorted(absent))}. "
                 "Download or save the checkpoint again."
             )
-        unlisted = sorted(f"{tensor} ({n})" for n in held for tensor in held[n] if listed.get(tensor) != n)
+        unlisted = sorted(f"{tensor} ({n})" for n in names_in for tensor in names_in[n] if listed.get(tensor) != n)
         tensors = {tensor: files[name] for tensor, name in listed.items()}
         where, old = _renamed(directory / INDEX, tensors)
         return cls(where, old, {name: listed[before] for name, before in old.items()}, unlisted)
 
     def find(self, p: Parameter, task: Task) -> str | None:
-        """A parameter's name in the file."""
+        """A parameter's name in the file; None if the file lacks it."""
         if not p.in_head:
             return self.find_in_body(p.name)
-        # What is added to the logits is the decoder's bias; the other one is its twin, or not used at all.
-        twins = task.twin_biases
-        names = reversed(twins) if twins and p.name in twins else [p.name]
+        names = [p.name]
+        if task.twin_biases and p.name in task.twin_biases:
+            # Hugging Face adds the decoder's bias, the second, to the logits. The first is the same tensor or unused.
+            names = list(reversed(task.twin_biases))
         return next((n for n in names if n in self.where), None)
 
     def find_in_body(self, name: str) -> str | None:
-        """The name in the file of one of the body's tensors, which may have a prefix, or none."""
-        return next((n for n in [*(p + name for p in PREFIXES), name] if n in self.where), None)
+        """The name in the file of a body's tensor, with or without a prefix; None if the file lacks it."""
+        return next((n for n in [*(p + name for p in BODY_PREFIXES), name] if n in self.where), None)
 
     def without_prefix(self, name: str) -> str:
         """A name in the file without the prefix of a body."""
-        longest_first = sorted(PREFIXES, key=len, reverse=True)
+        longest_first = sorted(BODY_PREFIXES, key=len, reverse=True)
         return next((name.removeprefix(p) for p in longest_first if name.startswith(p)), name)
 
     @property
     def files(self) -> str:
-        """The file that names all tensors, for messages."""
-        return WEIGHTS if set(self.file_of.values()) <= {WEIGHTS} else INDEX
+        """The file that lists all tensors, for messages."""
+        if set(self.file_of.values()) <= {WEIGHTS}:
+            return WEIGHTS
+        return INDEX
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def kind(self, name: str) -> str:
-        """Its dtype, as safetensors calls it."""
+    def dtype_name(self, name: str) -> str:
+        """Safetensors' name of the dtype."""
         return self._slice(name).get_dtype()
 
     def read(self, name: str) -> np.ndarray:
         return self.where[name].get_tensor(self.old_names[name])
 
     def dtype_of(self, name: str):
-        """The dtype of one of the body's tensors; float32 if there is none, or none that a parameter may have."""
+        """The dtype of a body's tensor; float32 if it is missing or is not of floats."""
         found = self.find_in_body(name)
-        if found is None or self.kind(found) not in KINDS:
+        if found is None or self.dtype_name(found) not in DTYPES:
             return jnp.dtype(jnp.float32)
         return jax.dtypes.canonicalize_dtype(self.read(found).dtype)
 
@@ -102,28 +105,26 @@ def _open(path: Path, stack: ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="np"))
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}). Download or save it again.") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}). Download or save it again.") from error
 
 
 def _renamed(path: Path, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors under the names of today, and those names' old ones.
+    """The tensors under today's names, and the name of each in the file.
 
-    The oldest checkpoints have TensorFlow's names for the parameters of a layer norm.
+    The oldest checkpoints have TensorFlow's names for the parameters of layer norms.
     """
     where, old = {}, {}
     for name, file in tensors.items():
         new = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", name)
         new = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", new)
         if new in where:
-            raise ValueError(
-                f"{path} has both {old[new]} and {name}, two names of one parameter. Remove the one that is not meant."
-            )
+            raise ValueError(f"{path} has both {old[new]} and {name}, two names of one parameter. Remove one of them.")
         where[new], old[new] = file, name
     return where, old
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """The file of every tensor, by the index: files of this directory, which are there."""
+    """The file of each tensor in the index. Raises unless all are existing files of this directory."""
     path = directory / INDEX
     listed = read_object(path).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -134,34 +135,36 @@ def _weight_map(directory: Path) -> dict[str, str]:
     outside = [name for name in names if not _is_inside(name)]
     if outside:
         raise ValueError(
-            f"{path} lists files outside of its directory: {', '.join(map(repr, outside))}. Longspan reads only what "
-            "lies beside the index: copy them there, and list them by their names."
+            f"{path} lists files outside of its directory: {', '.join(map(repr, outside))}. Longspan reads only files "
+            "next to the index. Copy them there, and list them by their names."
         )
     absent = [name for name in names if not (directory / name).is_file()]
     if absent:
-        raise FileNotFoundError(f"{path} lists files that are not there: {', '.join(absent)}.")
+        raise FileNotFoundError(
+            f"{path} lists files that do not exist: {', '.join(absent)}. Download or save the checkpoint again."
+        )
     return listed
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a path leads down from the directory, on any system; links may lead out, as in a cache."""
+    """Whether a path stays inside the directory, on any system. Links may lead out, as in Hugging Face's cache."""
     return not any(
         path.is_absolute() or path.drive or path.root or ".." in path.parts
         for path in (PurePosixPath(name), PureWindowsPath(name))
     )
 
 
-def _refuse(directory: Path) -> None:
-    """Says what the directory has instead of weights that can be read."""
+def _raise_no_weights(directory: Path) -> None:
+    """Raises an error that lists the files of a directory without safetensors."""
     listing = sorted(p.name for p in directory.iterdir())
     pickles = [name for name in listing if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if pickles:
         raise ValueError(
-            f"{directory} has {', '.join(pickles)}, a pickle, which can run any program when it is read, so Longspan "
-            f"does not read it. Where torch is installed, convert it once:\n{_CONVERT}"
+            f"{directory} has {', '.join(pickles)}, a pickle. Longspan does not read pickles, because they can run any "
+            f"program. Convert it once where torch is installed:\n{_CONVERT}"
         )
     raise FileNotFoundError(
-        f"{directory} has neither {WEIGHTS} nor {INDEX}. It has: {', '.join(listing) or 'nothing'}."
+        f"{directory} has neither {WEIGHTS} nor {INDEX}. It contains: {', '.join(listing) or 'nothing'}."
     )
 
 

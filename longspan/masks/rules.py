@@ -1,48 +1,34 @@
 """`Rule`: a mask that is said by other masks, and answers what they answer."""
 
-from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-import jax
-
 from longspan.masks.base import NOT_INHERITED, Mask, Pinned
-from longspan.masks.checks import check_lowered
-from longspan.masks.pytree import Value
 
 MANY_PARTS = 16  # larger masks are lowered again: comparing them takes about as long
-MAX_REMEMBERED = 256
-_remembered_atoms: dict[Mask, Mask] = {}
 
 
 def atoms_of(mask: Mask) -> Mask:
     """`mask.atoms()`. Of small masks without arrays it is remembered: a trace asks several times."""
     parts = list(islice(mask.walk(), MANY_PARTS))
-    if len(parts) == MANY_PARTS or not _is_of_numbers(mask, parts):
-        return mask.atoms()
-    atoms = _remembered_atoms.get(mask)
-    if atoms is None:
-        atoms = mask.atoms()
-        # Arrays that `lower` makes inside `jit` are tracers, which must not outlive the trace.
-        if _is_of_numbers(atoms, atoms.walk()):
-            while len(_remembered_atoms) >= MAX_REMEMBERED:
-                _remembered_atoms.pop(next(iter(_remembered_atoms)), None)
-            _remembered_atoms[mask] = atoms
-    return atoms
+    if len(parts) < MANY_PARTS and all(_is_of_numbers(part) for part in parts):
+        return _remembered_atoms(mask)
+    return mask.atoms()
 
 
-def _is_of_numbers(mask: Mask, parts: Iterable[Mask]) -> bool:
+@lru_cache(maxsize=256)
+def _remembered_atoms(mask: Mask) -> Mask:
+    return mask.atoms()
+
+
+def _is_of_numbers(mask: Mask) -> bool:
     """Whether a mask holds masks, ints and strings alone: no array, and no function, which would be kept alive."""
-    return all(map(_has_only_numbers, parts)) and not jax.tree.leaves(mask)
-
-
-def _has_only_numbers(part: Mask) -> bool:
-    if "_data" not in vars(part):
+    if "_data" not in vars(mask):
         return False  # not made by `rule`, so it may not compare by its contents
-    for value in vars(part).values():
+    for value in vars(mask).values():
         entries = value if isinstance(value, tuple) else (value,)
-        if not all(entry is None or isinstance(entry, int | str | Value) for entry in entries):
+        if not all(entry is None or isinstance(entry, int | str | Mask) for entry in entries):
             return False
     return True
 
@@ -65,11 +51,6 @@ class Rule(Mask):
         ..#.
         ...#
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "lower" in vars(cls):
-            cls.lower = _returning_a_mask(cls.lower)
 
     def lower(self) -> Mask:
         raise NotImplementedError(f"{type(self).__name__} must define `lower()`, or `allowed(q, kv)`.")
@@ -110,18 +91,6 @@ class Leaf(Rule):
 
     def extents(self):
         return Mask.extents(self)
-
-
-def _returning_a_mask(lower: Callable[[Any], Mask]) -> Callable[[Any], Mask]:
-    """A user's `lower`, checked."""
-
-    @wraps(lower)
-    def checked(self):
-        mask = lower(self)
-        check_lowered(self, mask)
-        return mask
-
-    return checked
 
 
 def _asked_of_the_lowered(name: str) -> Any:

@@ -11,11 +11,11 @@ Example:
     (1, 2)
 """
 
-# ruff: noqa: E402 - without Flax no import below would get far, and its error would not say what to install.
+# ruff: noqa: E402 - the check comes first: without Flax the imports below would fail with a less helpful error.
 
-from longspan.optional import needs
+from longspan.optional import needs as _needs
 
-needs(__name__, "flax", extra="flax")
+_needs(__name__, "flax", extra="flax")
 
 from longspan.models.compiled import compiled as compiled
 from longspan.models.decoders.cache import DecoderCache as DecoderCache

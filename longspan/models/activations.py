@@ -10,11 +10,13 @@ import numpy as np
 
 
 def _in_float32(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """16 bits are too few for a GELU's 1 + erf(x), which cancels where x is negative."""
+    """Computes 16-bit inputs in float32: a GELU's 1 + erf(x) cancels where x is negative."""
 
     @functools.wraps(function)
     def wide(x: jax.Array) -> jax.Array:
-        return function(x.astype(jnp.float32)).astype(x.dtype) if x.dtype.itemsize == 2 else function(x)
+        if x.dtype.itemsize != 2:
+            return function(x)
+        return function(x.astype(jnp.float32)).astype(x.dtype)
 
     return wide
 
@@ -26,7 +28,7 @@ def _tanh_gelu(x: jax.Array) -> jax.Array:
 
 @_in_float32
 def _exact_gelu(x: jax.Array) -> jax.Array:
-    """As PyTorch writes it; `jax.nn.gelu` goes through erfc, which takes longer."""
+    """PyTorch's formula; `jax.nn.gelu` computes erfc, which is slower."""
     return 0.5 * x * (1 + jax.lax.erf(x * np.asarray(0.5**0.5, x.dtype)))
 
 

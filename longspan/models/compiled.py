@@ -1,4 +1,4 @@
-"""`compiled`: a model's call as one program, whose parameters are arguments and never results."""
+"""`compiled`: a model's call as one jitted program that takes the parameters as arguments and does not return them."""
 
 import functools
 import inspect
@@ -12,22 +12,23 @@ from longspan.axes import axis_names
 from longspan.models.encoders.encoder import Encoder
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.encoders.tasks import Model
-from longspan.models.graph import Graph, without_source
+from longspan.models.graph import HashedGraph, without_source
 from longspan.models.output import Output
 from longspan.models.rngs import check_call_rngs, dropout_stream
 
 P = ParamSpec("P")
-# The static arguments of a call: each value of one is a program.
+# The static arguments of a call: every combination of their values is a program.
 OPTIONS = ("deterministic", "attention_type", "remat", "mesh", "axis", "order", "batch_axes", "head_axis")
 
 
 def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
-    """The model's call under `jit`, with the same arguments and the same outputs: for inference.
+    """The model's call under `jit`, with the same arguments and results, for inference.
 
-    `nnx.jit(model)` returns every parameter from its program at each call, in case the call changed it. Here they only
-    go in. Each call reads the model anew, so it sees what training or `nnx.update` did to the parameters; a change of
-    the structure, such as `model.train()`, is compiled anew. Models of one structure share their programs, whatever
-    directories they were loaded from. Ids outside of their tables are an error, as they are without `jit`.
+    `nnx.jit(model)` returns all parameters from its program at each call, in case the call changed them. Here they are
+    arguments only. Each call reads the model's current parameters, so training and `nnx.update` take effect. A change
+    of the structure, such as `model.train()`, compiles a new program. Models of one structure share their programs,
+    also if they were loaded from different directories. Ids outside of their tables raise an error, as they do without
+    `jit`.
 
     Args:
         model: an `Encoder` or a model with a head.
@@ -42,30 +43,33 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
     """
     if not isinstance(model, Encoder | Model):
         raise TypeError(
-            f"`compiled` takes one of longspan.models' encoders, with a head or without, got {type(model).__name__}. "
-            "Use `nnx.jit`."
+            f"`compiled` takes an encoder of longspan.models, with or without a head, got {type(model).__name__}. "
+            "Use `nnx.jit` for other models."
         )
-    known: Any = model
-    signature, parts = inspect.signature(known.__call__), _Parts(known)
+    encoder: Any = model
+    signature, split_model = inspect.signature(encoder.__call__), _SplitModel(encoder)
 
-    @functools.wraps(known.__call__)
+    @functools.wraps(encoder.__call__)
     def call(*args: P.args, **kwargs: P.kwargs) -> Output:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
         given["batch_axes"] = axis_names("batch_axes", given["batch_axes"])  # a tuple: a list does not hash
-        rngs, options = given.pop("rngs"), tuple(given.pop(name) for name in OPTIONS)
-        check_inputs(known.config, **given)
+        rngs = given.pop("rngs")
+        options = tuple(given.pop(name) for name in OPTIONS)
+        check_inputs(encoder.config, **given)
         check_call_rngs(rngs)
-        return _call(parts, options, {name: x for name, x in given.items() if x is not None}, rngs)
+        return _call(split_model, options, {name: x for name, x in given.items() if x is not None}, rngs)
 
     return call
 
 
-def _call(parts: "_Parts", options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
-    graph, state = parts.now()
-    drops = rngs is not None and not (parts.model.deterministic if options[0] is None else options[0])
-    if not drops:
+def _call(split_model: "_SplitModel", options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
+    graph, state = split_model.current()
+    deterministic = options[0]
+    if deterministic is None:
+        deterministic = split_model.model.deterministic
+    if deterministic or rngs is None:
         return _call_model(graph, None, options, state, None, arrays)[0]
     stream: Any = dropout_stream(rngs)
     stream_graph, stream_state = nnx.split(stream)
@@ -74,38 +78,43 @@ def _call(parts: "_Parts", options: tuple, arrays: dict[str, Any], rngs: Any) ->
     return output
 
 
-class _Parts:
-    """A model's structure and its parameters.
+class _SplitModel:
+    """A model's graph definition and its parameters.
 
-    Splitting a model takes as long as a short text, looking for a change of its attributes does not: only after one is
-    it split anew.
+    `nnx.split` takes as long as encoding a short text, and comparing attributes does not. So the model is split again
+    only after an attribute of one of its modules changed.
     """
 
     def __init__(self, model: Any):
-        self.model, self._before = model, None
+        self.model = model
+        self._attributes = None  # of each module, when the model was split
 
-    def now(self) -> tuple[Graph, Any]:
-        if self._before is None or not all(_same(vars(x), then) for x, then in self._before):
+    def current(self) -> tuple[HashedGraph, Any]:
+        if self._attributes is None or not all(_is_same(vars(x), before) for x, before in self._attributes):
             self._split()
         return self._graph, jax.tree.unflatten(self._tree, [x.get_raw_value() for x in self._variables])
 
     def _split(self) -> None:
         graph, state = nnx.split(without_source(self.model))
-        self._graph, self._tree = Graph(graph), jax.tree.structure(state)
+        self._graph, self._tree = HashedGraph(graph), jax.tree.structure(state)
         nodes = dict(nnx.iter_graph(self.model))
         self._variables = [nodes[path] for path, _ in nnx.to_flat_state(state)]
         values = [x.get_raw_value() for x in self._variables]
         assert all(a is b for a, b in zip(jax.tree.leaves(state), values, strict=True)), "parameters out of order"
-        self._before = [(x, dict(vars(x))) for x in nodes.values() if isinstance(x, nnx.Pytree)]
+        self._attributes = [(x, dict(vars(x))) for x in nodes.values() if isinstance(x, nnx.Pytree)]
 
 
-def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    return len(now) == len(then) and all(name in now and now[name] is value for name, value in then.items())
+def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(now) == len(before) and all(name in now and now[name] is value for name, value in before.items())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _call_model(structure: Graph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
-    """The output, and how far the stream has counted."""
-    stream = None if stream_graph is None else nnx.merge(stream_graph, stream_state)
+def _call_model(structure: HashedGraph, stream_graph, options: tuple, state, stream_state, arrays: dict[str, Any]):
+    """The output, and the stream's counter after the call."""
+    stream = None
+    if stream_graph is not None:
+        stream = nnx.merge(stream_graph, stream_state)
     output = nnx.merge(structure.graph, state)(**arrays, **dict(zip(OPTIONS, options, strict=True)), rngs=stream)
-    return output, None if stream is None else stream.count[...]
+    if stream is None:
+        return output, None
+    return output, stream.count[...]

@@ -1,4 +1,4 @@
-"""The families whose checkpoints Longspan knows."""
+"""The model families whose checkpoints Longspan loads."""
 
 from longspan.models.decoders.gemma2 import GEMMA2
 from longspan.models.decoders.gemma3 import GEMMA3

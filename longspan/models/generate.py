@@ -1,4 +1,4 @@
-"""`generate`: a decoder goes on from prompts, with caches allocated from its layers' masks."""
+"""`generate`: decoding from prompts, with caches that are allocated from the masks of the layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from jaxtyping import Int
 from longspan.array_types import Array, no_type_check
 from longspan.axes import auto_mesh, on_auto_mesh
 from longspan.models.decoders.causal_lm import CausalLM
+from longspan.models.decoders.memory import check_memory
 from longspan.models.decoders.requests import (
     ROWS,
     bucket,
@@ -23,13 +24,20 @@ from longspan.models.decoders.requests import (
     check_prompts,
     stop_tokens_of,
 )
-from longspan.models.decoders.room import check_room
 from longspan.models.decoders.sampling import Sampling
-from longspan.models.decoders.steps import NOTHING, Compiled, Rules, State, burst, prefill, start
-from longspan.models.graph import Graph, without_source
+from longspan.models.decoders.steps import (
+    NO_TOKEN,
+    DecodeSettings,
+    DecodeState,
+    ProgramKey,
+    allocate,
+    decode_burst,
+    prefill,
+)
+from longspan.models.graph import HashedGraph, without_source
 
-SHORTEST = 32  # tokens of a prompt's chunk, from which on smaller ones would save little
-STOPS = 8  # the number of stop tokens is rounded up to a multiple, so that another one compiles nothing
+MIN_CHUNK = 32  # tokens: smaller chunks of a prompt would save little time
+STOP_TOKENS_UNIT = 8  # the number of stop tokens is padded to a multiple, so that one more compiles nothing new
 
 
 @no_type_check
@@ -49,29 +57,31 @@ def generate(
     stream: Callable[[int, int], Any] | None = None,
     prefill_chunk: int = 2048,
 ) -> list[np.ndarray]:
-    """The new tokens after each prompt, int32, the stop token included.
+    """Generates tokens after each prompt and returns the new ones, int32, including the stop token.
 
-    A row's answer does not depend on the rows beside it. Layers keep what their masks will look at again: one with a
-    window its window, whatever the length. Programs are compiled for few sizes, and kept: batches are padded to 1, 2,
-    4 or 8 rows, then to multiples of 8, with rows that take no step; caches to 128, 256, 512, 1,024 or 2,048 tokens,
-    then to multiples of 2,048. Calls of the same sizes compile nothing new.
+    The answer to a prompt does not depend on the other prompts. The cache of a layer holds the keys that its mask can
+    still attend to: a layer with a sliding window stores one window, whatever the length.
+
+    Programs are compiled for few sizes and reused. Batches are padded to 1, 2, 4 or 8 rows, then to multiples of 8;
+    caches to 128, 256, 512, 1,024 or 2,048 tokens, then to multiples of 2,048. Calls whose sizes round to the same
+    numbers compile nothing new.
 
     Args:
-        model: a decoder, as `hf.load` gives.
-        prompts: token ids, of any lengths.
-        max_new_tokens: the most tokens of an answer.
-        max_length: the most tokens of a row, prompt and answer, that caches are made for, as given. By default the
-            longest prompt and `max_new_tokens`, rounded up as above, but not beyond what the model was made for.
-        temperature: 0 takes the likeliest token; else tokens are drawn, and a `key` is needed.
-        top_k: draws from the k likeliest tokens.
-        top_p: draws from the fewest tokens that together have this probability.
-        min_p: draws from tokens at least this share as likely as the likeliest.
-        repetition_penalty: above 1, tokens that a row has already become less likely.
-        stop_tokens: ids that end an answer; by default those of the checkpoint's generation config, or of its config;
-            () for none.
-        key: of the draws: one, from which every row gets its own, or one per prompt.
-        stream: called as stream(row, token) for every new token, a few at a time, in order.
-        prefill_chunk: how many tokens of a prompt are computed at once: fewer need less memory.
+        model: a decoder, for example from `hf.load`.
+        prompts: token ids. Prompts may have different lengths.
+        max_new_tokens: the maximum number of tokens of an answer.
+        max_length: the number of tokens of a row, prompt and answer, that caches are allocated for. By default the
+            longest prompt plus `max_new_tokens`, rounded up as above and limited to the model's maximum length.
+        temperature: 0 takes the most likely token. A positive number samples tokens and needs a `key`.
+        top_k: samples from the k most likely tokens.
+        top_p: samples from the smallest set of tokens whose probabilities sum to at least this.
+        min_p: samples from tokens whose probability is at least this share of the highest one.
+        repetition_penalty: a number above 1 makes tokens that the row already contains less likely.
+        stop_tokens: token ids that end an answer; () for none. By default the `eos_token_id` of the checkpoint's
+            generation config, or of its config.
+        key: the random key for sampling: one, from which each row gets its own, or one per prompt.
+        stream: called as stream(row, token) for each new token, in order, after every few decode steps.
+        prefill_chunk: the number of prompt tokens that are computed at once. A smaller number needs less memory.
 
     Example:
         >>> from flax import nnx
@@ -86,24 +96,25 @@ def generate(
     """
     check_model(model)
     rows = check_prompts(model.config, prompts)
-    check_options(len(rows), max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, key, prefill_chunk)
-    max_new_tokens = int(max_new_tokens)  # perhaps NumPy's
+    sampling_options = dict(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    check_options(len(rows), **sampling_options, max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
+    max_new_tokens = int(max_new_tokens)  # it may be NumPy's
     length = check_lengths(model.config, rows, max_new_tokens, max_length)
-    stop = stop_tokens_of(model, stop_tokens)
+    stop_ids = stop_tokens_of(model, stop_tokens)
     if not rows or max_new_tokens == 0:
         return [np.zeros(0, np.int32) for _ in rows]
-    sampling = Sampling(
-        temperature=_number(temperature) if temperature else None,
-        top_k=_number(top_k) if temperature else None,
-        top_p=_number(top_p) if temperature else None,
-        min_p=_number(min_p) if temperature else None,
-        repetition_penalty=_number(repetition_penalty) if repetition_penalty != 1 else None,
-    )
+    # Empty rows fill the batch up. They take no decode step.
     batch = rows + [np.zeros(0, np.int32)] * (bucket(len(rows), *ROWS) - len(rows))
-    keys = _keys(key, len(batch)) if temperature else None
-    rules = Rules(sampling, _padded(stop), keys, _ropes(model, batch, max_new_tokens))
+    settings = DecodeSettings(
+        sampling=_sampling(**sampling_options),
+        stop_tokens=_padded(stop_ids),
+        keys=_row_keys(key, len(batch)) if temperature else None,
+        ropes=_ropes(model, batch, max_new_tokens),
+    )
     answers: list[list[int]] = [[] for _ in rows]
-    for tokens in _bursts(model, batch, length, max_new_tokens, rules, prefill_chunk):
+    for tokens in _decode(model, batch, length, max_new_tokens, settings, prefill_chunk):
         for row, token in tokens:
             answers[row].append(token)
             if stream is not None:
@@ -111,30 +122,38 @@ def generate(
     return [np.array(tokens, np.int32) for tokens in answers]
 
 
-def _bursts(
-    model: CausalLM, rows: list[np.ndarray], length: int, most: int, rules: Rules, chunk: int
+def _decode(
+    model: CausalLM,
+    rows: list[np.ndarray],
+    length: int,
+    max_new_tokens: int,
+    settings: DecodeSettings,
+    prefill_chunk: int,
 ) -> Iterator[list[tuple[int, int]]]:
-    """(row, token) of all answers, a few at a time. Rows without a prompt fill the batch up, and have no answer."""
+    """Prefills the cache, then yields the (row, token) pairs of each burst."""
+    config = model.config
     graph, params = nnx.split(without_source(model))
-    params, rules = on_auto_mesh((params, rules))
-    of = Compiled(Graph(graph), model._reads_in_place(len(rows)))
-    check_room(model.config, len(rows), length, model.dtype)
-    cache, last = _run_program(start, model.config, len(rows), length, model.dtype)
-    for ids, lengths in chunks(rows, chunk):
-        cache, last = _run_program(prefill, of, params, cache, last, ids, lengths, rules.ropes)
-    check_cache(model.config, cache)
-    seen = None if rules.sampling.repetition_penalty is None else _seen(rows, model.config.vocab_size)
-    left = np.array([most if len(row) else 0 for row in rows], np.int32)
-    state = State(last, np.zeros_like(left), left, np.int32(0), seen)
-    while np.asarray(state.left).any():
-        cache, state, tokens = _run_program(burst, of, params, cache, state, rules)
-        check_cache(model.config, cache)
+    params, settings = on_auto_mesh((params, settings))
+    program = ProgramKey(HashedGraph(graph), model._reads_in_place(len(rows)))
+    check_memory(config, len(rows), length, model.dtype)
+    cache, last_hidden = _on_auto_axes(allocate, config, len(rows), length, model.dtype)
+    for ids, lengths in prompt_chunks(rows, prefill_chunk):
+        cache, last_hidden = _on_auto_axes(prefill, program, params, cache, last_hidden, ids, lengths, settings.ropes)
+    check_cache(config, cache)
+    seen = None
+    if settings.sampling.repetition_penalty is not None:
+        seen = _tokens_seen(rows, config.vocab_size)
+    remaining = np.array([max_new_tokens if len(row) else 0 for row in rows], np.int32)
+    state = DecodeState(last_hidden, np.zeros_like(remaining), remaining, np.int32(0), seen)
+    while np.asarray(state.remaining).any():
+        cache, state, tokens = _on_auto_axes(decode_burst, program, params, cache, state, settings)
+        check_cache(config, cache)
         found = np.asarray(tokens)
-        yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NOTHING)]
+        yield [(int(row), int(found[step, row])) for step, row in np.argwhere(found != NO_TOKEN)]
 
 
-def _run_program(program: Callable, *arguments: Any) -> Any:
-    """A program, where XLA places values by itself: of explicit axes the types of caches would have to be found out."""
+def _on_auto_axes(program: Callable, *arguments: Any) -> Any:
+    """program(*arguments) with automatic mesh axes: explicit ones would need the sharding of every cache array."""
     mesh = jax.sharding.get_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         return program(*arguments)
@@ -142,66 +161,82 @@ def _run_program(program: Callable, *arguments: Any) -> Any:
         return program(*arguments)
 
 
-def chunks(rows: Sequence[np.ndarray], most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids [B, n], lengths [B]) of the prompts' tokens from the first to the last, for few different n."""
-    at, longest = 0, max(len(row) for row in rows)
-    while at < longest:
-        size = chunk_size(longest - at, most)
-        pieces = [row[at : at + size] for row in rows]
+def prompt_chunks(rows: Sequence[np.ndarray], max_chunk: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The prompts in chunks (ids [B, n], lengths [B]), from the first token to the last, with few different n."""
+    start, longest = 0, max(len(row) for row in rows)
+    while start < longest:
+        size = chunk_size(longest - start, max_chunk)
+        pieces = [row[start : start + size] for row in rows]
         ids = np.zeros((len(rows), size), np.int32)
-        for own, piece in zip(ids, pieces, strict=True):
-            own[: len(piece)] = piece
+        for padded_row, piece in zip(ids, pieces, strict=True):
+            padded_row[: len(piece)] = piece
         yield ids, np.array([len(piece) for piece in pieces], np.int32)
-        at += size
+        start += size
 
 
-def chunk_size(left: int, most: int) -> int:
-    """How many tokens to compute at once, of those that are left: one of few sizes, each a quarter of the one before.
+def chunk_size(remaining: int, max_chunk: int) -> int:
+    """The size of the next chunk: one of few sizes, each a quarter of the next larger one.
 
     Example:
-        >>> [chunk_size(left, 2048) for left in (5000, 1900, 900, 388, 4)]
+        >>> [chunk_size(remaining, 2048) for remaining in (5000, 1900, 900, 388, 4)]
         [2048, 2048, 512, 512, 32]
     """
-    sizes = [most]
-    while sizes[-1] > SHORTEST:
+    sizes = [max_chunk]
+    while sizes[-1] > MIN_CHUNK:
         sizes.append(max(sizes[-1] // 4, 1))
-    # A size that is a little too large costs less than two that are smaller.
-    fitting = [size for size in sizes if size * 3 <= left * 4]
+    # A chunk with up to a quarter of padding costs less than two smaller ones.
+    fitting = [size for size in sizes if size * 3 <= remaining * 4]
     return fitting[0] if fitting else sizes[-1]
 
 
-def _number(value: Any) -> Any:
-    # Beyond these a float32, or what is divided by it, would be 0 or infinite.
-    return None if value is None else np.float32(np.clip(value, 1e-30, 1e30))
+def _sampling(*, temperature: Any, top_k: Any, top_p: Any, min_p: Any, repetition_penalty: Any) -> Sampling:
+    """The rules of a request; rules that change nothing are None."""
+    if not temperature:
+        temperature = top_k = top_p = min_p = None
+    if repetition_penalty == 1:
+        repetition_penalty = None
+    numbers = temperature, top_k, top_p, min_p, repetition_penalty
+    return Sampling(*map(_float32, numbers))
 
 
-def _padded(stop: tuple[int, ...]) -> np.ndarray:
-    return np.array([*stop, *[NOTHING] * (-len(stop) % STOPS)] or [NOTHING] * STOPS, np.int32)
+def _float32(value: Any) -> Any:
+    if value is None:
+        return None
+    # Beyond these limits the float32, or a quotient by it, would be 0 or infinite.
+    return np.float32(np.clip(value, 1e-30, 1e30))
 
 
-def _keys(key: Any, count: int) -> Any:
-    """A key for each row of a batch: row i has the same one in batches of every size."""
-    typed = jax.random.wrap_key_data(key) if jnp.issubdtype(key.dtype, jnp.integer) else key
-    if typed.ndim == 0:
-        return jax.vmap(jax.random.fold_in, (None, 0))(typed, np.arange(count))
-    # Padded in NumPy, with the last key: JAX would compile a program for each number of keys.
-    data = np.asarray(jax.random.key_data(typed))
-    padded = jnp.asarray(data[np.minimum(np.arange(count), len(data) - 1)])
-    return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(typed))
+def _padded(stop_tokens: tuple[int, ...]) -> np.ndarray:
+    """The stop tokens and `NO_TOKEN`, a multiple of `STOP_TOKENS_UNIT` and at least one unit."""
+    count = STOP_TOKENS_UNIT * max(1, -(-len(stop_tokens) // STOP_TOKENS_UNIT))
+    return np.array([*stop_tokens, *[NO_TOKEN] * (count - len(stop_tokens))], np.int32)
 
 
-def _ropes(model: CausalLM, rows: Sequence[np.ndarray], most: int) -> dict[str, tuple[Any, Any]]:
-    """The frequencies of each row: those of some types depend on its length, but not on the rows beside it."""
-    config, found = model.config, {}
+def _row_keys(key: Any, batch: int) -> Any:
+    """A random key for each row. The key of row i does not depend on the batch size."""
+    if jnp.issubdtype(key.dtype, jnp.integer):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(batch))
+    # Padded with the last key, and in NumPy: JAX would compile a program for each number of keys.
+    data = np.asarray(jax.random.key_data(key))
+    padded = jnp.asarray(data[np.minimum(np.arange(batch), len(data) - 1)])
+    return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(key))
+
+
+def _ropes(model: CausalLM, rows: Sequence[np.ndarray], max_new_tokens: int) -> dict[str, tuple[Any, Any]]:
+    """The rotary frequencies of each row, by kind of layer. Some types depend on the row's length."""
+    config, ropes = model.config, {}
+    lengths = [len(row) + max_new_tokens for row in rows]
     for kind in dict.fromkeys(config.kinds):
-        own = {n: config.frequencies(kind, n) for n in {len(row) + most for row in rows}}
-        (factor,) = {factor for _, factor in own.values()}
-        found[kind] = np.stack([own[len(row) + most][0] for row in rows]), np.float32(factor)
-    return found
+        by_length = {length: config.frequencies(kind, length) for length in set(lengths)}
+        (factor,) = {factor for _, factor in by_length.values()}
+        ropes[kind] = np.stack([by_length[length][0] for length in lengths]), np.float32(factor)
+    return ropes
 
 
-def _seen(rows: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
+def _tokens_seen(rows: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
     seen = np.zeros((len(rows), vocab_size), bool)
-    for own, row in zip(seen, rows, strict=True):
-        own[row] = True
+    for seen_by_row, row in zip(seen, rows, strict=True):
+        seen_by_row[row] = True
     return seen

@@ -1,4 +1,4 @@
-"""What calls of all models give: token ids or their embeddings, and arrays of the same shape."""
+"""Checks of the arrays that every model takes: token ids or embeddings, and arrays of the same shape."""
 
 from typing import Any
 
@@ -9,11 +9,13 @@ from longspan.checks import is_abstract, is_array, is_int
 
 
 def shape_of_input(config: Any, input_ids: Any, inputs_embeds: Any) -> tuple[int, int]:
-    """The batch and the number of tokens."""
+    """The shape (B, T) of the input."""
     if (input_ids is None) == (inputs_embeds is None):
-        both = "neither" if input_ids is None else "both"
-        raise ValueError(f"Pass `input_ids` or `inputs_embeds`, one of the two; got {both}.")
-    return _shape_of_ids(config, input_ids) if inputs_embeds is None else _shape_of_embeds(config, inputs_embeds)
+        got = "neither" if input_ids is None else "both"
+        raise ValueError(f"Pass either `input_ids` or `inputs_embeds`, got {got}.")
+    if inputs_embeds is None:
+        return _shape_of_ids(config, input_ids)
+    return _shape_of_embeds(config, inputs_embeds)
 
 
 def _shape_of_ids(config: Any, input_ids: Any) -> tuple[int, int]:
@@ -40,28 +42,35 @@ def _shape_of_embeds(config: Any, inputs_embeds: Any) -> tuple[int, int]:
 def _check_array(name: str, value: Any) -> None:
     if not is_array(value):
         raise TypeError(
-            f"`{name}` must be a NumPy or JAX array, got a {type(value).__name__}. Convert it with `np.asarray`; "
-            '`return_tensors="np"` makes a tokenizer do so.'
+            f"`{name}` must be a NumPy or JAX array, got a {type(value).__name__}. Convert it with `np.asarray`, or "
+            'call the tokenizer with `return_tensors="np"`.'
         )
 
 
-def check_shape(name: str, value: Any, wanted: list[tuple[int, int]]) -> None:
-    """Raises an error unless `value` is an array of one of the wanted shapes."""
+def check_shape(name: str, value: Any, shapes_allowed: list[tuple[int, int]]) -> None:
+    """Raises unless `value` is an array that has one of the shapes."""
     _check_array(name, value)
-    if tuple(value.shape) not in wanted:
-        shapes = " or ".join(map(str, dict.fromkeys(wanted)))
+    if tuple(value.shape) not in shapes_allowed:
+        shapes = " or ".join(map(str, dict.fromkeys(shapes_allowed)))
         raise ValueError(f"`{name}` must have the shape of the input, {shapes}, got {tuple(value.shape)}.")
 
 
 def check_rows(name: str, rows: Any, count: int, size: str) -> None:
-    """Rows of a table are ints that it has; those that are traced are not known yet, and outside of it give NaN."""
+    """Raises unless `rows` are row numbers of a table. Traced ones are not checked: outside of the table they give NaN.
+
+    Args:
+        name: the argument's name.
+        rows: the row numbers.
+        count: the number of rows of the table.
+        size: the config field that sets `count`.
+    """
     if not is_int(rows):
         raise ValueError(f"`{name}` must be ints, got {rows.dtype}.")
     if is_abstract(rows) or not getattr(rows, "is_fully_addressable", True):
         return
-    known = np.asarray(rows)
-    low, high = known.min(), known.max()
-    if low < 0 or high >= count:
+    numbers = np.asarray(rows)
+    first, last = numbers.min(), numbers.max()
+    if first < 0 or last >= count:
         raise ValueError(
-            f"`{name}` must be from 0 to {count - 1}, by the config's {size}={count}, got {low} to {high}."
+            f"`{name}` must be from 0 to {count - 1}, because the config has {size}={count}; got {first} to {last}."
         )

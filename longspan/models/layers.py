@@ -1,4 +1,4 @@
-"""The plain layers: Flax's, with the initial values and the precision that these models use."""
+"""Layers that all models use: Flax's, with the initial values and the precision of these models."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from longspan.nn.nnx import RMSNorm
 
-# A layer reads a few numbers of a config, whichever family's it is.
-Config: TypeAlias = Any
-PIECE, LEAST = 1024, 256  # tokens of all rows of a batch together, but at least so many of each row
+Config: TypeAlias = Any  # of any family: these layers read fields that all configs have
+PIECE_TOKENS = 1024  # tokens of a piece in all batch rows together
+MIN_PIECE_LENGTH = 256  # tokens of a piece in each row
 
 
 def linear(
@@ -35,14 +35,15 @@ def embed(config: Config, rows: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> n
 def rms_norm(config: Config, size: int, *, dtype, param_dtype) -> RMSNorm:
     """The root mean square norm, as the config's family rounds it."""
     adds_one = config.family.norm_adds_one
-    kinds: dict[str, Any] = dict(dtype=jnp.dtype(dtype), param_dtype=param_dtype)
-    return RMSNorm(size, config.rms_norm_eps, **kinds, adds_one=adds_one, rounds_first=not adds_one)
+    dtypes: dict[str, Any] = dict(dtype=jnp.dtype(dtype), param_dtype=param_dtype)
+    return RMSNorm(size, config.rms_norm_eps, **dtypes, adds_one=adds_one, rounds_first=not adds_one)
 
 
 class LayerNorm(nnx.Module):
-    """(x − mean) / √(variance + eps) · scale + bias over the last axis, in float32 at least.
+    """(x − mean) / √(variance + eps) · scale + bias over the last axis, in float32 or float64.
 
-    Flax's own mixes dtypes, which strict promotion refuses, and its default variance, E[x²] − E[x]², loses digits.
+    Flax's own mixes dtypes, which strict promotion rejects, and computes the variance as E[x²] − E[x]², which loses
+    digits.
     """
 
     def __init__(self, config: Config, *, dtype, param_dtype, rngs: nnx.Rngs):
@@ -52,7 +53,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-        scale, bias = (jnp.asarray(p[...], wide).reshape(*[1] * (x.ndim - 1), -1) for p in (self.scale, self.bias))
+        row = *[1] * (x.ndim - 1), -1
+        scale = jnp.asarray(self.scale[...], wide).reshape(row)
+        bias = jnp.asarray(self.bias[...], wide).reshape(row)
         x = x.astype(wide)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
@@ -60,14 +63,14 @@ class LayerNorm(nnx.Module):
 
 
 def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """function(x) for a function of single tokens, on CPUs about `PIECE` tokens after others.
+    """function(x) for a function of single tokens; on CPUs in a loop over pieces of about `PIECE_TOKENS` tokens.
 
-    XLA takes new memory for what is between two matrix products, in every layer: 50 MB for 4096 tokens, whose first
-    touch took a tenth of a Longformer's forward pass. Pieces of it stay in memory, if not in the cache.
+    XLA allocates memory for the results between two matrix products in every layer: 50 MB for 4096 tokens. Touching it
+    for the first time took a tenth of a Longformer's forward pass. The pieces of a loop reuse their memory.
     """
     B, T, D = x.shape
-    pieces = -(-T // max(PIECE // B, LEAST))
-    # Outside of `jit` the loop would be compiled in every call.
+    pieces = -(-T // max(PIECE_TOKENS // B, MIN_PIECE_LENGTH))
+    # Outside of `jit` every call would compile the loop.
     if pieces == 1 or jax.default_backend() != "cpu" or not isinstance(x, Tracer):
         return function(x)
     size = -(-T // pieces)
@@ -75,10 +78,10 @@ def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D
     return jax.lax.map(function, x.swapaxes(0, 1)).swapaxes(0, 1).reshape(B, -1, D)[:, :T]
 
 
-def side_by_side(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) -> list[jax.Array]:
-    """[layer(x) for layer in layers], on a CPU by one matrix product: three of them pack the same input three times.
+def concatenated_linear(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) -> list[jax.Array]:
+    """[layer(x) for layer in layers], on a single CPU device as one matrix product, which packs its input once.
 
-    Not on several: of kernels that are split by columns, each device would have to fetch others' columns.
+    Not on several devices: if kernels are sharded by columns, the concatenation would gather them.
     """
     plain = all(type(layer) is nnx.Linear and (layer.bias is None) == (layers[0].bias is None) for layer in layers)
     if not plain or jax.default_backend() != "cpu" or jax.device_count() > 1:
@@ -93,7 +96,7 @@ def side_by_side(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) -> list
 
 
 def dropout(x: jax.Array, rate: float, key) -> jax.Array:
-    """Drops a share `rate` of the values and scales the rest; no key, no dropout."""
+    """Drops a share `rate` of the values and scales the rest. Without a key nothing is dropped."""
     if key is None or rate == 0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)

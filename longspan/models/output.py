@@ -1,4 +1,4 @@
-"""What a model returns."""
+"""`Output`: the results of a model's call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Output:
-    """What a model returns, under the names that Hugging Face users know; what a model does not have is None.
+    """The results of a model's call, under Hugging Face's names. Fields that the model does not compute are None.
 
     Example:
         >>> from flax import nnx
@@ -20,10 +20,10 @@ class Output:
         ((1, 5, 2), (1, 5, 6), None)
     """
 
-    # Not shapes for the checker: JAX rebuilds the object with placeholders.
+    # `Any`, not shapes: JAX rebuilds the object with placeholders, which a type checker would reject.
     last_hidden_state: Any  # [B, T, hidden_size]
     pooler_output: Any = None  # [B, hidden_size]
     logits: Any = None  # [B, num_labels], [B, T, num_labels] or [B, T, vocab_size]
     start_logits: Any = None  # [B, T]
     end_logits: Any = None  # [B, T]
-    cache: Any = None  # of a decoder that was given one: with the tokens of the call
+    cache: Any = None  # of a decoder that was called with one: the cache after the call

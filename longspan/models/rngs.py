@@ -1,4 +1,4 @@
-"""Where a call's randomness comes from."""
+"""The random keys of a call: checks of `rngs`, and the stream that dropout draws from."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -8,8 +8,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 
-class Drawn(NamedTuple):
-    """What a model hands to its encoder: a stream of one key, drawn from the call's."""
+class SingleKey(NamedTuple):
+    """A stream that returns one key. A model with a head passes one to its encoder."""
 
     key: jax.Array
 
@@ -17,32 +17,32 @@ class Drawn(NamedTuple):
         return self.key
 
 
-Rngs: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array | Drawn  # of a call, as in Flax's own dropout
+Rngs: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array | SingleKey  # of a call, as in Flax's own dropout
 
 
 def check_rngs(rngs: Any) -> None:
-    """What a model is made with: only an `nnx.Rngs` hands out keys to all of its parts."""
+    """Raises unless `rngs` of a constructor is an `nnx.Rngs`, which all parts of a model need."""
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"`rngs` must be an nnx.Rngs, got {rngs!r}. Pass `rngs=nnx.Rngs(seed)`.")
 
 
 def check_call_rngs(rngs: Any) -> None:
-    """What a call drops by, or would."""
-    if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream | Drawn) and not _is_key(rngs):
+    """Raises unless `rngs` of a call is None or something that dropout can draw from."""
+    if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream | SingleKey) and not _is_key(rngs):
         raise TypeError(
             f"`rngs` must be an nnx.Rngs, one of its streams or a JAX key, got {rngs!r}. Pass "
             "`rngs=nnx.Rngs(dropout=seed)`."
         )
 
 
-def dropout_stream(rngs: Rngs | None) -> nnx.RngStream | Drawn:
-    """The stream that a call drops by: the one of that name, the one given, or one that starts from a key."""
+def dropout_stream(rngs: Rngs | None) -> nnx.RngStream | SingleKey:
+    """The stream that dropout draws from: "dropout" of an `nnx.Rngs`, the given stream, or a new one from a key."""
     if rngs is None:
         raise ValueError(
             "Dropout (`deterministic=False`, or after `model.train()`) needs `rngs`. Pass "
             "`rngs=nnx.Rngs(dropout=seed)`."
         )
-    if isinstance(rngs, nnx.RngStream | Drawn):
+    if isinstance(rngs, nnx.RngStream | SingleKey):
         return rngs
     if not isinstance(rngs, nnx.Rngs):
         return nnx.RngStream(rngs, tag="dropout")
@@ -50,22 +50,23 @@ def dropout_stream(rngs: Rngs | None) -> nnx.RngStream | Drawn:
         return rngs.dropout
     except AttributeError as error:
         raise ValueError(
-            f"`rngs` has no stream for dropout, only {', '.join(rngs)}. Pass `rngs=nnx.Rngs(dropout=seed)`."
+            f"`rngs` has no stream 'dropout', only {', '.join(rngs)}. Pass `rngs=nnx.Rngs(dropout=seed)`."
         ) from error
 
 
-def next_key(stream: nnx.RngStream | Drawn) -> jax.Array:
+def next_key(stream: nnx.RngStream | SingleKey) -> jax.Array:
     """The next key of a stream."""
     try:
         return stream()
     except TraceContextError as error:
         raise ValueError(
-            "`rngs` was made outside of the function that is transformed here, where Flax does not count its keys. "
-            "Pass it as an argument, `nnx.jit(step)(model, rngs, ...)` and `nnx.value_and_grad(loss)(model, rngs)`, or "
-            "draw a key outside: `key = rngs.dropout()`, and `model(..., rngs=key)` inside."
+            "`rngs` was made outside of the function that Flax transforms here, so Flax cannot count its keys. Either "
+            "pass it as an argument, `nnx.jit(step)(model, rngs, ...)` or `nnx.value_and_grad(loss)(model, rngs)`, or "
+            "draw a key outside of the function, `key = rngs.dropout()`, and call `model(..., rngs=key)` inside."
         ) from error
 
 
 def _is_key(value: Any) -> bool:
-    is_new = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return is_new or (isinstance(value, jax.Array) and value.dtype == jnp.uint32)
+    if not isinstance(value, jax.Array):
+        return False
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or value.dtype == jnp.uint32  # new keys, old keys

@@ -1,6 +1,6 @@
 """Tiny Hugging Face decoders and the inputs on which we compare with them. Needs torch and transformers to run them.
 
-Weights are not stored but drawn, from a generator that NumPy keeps as it is forever, by the names that a file has.
+Weights are not stored. They are drawn by tensor name, from a NumPy generator whose stream never changes.
 """
 
 import json
@@ -63,10 +63,10 @@ MODELS: dict[str, tuple[str, dict]] = {
     )),
 }  # fmt: skip
 
-# Their rotations depend on the length, and the peer's cached pass disagrees with its own full pass.
+# Their rotations depend on the length, and Hugging Face's cached pass disagrees with its full pass.
 BY_LENGTH = ("llama_dynamic", "phi3_long", "phi3_short")
 
-# Text inside of a model that sees, whose file has names of its own.
+# The text part of a multimodal model, whose file has other names.
 VISION = "gemma3"
 EYES = dict(
     hidden_size=6, intermediate_size=4, num_attention_heads=2, num_hidden_layers=1, image_size=8, patch_size=4,
@@ -75,7 +75,7 @@ EYES = dict(
 
 
 def weights(shapes: dict[str, list[int]], model_type: str) -> dict[str, np.ndarray]:
-    """Wide ones: with the usual 0.02, attention is nearly uniform, and a wrong mask hides in the rounding."""
+    """Wide weights: with the usual 0.02, attention is nearly uniform, and a wrong mask is hidden by rounding."""
     arrays = {}
     for name, shape in shapes.items():
         draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
@@ -100,7 +100,7 @@ def cases() -> dict[str, dict[str, np.ndarray]]:
 
 
 def version_4(config: dict) -> dict:
-    """The same config as version 4 of transformers wrote it."""
+    """The same config in the spelling of transformers 4."""
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | dict(torch_dtype="float32")
     rope, word = dict(config["rope_parameters"]), "type"
     if "full_attention" in rope:
@@ -124,16 +124,16 @@ def write(directory: Path, config: dict, arrays: dict[str, np.ndarray]) -> Path:
 
 
 def hugging_face(directory: Path):
-    """The peer's model in a directory."""
+    """Hugging Face's model of a directory."""
     import transformers
 
     (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
-    # Eager: the others have no soft caps.
+    # Eager: the other implementations have no soft caps.
     return getattr(transformers, architecture).from_pretrained(directory, attn_implementation="eager").eval()
 
 
 def run(model, case: dict[str, np.ndarray]) -> np.ndarray:
-    """The logits [tokens, vocab_size] of what is not padding."""
+    """The logits [tokens, vocab_size] of all tokens that are not padding."""
     import torch
 
     with torch.no_grad():
@@ -148,9 +148,9 @@ def prompts() -> list[np.ndarray]:
 
 
 def answer(model, prompt: np.ndarray) -> np.ndarray:
-    """The likeliest `NEW` tokens after a prompt, each by a full pass over as many tokens as the last one has.
+    """The most likely `NEW` tokens after a prompt, each by a full pass at the final length.
 
-    So frequencies that follow from the length are the same for all of them. They must win by more than rounding.
+    So frequencies that depend on the length are the same for all tokens. Each token must win by more than rounding.
     """
     ids = np.concatenate([prompt, np.zeros(NEW, prompt.dtype)])
     for at in range(len(prompt), len(ids)):
@@ -162,7 +162,7 @@ def answer(model, prompt: np.ndarray) -> np.ndarray:
 
 
 def cached_answer(model, prompt: np.ndarray) -> np.ndarray:
-    """What the peer's own `generate` gives."""
+    """The answers of Hugging Face's `generate`."""
     import torch
 
     ids = torch.from_numpy(prompt[None])
@@ -174,7 +174,7 @@ def cached_answer(model, prompt: np.ndarray) -> np.ndarray:
 
 
 def gradients(model, case: dict[str, np.ndarray], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Of the loss below, by name in a file: the inner product with the parameter's own weights, and its norm."""
+    """The gradient of the loss below, by name in a file: its inner product with the weights, and its norm."""
     import torch
 
     logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits
@@ -184,13 +184,13 @@ def gradients(model, case: dict[str, np.ndarray], arrays: dict[str, np.ndarray])
 
 
 def cotangent(case: dict[str, np.ndarray]) -> np.ndarray:
-    """Of the logits: the loss is their inner product with it."""
+    """The cotangent of the logits: the loss is their inner product with it."""
     draw = np.random.RandomState(7).standard_normal((*case["input_ids"].shape, VOCAB))
     return (draw * case["attention_mask"][..., None]).astype(np.float32)
 
 
 def summary(gradient: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Two numbers in place of an array: along a direction, and in length."""
+    """Two numbers instead of an array: its component along a direction, and its norm."""
     direction = np.random.RandomState(11).standard_normal(weight.shape)
     gradient = gradient.astype(np.float64)
     return np.array([np.sum(gradient * direction), np.linalg.norm(gradient)])

@@ -10,13 +10,13 @@ from pathlib import Path
 
 # (seq_len, block_size, num_random_blocks, num_heads, seed, max_seq_len)
 CASES = [
-    (1024, 64, 3, 2, 0, 4096),  # legacy lengths: drawn for the greatest length, rows cut
+    (1024, 64, 3, 2, 0, 4096),  # legacy lengths: drawn for the maximum length, then truncated
     (1024, 64, 3, 3, 11, 1024),
     (1024, 32, 2, 1, 5, 4096),
     (3072, 64, 3, 1, 7, 4096),
     (4096, 64, 3, 2, 3, 4096),
     (4096, 128, 1, 2, 1, 4096),
-    (768, 64, 3, 2, 0, 4096),  # generated plans, from the shortest on
+    (768, 64, 3, 2, 0, 4096),  # generated plans, from the shortest length
     (832, 64, 3, 3, 4, 4096),
     (640, 64, 2, 2, 9, 512),
     (2048, 64, 3, 2, 2, 4096),
@@ -35,7 +35,7 @@ class Drawn(Exception):
 
 
 def hugging_face_blocks(seq_len, block_size, num_random_blocks, num_heads, seed, max_seq_len):
-    """`rand_attn` of one head after another, caught in Hugging Face's forward pass once it is drawn."""
+    """`rand_attn` of each head, captured in Hugging Face's forward pass."""
     import torch
     from transformers import BigBirdConfig
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention

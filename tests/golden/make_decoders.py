@@ -1,10 +1,10 @@
-"""Writes what Hugging Face's decoders compute, for tests that have neither. Run it where they are installed:
+"""Writes the results of Hugging Face's decoders, for tests without torch. Run it where both are installed:
 
     python tests/golden/make_decoders.py [names]
 
 A model is one file: logits of the cases in `decoder_peers`, greedy answers, summaries of gradients, and in the metadata
-the config as `save_pretrained` writes it and the shapes of all tensors. `defaults.json` is what their configs hold that
-say nothing.
+the config as `save_pretrained` writes it and the shapes of all tensors. `defaults.json` has the defaults of Hugging
+Face's configs.
 """
 
 import json
@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 
 def main() -> None:
-    # Here, because the test suite, which looks for doctests in every file, has neither.
+    # Imported here, because the test suite collects doctests from every file and has neither.
     import torch
     import transformers
 
@@ -44,7 +44,7 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
     model = peers.hugging_face(peers.write(folder, raw, tensors))
     arrays = {f"logits.{case}": peers.run(model, inputs) for case, inputs in peers.cases().items()}
     for row, prompt in enumerate(peers.prompts()):
-        fresh = peers.hugging_face(folder)  # the frequencies of some remember the longest row of before
+        fresh = peers.hugging_face(folder)  # the frequencies of some depend on the longest row so far
         arrays[f"answer.{row}"] = peers.answer(fresh, prompt).astype(np.int32)
         if name not in peers.BY_LENGTH:
             np.testing.assert_array_equal(peers.cached_answer(model, prompt), arrays[f"answer.{row}"])
@@ -57,7 +57,7 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
 
 
 def model_of(name: str):
-    """A model whose weights mean nothing yet."""
+    """A model with random weights."""
     import transformers
 
     if name == peers.VISION:
@@ -70,7 +70,7 @@ def model_of(name: str):
 
 
 def check_version_4(model, arrays: dict[str, np.ndarray]) -> None:
-    """The old spelling means the same to the peer, so it must to us."""
+    """Checks that Hugging Face reads the old spelling as the same config."""
     for case, inputs in peers.cases().items():
         np.testing.assert_array_equal(peers.run(model, inputs), arrays[f"logits.{case}"])
 

@@ -1,4 +1,4 @@
-"""Writes what Hugging Face's PyTorch models compute, for tests that have neither. Run it where they are installed:
+"""Writes the results of Hugging Face's PyTorch models, for tests without torch. Run it where both are installed:
 
     python tests/golden/make_golden.py
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    # Here, because the test suite, which looks for doctests in every file, has neither.
+    # Imported here, because the test suite collects doctests from every file and has neither.
     import torch
     import transformers
 

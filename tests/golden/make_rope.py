@@ -1,6 +1,6 @@
-"""Writes rope.json: the frequencies of Hugging Face's RoPE types in both spellings, and what it rotates with them.
+"""Writes rope.json: the frequencies of Hugging Face's RoPE types in both spellings, and arrays rotated with them.
 
-Needs torch and transformers, which are no dependencies of longspan: run it in an environment of their own.
+Needs torch and transformers, which longspan does not depend on: run it in another environment.
 
     python tests/golden/make_rope.py
 """
@@ -64,7 +64,7 @@ def main():
 
 
 def hugging_face_frequencies(parameters, head_dim, max_position_embeddings, seq_len):
-    """(inv_freq, attention_factor) of a config that holds the parameters as a checkpoint's does."""
+    """(inv_freq, attention_factor) of a config with the parameters as in a checkpoint."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -72,7 +72,7 @@ def hugging_face_frequencies(parameters, head_dim, max_position_embeddings, seq_
     sizes = dict(hidden_size=2 * head_dim, num_attention_heads=2, max_position_embeddings=max_position_embeddings)
     config = LlamaConfig(**sizes, **json.loads(json.dumps(parameters)))
     kind = config.rope_parameters["rope_type"]
-    default = Phi3RotaryEmbedding.compute_default_rope_parameters  # Llama's leaves out `partial_rotary_factor`
+    default = Phi3RotaryEmbedding.compute_default_rope_parameters  # Llama's ignores `partial_rotary_factor`
     inv_freq, factor = ROPE_INIT_FUNCTIONS.get(kind, default)(config, seq_len=seq_len)
     return inv_freq.tolist(), factor
 
@@ -85,7 +85,7 @@ def rotated_arrays():
 
 
 def hugging_face_rotation(kind, factor=1.25):
-    """(attention_factor, what `x` becomes); interleaved it rotates the first eight features alone."""
+    """(attention_factor, the rotated `x`); interleaved, only the first eight features are rotated."""
     import torch
     from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as half

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, a real BERT: where it is installed, its texts, and a script that writes what Hugging Face says:
+"""all-MiniLM-L6-v2, a real BERT: its directory, test texts, and a script that writes Hugging Face's results:
 
     python tests/golden/minilm.py
 
@@ -33,7 +33,7 @@ def directory() -> Path | None:
 
 
 def tokenize(texts, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and attention mask, padded on the right to the longest text; `length` cuts texts off."""
+    """Token ids and attention mask, padded on the right to the longest text; `length` truncates texts."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory() / "tokenizer.json"))
@@ -46,7 +46,7 @@ def tokenize(texts, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def embed(hidden: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """A text's embedding as sentence-transformers has it: the mean of its tokens, of length 1."""
+    """A text's embedding as in sentence-transformers: the mean of its tokens, normalised."""
     mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
     return mean / np.linalg.norm(mean, axis=1, keepdims=True)
 

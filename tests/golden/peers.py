@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# Weights are wide: with the usual 0.02, attention is nearly uniform, and a wrong mask hides in the rounding.
+# Weights are wide: with the usual 0.02, attention is nearly uniform, and a wrong mask is hidden by rounding.
 STD = 0.4
 PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0}
 SEP = 4
@@ -29,11 +29,11 @@ LABELS = {"ForSequenceClassification": 3, "ForTokenClassification": 5}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of a model: its inputs by name, and how Hugging Face's model is switched."""
+    """One call of a model: its inputs by name, and the mode of Hugging Face's model."""
 
     name: str
     inputs: dict[str, np.ndarray]
-    training: bool = False  # BigBird draws its random blocks only then
+    training: bool = False  # BigBird draws random blocks only in training mode
     full: bool = False  # BigBird: attention_type="original_full"
 
 
@@ -161,7 +161,7 @@ def run(model, case: Case, gradients: bool) -> dict[str, np.ndarray]:
     model.train(case.training)
     body = getattr(model, model.base_model_prefix, model)
     if hasattr(body, "set_attention_type"):
-        # Sticky: a short input would leave the model dense for good.
+        # Set again for each call: a short input switches the model to full attention permanently.
         body.set_attention_type("original_full" if case.full else "block_sparse")
     outputs = model(**{k: torch.from_numpy(v) for k, v in case.inputs.items()})
     found = {k: v for k, v in outputs.items() if k in FIELDS}

@@ -1,4 +1,4 @@
-"""Our encoders compute what Hugging Face's PyTorch ones do, to 2e-5: outputs and gradients, from files."""
+"""Our encoders agree with Hugging Face's to 2e-5: outputs and gradients, compared with golden files."""
 
 import functools
 from pathlib import Path
@@ -31,7 +31,7 @@ def _in_make_test(param):
 
 
 @pytest.mark.parametrize(("name", "case"), [_in_make_test(p) for p in CASES])
-def test_outputs_are_hugging_faces(name, case):
+def test_outputs_agree_with_hugging_face(name, case):
     want, model = golden(name, case.name), load(name, case.training)
     got = call(model, case)
     for field in names_in(want, "output."):
@@ -42,7 +42,7 @@ def test_outputs_are_hugging_faces(name, case):
 
 
 def _slow_heads(case):
-    """Heads share their encoder's gradient, so one head a family is enough for every day."""
+    """Heads share their encoder's gradient, so `make test` runs one head per family."""
     name = case.values[0]
     slow = not name.endswith(("Model", "ForMaskedLM"))
     first = name == "longformerModel" and FIRST[name] is case
@@ -52,7 +52,7 @@ def _slow_heads(case):
 
 
 @pytest.mark.parametrize(("name", "case"), [_slow_heads(p) for p in CASES if peers.has_gradients(*p.values)])
-def test_gradients_are_hugging_faces(name, case):
+def test_gradients_agree_with_hugging_face(name, case):
     want, model = golden(name, case.name), load(name, case.training)
     rows = comparable_rows(name, case)
 
@@ -63,7 +63,7 @@ def test_gradients_are_hugging_faces(name, case):
 
     gradient = nnx.jit(nnx.grad(loss))(model)
     if len(rows) < case_rows(case):
-        # The peer's gradient has the incomparable row in it, so ours is only asked to be a number.
+        # Hugging Face's gradient includes the row that differs, so ours is only checked to be finite.
         assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
         return
     bearer = nnx.clone(model)
@@ -71,11 +71,11 @@ def test_gradients_are_hugging_faces(name, case):
     for key, ours in tensors_of(bearer).items():
         theirs = want.get(f"grad.{key}", np.zeros_like(ours))
         if key.endswith(("word_embeddings.weight", "position_embeddings.weight")):
-            # torch never trains the row of the padding token; ours learns like any other.
+            # torch never trains the row of the padding token; ours has a gradient like every other.
             keep = np.arange(len(ours)) != model.config.pad_token_id
             ours, theirs = ours[keep], theirs[keep]
-        # A bias of keys adds the same to all scores of a query: its gradient is 0, and what either side has is the
-        # rounding error of terms as large as those of the keys' weights.
+        # A key bias adds the same number to all scores of a query, so its gradient is 0. Both sides have rounding
+        # errors of terms as large as those of the key weights.
         terms = want[f"grad.{key.removesuffix('bias')}weight"] if key.endswith("self.key.bias") else theirs
         scale = max(1.0, float(np.abs(terms).max()))
         np.testing.assert_allclose(ours / scale, theirs / scale, atol=TOLERANCE, rtol=TOLERANCE, err_msg=key)
@@ -143,7 +143,7 @@ def case_rows(case):
 
 
 def comparable_rows(name, case):
-    """All rows, but where attention is full not those without a single token: there we give 0, and they an average."""
+    """All rows; with full attention only those with a token: for others we give 0, and Hugging Face an average."""
     family, _ = peers.family_and_task(name)
     dense = family in ("bert", "roberta") or (family == "big_bird" and case_length(case) <= 36)
     rows = np.arange(case_rows(case))

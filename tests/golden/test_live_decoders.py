@@ -10,7 +10,7 @@ from tests.models.test_decoders import assert_close, directory, load, logits, re
 
 pytestmark = [
     pytest.mark.parity,
-    # The peer's own warnings are not ours to mend.
+    # Hugging Face's warnings are not errors here.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -31,10 +31,10 @@ def test_hugging_face_loads_what_we_save(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*peers.MODELS, peers.VISION])
-def test_hugging_face_goes_on_with_the_same_tokens(name):
+def test_hugging_face_generates_the_same_tokens(name):
     answers = ls.generate(load(name), peers.prompts(), max_new_tokens=peers.NEW, stop_tokens=())
     for prompt, tokens in zip(peers.prompts(), answers, strict=True):
-        peer = peers.hugging_face(directory(name))  # the frequencies of some remember the longest row of before
+        peer = peers.hugging_face(directory(name))  # the frequencies of some depend on the longest row so far
         if name not in peers.BY_LENGTH:
             np.testing.assert_array_equal(tokens, peers.cached_answer(peer, prompt))
         np.testing.assert_array_equal(tokens, peers.answer(peer, prompt))

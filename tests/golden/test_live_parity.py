@@ -13,7 +13,7 @@ from tests.golden import peers
 
 pytestmark = [
     pytest.mark.parity,
-    # The peer's own warnings are not ours to mend.
+    # Hugging Face's warnings are not errors here.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -46,7 +46,7 @@ def test_hugging_face_loads_an_extended_model(name, tmp_path):
     hf.save(long, tmp_path)
     ids = np.random.default_rng(0).integers(5, 23, (2, 133))
     case = peers.Case("long", dict(input_ids=ids, global_attention_mask=(ids % 7 == 0).astype(np.int64)))
-    # An extended BERT starts with equal windows in all layers, which the peer wants to be a divisor of the length.
+    # An extended BERT has equal windows in all layers, and Hugging Face needs them to divide the length.
     compare(name, case, call(long, case), peers.run(hugging_face(tmp_path), case, gradients=False))
 
 
@@ -95,7 +95,7 @@ def test_untied_decoders_survive_the_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("act", ["relu", "silu", "quick_gelu", "gelu_fast", "gelu_pytorch_tanh", "gelu_python"])
-def test_activations_are_the_peers(act):
+def test_activations_agree_with_hugging_face(act):
     import torch
     from transformers.activations import ACT2FN
 

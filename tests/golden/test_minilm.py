@@ -1,4 +1,4 @@
-"""A real checkpoint, all-MiniLM-L6-v2: the embeddings are Hugging Face's, and it learns to read long documents."""
+"""A real checkpoint, all-MiniLM-L6-v2: its embeddings agree with Hugging Face, and it can be extended."""
 
 from pathlib import Path
 

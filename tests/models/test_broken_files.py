@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong, by accident or on purpose: one error that names the file, the key and what came."""
+"""Broken checkpoints, by accident or on purpose: one error that names the file, the key and the value."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from longspan import hf, models
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
-# The checks are ours: users do not have the shape checker.
+# Without the shape checker, which users do not have.
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -63,11 +63,11 @@ def test_a_tensor_comes_from_the_shard_that_the_index_names(shards, caplog):
     save_file(stale, where / "b.safetensors")
     got = hf.load(where).embeddings.norm.bias[...]
     np.testing.assert_array_equal(got, hf.load(GOLDEN / "bertModel").embeddings.norm.bias[...])
-    assert f"ignored {name} (b.safetensors) (in a shard, but not listed there by the index)" in caplog.text
+    assert f"ignored {name} (b.safetensors) (in a shard that the index does not list for them)" in caplog.text
 
 
 def test_a_tensor_that_is_not_in_the_shard_that_the_index_names_is_an_error(shards):
-    message = r"index\.json lists tensors in files that do not have them: embeddings\.LayerNorm\.bias \(b\.safetensors"
+    message = r"index\.json lists tensors that their files do not contain: embeddings\.LayerNorm\.bias \(b\.safetensors"
     with pytest.raises(ValueError, match=message):
         hf.load(shards(**{"embeddings.LayerNorm.bias": "b.safetensors"}))
 
@@ -86,7 +86,7 @@ def test_an_index_cannot_lead_out_of_its_directory(how, shards, tmp_path):
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "must hold a JSON object, {...}, but holds a list"),
+        ("[]", "must contain a JSON object, {...}, but contains a list"),
         ("{}", "must have a `weight_map`, an object from names of tensors to names of files, got None"),
         ('{"weight_map": ["a"]}', "got ['a']"),
         ('{"weight_map": {"a": 3}}', "got {'a': 3}"),
@@ -94,7 +94,7 @@ def test_an_index_cannot_lead_out_of_its_directory(how, shards, tmp_path):
     ],
     ids=["cut off", "list", "empty", "list inside", "number inside", "deep"],
 )
-def test_an_index_of_another_form_is_named(content, message, shards):
+def test_an_invalid_index_is_named(content, message, shards):
     where = shards()
     (where / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=r"safetensors\.index\.json " + ".*" + re.escape(message)):
@@ -120,7 +120,7 @@ def test_more_layers_than_tensors_are_refused_at_once(name, rngs, copy):
         hf.load(where, rngs=None if rngs is None else nnx.Rngs(rngs))
 
 
-def test_nothing_is_made_of_a_size_that_the_file_does_not_have(copy):
+def test_a_size_that_the_file_does_not_have_allocates_nothing(copy):
     where = copy(vocab_size=2**31 - 1, intermediate_size=2**31 - 1)
     with pytest.raises(ValueError, match=r"vocab_size=2147483647, but embeddings\.word_embeddings\.weight in model\."):
         hf.load(where, task="token_classification", rngs=nnx.Rngs(0))
@@ -129,18 +129,27 @@ def test_nothing_is_made_of_a_size_that_the_file_does_not_have(copy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(layer_norm_eps=-1), "`layer_norm_eps` must be a number from 0 on and finite in float32, got -1"),
+        (dict(layer_norm_eps=-1), "`layer_norm_eps` must be a number that is at least 0 and finite in float32, got -1"),
         (
             dict(layer_norm_eps=float("nan")),
-            "`layer_norm_eps` must be a number from 0 on and finite in float32, got nan",
+            "`layer_norm_eps` must be a number that is at least 0 and finite in float32, got nan",
         ),
-        (dict(layer_norm_eps="1e-5"), "`layer_norm_eps` must be a number from 0 on and finite in float32, got '1e-5'"),
+        (
+            dict(layer_norm_eps="1e-5"),
+            "`layer_norm_eps` must be a number that is at least 0 and finite in float32, got '1e-5'",
+        ),
         (
             dict(initializer_range=float("inf")),
-            "`initializer_range` must be a number from 0 on and finite in float32, got inf",
+            "`initializer_range` must be a number that is at least 0 and finite in float32, got inf",
         ),
-        (dict(hidden_dropout_prob=2.0), "`hidden_dropout_prob` must be a number from 0 on and below 1, got 2.0"),
-        (dict(classifier_dropout=True), "`classifier_dropout` must be a number from 0 on and below 1, got True"),
+        (
+            dict(hidden_dropout_prob=2.0),
+            "`hidden_dropout_prob` must be a number that is at least 0 and less than 1, got 2.0",
+        ),
+        (
+            dict(classifier_dropout=True),
+            "`classifier_dropout` must be a number that is at least 0 and less than 1, got True",
+        ),
         (dict(num_attention_heads=1.5), "`num_attention_heads` must be an int from 1 to 2147483647, got 1.5"),
         (dict(num_attention_heads=0), "`num_attention_heads` must be an int from 1 to 2147483647, got 0"),
         (dict(hidden_size="12"), "`hidden_size` must be an int from 1 to 2147483647, got '12'"),
@@ -149,14 +158,14 @@ def test_nothing_is_made_of_a_size_that_the_file_does_not_have(copy):
         (dict(pad_token_id=[0]), "`pad_token_id` must be an int from -2147483647 to 2147483647, got [0]"),
         (dict(tie_word_embeddings="no"), "`tie_word_embeddings` must be True or False, got 'no'"),
         (dict(hidden_act=["gelu"]), "hidden_act=['gelu'] is not one of 'gelu'"),
-        (dict(model_type=["bert"]), "has model_type=['bert']. Longspan knows 'bert'"),
+        (dict(model_type=["bert"]), "has model_type=['bert'], but Longspan supports 'bert'"),
         (dict(architectures="BertModel"), "has architectures='BertModel', which must be a list of names"),
         (dict(id2label=["a"]), "has id2label=['a'], which must be an object from numbers to labels"),
         (dict(num_labels="3", id2label=None), "`num_labels` must be an int from 1 to 2147483647, got '3'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_config_names_the_key_and_what_came(changes, message, copy):
+def test_a_config_error_names_the_key_and_its_value(changes, message, copy):
     with pytest.raises(ValueError, match=r"config\.json .*" + re.escape(message)):
         hf.load(copy(**changes))
 
@@ -183,10 +192,10 @@ def test_a_familys_own_keys_are_checked_too(name, changes, message, copy):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000], ids=["empty", "cut", "list", "1", "deep"]
 )
-def test_a_config_that_is_no_json_object_is_named(content, copy):
+def test_a_config_that_is_not_a_json_object_is_named(content, copy):
     where = copy()
     (where / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json (is not JSON|must hold a JSON object)"):
+    with pytest.raises(ValueError, match=r"config\.json (is not JSON|must contain a JSON object)"):
         hf.load(where)
 
 
@@ -204,8 +213,10 @@ def test_a_dtype_of_integers_is_refused():
         hf.load(GOLDEN / "bertModel", dtype=jnp.int8)
 
 
-def test_a_config_made_by_hand_is_checked_alike():
-    with pytest.raises(ValueError, match=r"`hidden_dropout_prob` must be a number from 0 on and below 1, got 1\.0"):
+def test_a_config_from_python_has_the_same_checks():
+    with pytest.raises(
+        ValueError, match=r"`hidden_dropout_prob` must be a number that is at least 0 and less than 1, got 1\.0"
+    ):
         models.BertConfig(hidden_dropout_prob=1.0)
     config = models.BertConfig(hidden_size=np.int64(24), layer_norm_eps=np.float32(0.5))
     assert type(config.hidden_size) is int and type(config.layer_norm_eps) is float

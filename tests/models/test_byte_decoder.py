@@ -1,4 +1,4 @@
-"""The example that trains a decoder of bytes, at toy size; and that its packed mask is the mask of its caches."""
+"""The example that trains a byte-level decoder, at toy size. Its packed mask equals the mask of its caches."""
 
 import re
 import runpy
@@ -39,8 +39,8 @@ def test_it_learns(example, monkeypatch):
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
 
 
-def test_packed_documents_see_what_the_cache_of_one_shows(example):
-    """Several windows long, so that pinned tokens are all that is left of the beginning."""
+def test_packed_documents_attend_to_the_keys_in_the_cache_of_one(example):
+    """The text is several windows long, so only pinned tokens remain of its beginning."""
     model, rng = make(example, num_hidden_layers=1), np.random.default_rng(0)
     lengths = [300, 212]
     ids = rng.integers(0, 256, (1, 512))

@@ -1,4 +1,4 @@
-"""Calls of the encoders: what they refuse and say, and where dropout is switched and draws from."""
+"""Calls of the encoders: the errors for wrong arguments, and how dropout is switched and gets its random keys."""
 
 import re
 
@@ -36,19 +36,25 @@ def make(kind=models.TokenClassifier, **changes):
             "`global_attention_mask` must have the shape of the input, (2, 13), got (13",
         ),
         (dict(token_type_ids=IDS[0] * 0), "`token_type_ids` must have the shape of the input, (2, 13), got (13,)."),
-        (dict(token_type_ids=IDS), "`token_type_ids` must be from 0 to 0, by the config's type_vocab_size=1, got 3 to"),
+        (
+            dict(token_type_ids=IDS),
+            "`token_type_ids` must be from 0 to 0, because the config has type_vocab_size=1; got 3 to",
+        ),
         (
             dict(position_ids=IDS[:, :1]),
             "`position_ids` must have the shape of the input, (2, 13) or (1, 13), got (2, 1).",
         ),
-        (dict(position_ids=IDS * 9), "`position_ids` must be from 0 to 60, by the config's max_position_embeddings=61"),
+        (
+            dict(position_ids=IDS * 9),
+            "`position_ids` must be from 0 to 60, because the config has max_position_embeddings=61",
+        ),
         (
             dict(input_ids=IDS.at[1, 3].set(19)),
-            "`input_ids` must be from 0 to 18, by the config's vocab_size=19, got 3",
+            "`input_ids` must be from 0 to 18, because the config has vocab_size=19; got 3",
         ),
         (
             dict(input_ids=IDS.at[1, 3].set(-1)),
-            "`input_ids` must be from 0 to 18, by the config's vocab_size=19, got -1 to",
+            "`input_ids` must be from 0 to 18, because the config has vocab_size=19; got -1 to",
         ),
         (dict(input_ids=np.full((2, 13), 2**32)), "got 4294967296 to 4294967296"),
         (dict(input_ids=IDS.astype(jnp.float32)), "`input_ids` must be ints, got float32."),
@@ -63,11 +69,11 @@ def make(kind=models.TokenClassifier, **changes):
         (dict(input_ids=None, inputs_embeds=jnp.ones((2, 13, 12), int)), "`inputs_embeds` must be floats, got int32."),
         (dict(rngs=0), "`rngs` must be an nnx.Rngs, one of its streams or a JAX key, got 0."),
         (dict(deterministic=False, rngs=0), "`rngs` must be an nnx.Rngs, one of its streams or a JAX key, got 0."),
-        (dict(deterministic=False, rngs=nnx.Rngs(params=0)), "`rngs` has no stream for dropout, only params."),
+        (dict(deterministic=False, rngs=nnx.Rngs(params=0)), "`rngs` has no stream 'dropout', only params."),
         (dict(deterministic=False), "Dropout (`deterministic=False`, or after `model.train()`) needs `rngs`."),
     ],
 )
-def test_a_wrong_argument_is_named_with_what_came(kind, arguments, message):
+def test_a_wrong_argument_is_named_with_its_value(kind, arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         make(kind)(**{"input_ids": IDS, **arguments})
 
@@ -111,7 +117,7 @@ def drawn_before(model, rngs):
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("step", [passed_on, drawn_before])
-def test_every_step_of_a_training_drops_anew(step, jitted):
+def test_every_training_step_has_new_dropout(step, jitted):
     model, rngs = make(hidden_dropout_prob=0.5), nnx.Rngs(dropout=0)
     model.train()
     run = nnx.jit(step) if jitted else step
@@ -124,14 +130,14 @@ def test_every_step_of_a_training_drops_anew(step, jitted):
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_a_loss_that_closes_over_rngs_is_refused_with_the_way_in(jitted):
-    """Flax would have to count on a stream from inside of `grad`, which only writing its private state could do."""
+    """Inside `grad`, Flax cannot advance a stream from outside."""
 
     def closed_over(model, rngs):
         return nnx.value_and_grad(lambda m: jnp.sum(m(IDS, rngs=rngs).logits ** 2))(model)[0]
 
     model, rngs = make(hidden_dropout_prob=0.5), nnx.Rngs(dropout=0)
     model.train()
-    words = r"outside of the function that is transformed.*`nnx.value_and_grad\(loss\)\(model, rngs\)`"
+    words = r"outside of the function that Flax transforms here.*`nnx.value_and_grad\(loss\)\(model, rngs\)`"
     with pytest.raises(ValueError, match=words):
         (nnx.jit(closed_over) if jitted else closed_over)(model, rngs)
     assert int(rngs.dropout.count[...]) == 0
@@ -153,9 +159,9 @@ def test_rngs_held_by_a_module_work_under_jit_and_grad():
 
 def test_rngs_from_outside_of_jit_are_refused_with_the_way_in():
     model, rngs = make(), nnx.Rngs(dropout=0)
-    with pytest.raises(ValueError, match="Pass it as an argument") as error:
+    with pytest.raises(ValueError, match="pass it as an argument") as error:
         nnx.jit(lambda m: m(IDS, deterministic=False, rngs=rngs).logits)(model)
-    assert "made outside of the function that is transformed" in str(error.value)
+    assert "made outside of the function that Flax transforms" in str(error.value)
 
 
 def test_dropout_may_draw_from_a_key_or_a_stream():

@@ -1,4 +1,4 @@
-"""`models.compiled`: a model's own call, whose parameters go into one program and not out of it."""
+"""`models.compiled`: a model's call as one program that takes the parameters and does not return them."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ def make(kind=models.TokenClassifier, family="longformer", seed=1):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """How many times an encoder was traced or called since."""
+    """The list has an entry for each time that an encoder was traced or called."""
     calls, real = [], encoder.Encoder.__call__
     monkeypatch.setattr(encoder.Encoder, "__call__", lambda *args, **kw: calls.append(1) or real(*args, **kw))
     jax.clear_caches()
@@ -48,7 +48,7 @@ def test_it_has_the_models_arguments_and_outputs(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
 
 
-def test_arguments_that_are_no_arrays_choose_a_program():
+def test_static_arguments_choose_a_program():
     model = make(family="big_bird")
     run = models.compiled(model)
     for kind in ("block_sparse", "original_full"):
@@ -57,7 +57,7 @@ def test_arguments_that_are_no_arrays_choose_a_program():
     assert not np.allclose(run(IDS, attention_type="original_full").logits, run(IDS).logits, atol=1e-3)
 
 
-def test_a_change_of_parameters_is_seen_and_compiles_nothing(traces):
+def test_changed_parameters_take_effect_and_compile_nothing(traces):
     model, other = make(), make(seed=2)
     run = models.compiled(model)
     before = run(IDS).logits
@@ -80,7 +80,7 @@ def test_checkpoints_of_one_structure_share_a_program(traces, tmp_path):
     assert len(traces) == 1 + 2, "one program, and two calls outside of it"
 
 
-def test_a_change_of_the_structure_is_seen():
+def test_a_changed_structure_takes_effect():
     model, rngs = make(), lambda: nnx.Rngs(dropout=3)
     run = models.compiled(model)
     plain = run(IDS).logits
@@ -92,7 +92,7 @@ def test_a_change_of_the_structure_is_seen():
     np.testing.assert_array_equal(run(IDS).logits, plain)
 
 
-def test_dropout_counts_its_stream_on():
+def test_dropout_advances_its_stream():
     run, one, other = models.compiled(make()), nnx.Rngs(dropout=3), nnx.Rngs(dropout=3)
     a, b = (run(IDS, deterministic=False, rngs=one).logits for _ in range(2))
     assert not np.allclose(a, b, atol=1e-3)
@@ -111,7 +111,7 @@ def test_no_parameter_leaves_the_program():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_it_checks_what_a_call_checks():
+def test_it_has_the_checks_of_a_call():
     run = models.compiled(make())
     with pytest.raises(ValueError, match="`input_ids` must be from 0 to 18"):
         run(IDS + 10)
@@ -123,7 +123,9 @@ def test_it_checks_what_a_call_checks():
         run(IDS, labels=IDS)
     with pytest.raises(
         TypeError,
-        match=re.escape("takes one of longspan.models' encoders, with a head or without, got Linear. Use `nnx.jit`."),
+        match=re.escape(
+            "takes an encoder of longspan.models, with or without a head, got Linear. Use `nnx.jit` for other models."
+        ),
     ):
         models.compiled(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 

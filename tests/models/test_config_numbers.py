@@ -1,4 +1,4 @@
-"""Numbers in a `config.json` are checked for what they mean: every wrong one is an error that names file and key."""
+"""Numbers in a `config.json` are checked: every invalid one is an error that names file and key."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from longspan import models, rope
 from longspan.hf.config import from_json
 from tests.golden import decoder_peers as peers
 
-# The checks are ours: users do not have the shape checker.
+# Without the shape checker, which users do not have.
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 GOLDEN = peers.HERE.parent
@@ -69,7 +69,7 @@ def test_there_are_many_wrong_numbers():
 @pytest.mark.parametrize("name", ENCODERS + DECODERS)
 def test_a_wrong_number_is_an_error_that_names_file_and_key(name):
     for _, key, value in (case for case in WRONG if case[0] == name):
-        # A layer norm's or a window's number is checked whatever the file says of the rope.
+        # The numbers of layer norms and windows are checked whatever the file's rope is.
         raw = {**config(name), key: value}
         if key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
             raw.pop("rope_parameters")
@@ -96,7 +96,7 @@ def test_a_wrong_number_of_a_rope_is_an_error_that_names_file_and_key(kind, spel
     for key in NUMBERS:
         for value in NO_POSITIVE:
             if key.startswith("mscale") and value == 0 and not isinstance(value, bool):
-                continue  # in Hugging Face a 0 means that it is not there
+                continue  # in Hugging Face, 0 means the same as a missing key
             refused(plain | {spelling: {**right[spelling], key: value}}, f"{spelling}.{key}", (kind, key, value))
     for key in {"factor", "low_freq_factor"} & set(SCALED[kind]) - ({"factor"} if kind == "yarn" else set()):
         refused(plain | {spelling: {**right[spelling], key: None}}, key, (kind, key))
@@ -125,7 +125,7 @@ def test_a_wrong_number_of_a_rope_is_an_error_that_names_file_and_key(kind, spel
         ("phi3", dict(rope_type="default", partial_rotary_factor=1.5), "partial_rotary_factor"),
     ],
 )  # fmt: skip
-def test_a_rope_of_a_wrong_form_is_an_error_that_names_file_and_key(name, rope_, key):
+def test_an_invalid_rope_is_an_error_that_names_file_and_key(name, rope_, key):
     refused({**config(name), "rope_parameters": rope_}, key, rope_)
 
 
@@ -158,20 +158,22 @@ def test_null_and_zero_keep_what_they_mean_in_hugging_face(name, changes, expect
         assert key != "rope_parameters" or got["rope_theta"] == 10000.0
 
 
-def test_configs_made_by_hand_are_checked_alike():
+def test_configs_from_python_have_the_same_checks():
     for cap in (0, False, "30", NAN):
         with pytest.raises(
-            ValueError, match=r"`final_logit_softcapping` must be None \(null in config\.json\) or a num"
+            ValueError, match=r"`final_logit_softcapping` must be None \(null in config\.json\) or a positive num"
         ):
             models.Gemma2Config(final_logit_softcapping=cap)
-    with pytest.raises(ValueError, match="`query_pre_attn_scalar` must be a number above 0, finite in float32, got 0"):
+    with pytest.raises(
+        ValueError, match="`query_pre_attn_scalar` must be a positive number that is finite in float32, got 0"
+    ):
         models.Gemma3Config(query_pre_attn_scalar=0)
     for kind in (models.LlamaConfig, models.Phi3Config):
         with pytest.raises(
             ValueError, match=r"`rope_parameters` must be a mapping as in `ls\.rope\.frequencies`, got 'x'"
         ):
             kind(rope_parameters="x")
-    with pytest.raises(ValueError, match="`rope_parameters` of a Gemma 3 must have 'full_attention'"):
+    with pytest.raises(ValueError, match="`rope_parameters` of a Gemma 3 must have the keys 'full_attention'"):
         models.Gemma3Config(rope_parameters=dict(full_attention=3, sliding_attention={}))
     with pytest.raises(ValueError, match=r"`window` must be an int from 0 to 2147483647, or one for each"):
         models.LongformerConfig(window=2**31)

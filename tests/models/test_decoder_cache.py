@@ -1,4 +1,4 @@
-"""The cache of a decoder: one pytree of all layers, one loop over them, for calls from outside as in `ls.generate`."""
+"""`DecoderCache`: one pytree of all layers and one loop over them, in users' decode steps as in `ls.generate`."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def small(**changes) -> models.CausalLM:
 
 
 def step_of(model):
-    """A step from outside, which donates its cache; and its parameters."""
+    """A user's jitted decode step, which donates its cache, and the parameters."""
     graph, params = nnx.split(model)
 
     def step(params, ids, cache):
@@ -35,7 +35,7 @@ def step_of(model):
 @pytest.mark.check
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma3Config])
-def test_a_step_from_outside_is_as_long_with_48_layers_as_with_6(kind, count):
+def test_a_users_step_is_as_long_with_48_layers_as_with_6(kind, count):
     def sizes(layers):
         config = kind(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers)
         model = nnx.eval_shape(lambda: models.CausalLM(config, rngs=nnx.Rngs(0)))
@@ -50,7 +50,7 @@ def test_a_step_from_outside_is_as_long_with_48_layers_as_with_6(kind, count):
 @pytest.mark.check
 @needs_native
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_step_from_outside_copies_neither_parameters_nor_the_cache(dtype):
+def test_a_users_step_copies_neither_parameters_nor_the_cache(dtype):
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=5, sliding_window=512)
     config = models.MistralConfig(**{**SIZES, **sizes})
     model = models.CausalLM(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
@@ -73,8 +73,8 @@ def test_it_has_a_cache_for_each_layer():
         cache[11]
 
 
-def test_layers_are_what_a_cache_of_each_would_hold():
-    """Keys of each layer lie in the slots that its own plan says, and those that were evicted are gone."""
+def test_layers_equal_a_cache_of_each():
+    """The keys of each layer are in the slots of its plan, and evicted keys are gone."""
     model = load("gemma3_text")
     cache = model(IDS, cache=model.init_cache(2, 50)).cache
     kinds = model.config.kinds
@@ -87,7 +87,7 @@ def test_layers_are_what_a_cache_of_each_would_hold():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_forked_rows_go_on_as_their_rows_do(name):
+def test_forked_rows_decode_like_their_originals(name):
     model = load(name)
     cache = model(IDS[:, :4], cache=model.init_cache(2, 20)).cache
     want = np.asarray(model(IDS[:, 4:], cache=cache).logits)
@@ -99,7 +99,7 @@ def test_forked_rows_go_on_as_their_rows_do(name):
         cache.fork(np.array([2]))
 
 
-def test_tokens_that_were_taken_back_leave_no_trace():
+def test_rolled_back_tokens_leave_no_trace():
     model = load("llama")
     cache = model(IDS[:, :4], cache=model.init_cache(2, 20)).cache
     want = np.asarray(model(IDS[:, 4:], cache=cache).logits)
@@ -112,7 +112,7 @@ def test_tokens_that_were_taken_back_leave_no_trace():
         full.rollback(1)
 
 
-def test_layers_that_were_saved_are_put_together_again(tmp_path):
+def test_saved_layers_make_a_cache_again(tmp_path):
     model = load("gemma3_text")
     cache = model(IDS[:, :4], cache=model.init_cache(2, 20)).cache
     for number, layer in enumerate(cache):
@@ -131,9 +131,9 @@ def test_layers_that_do_not_belong_together_are_refused():
     layers = list(model(IDS, cache=empty).cache)
     with pytest.raises(ValueError, match="`layers` must be 3 caches, one per layer, got 2"):
         empty.with_layers(layers[:2])
-    with pytest.raises(TypeError, match="gives for each layer, got int"):
+    with pytest.raises(TypeError, match=r"`longspan\.cache\.Cache`, like `cache\[i\]`, got int"):
         empty.with_layers([1, 2, 3])
-    with pytest.raises(ValueError, match=r"Layer 0 has another plan, CachePlan\(4 of 20"):
+    with pytest.raises(ValueError, match=r"Layer 0 has the plan CachePlan\(4 of 20"):
         model.init_cache(2, 30).with_layers(layers)
     with pytest.raises(ValueError, match="Layers 0 and 2 are of one kind, 'sliding_attention', but hold different"):
         empty.with_layers([*layers[:2], empty[2]])
@@ -141,7 +141,7 @@ def test_layers_that_do_not_belong_together_are_refused():
 
 def test_a_cache_of_another_model_is_refused():
     model, other = small(), small(num_hidden_layers=2)
-    with pytest.raises(ValueError, match="made for 2 layers of another model, and this one has 3"):
+    with pytest.raises(ValueError, match="made by another model, with 2 layers; this one has 3"):
         model(IDS, cache=other.init_cache(2, 20))
 
 

@@ -1,4 +1,4 @@
-"""Our decoders compute what Hugging Face's do, to 1e-5 of the greatest logit: from golden files, without torch."""
+"""Our decoders agree with Hugging Face's to 1e-5 of the greatest logit: compared with golden files, without torch."""
 
 import atexit
 import functools
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from longspan import hf, models
 from longspan.hf.config import from_json
 from longspan.hf.save import tensors_of
-from longspan.models.decoders.runs import Run, runs
+from longspan.models.decoders.runs import LayerRun, layer_runs
 from tests.golden import decoder_peers as peers
 from tests.selection import only
 
@@ -28,7 +28,7 @@ every_case = pytest.mark.parametrize("case", ["right", "left"])
 
 @every_model
 @pytest.mark.parametrize("case", only(["right"], ["right", "left"]))
-def test_logits_are_hugging_faces(name, case):
+def test_logits_agree_with_hugging_face(name, case):
     inputs, (want, _, _) = peers.cases()[case], golden(name)
     got = real(logits(load(name), inputs), inputs)
     assert_close(got, want[f"logits.{case}"])
@@ -63,18 +63,18 @@ def test_a_cached_pass_is_the_full_pass(name, case):
 
 
 @pytest.mark.parametrize("name", only(["gemma2"], peers.MODELS))
-def test_gradients_are_hugging_faces(name):
+def test_gradients_agree_with_hugging_face(name):
     (want, _, arrays), inputs = golden(name), peers.cases()["left"]
     bearer = gradient_of(load(name), inputs, remat=False)
     for key, ours in tensors_of(bearer).items():
-        # A bias of keys, if they were not rotated, would have no gradient: it is a sum of terms that nearly cancel.
+        # Without rotations a key bias has no gradient; with them it is a sum of terms that nearly cancel.
         theirs, got = want[f"grad.{key}"], peers.summary(ours, arrays[key])
         terms = want[f"grad.{key.removesuffix('bias')}weight"] if key.endswith("k_proj.bias") else theirs
         np.testing.assert_allclose(got, theirs, rtol=0, atol=1e-4 * terms[1], err_msg=key)
 
 
 @pytest.mark.parametrize("name", only(["gemma3_text", "phi3"], peers.MODELS))
-def test_what_we_save_has_the_peers_names_and_numbers_and_loads_again(name, tmp_path):
+def test_saved_files_have_hugging_faces_names_and_numbers_and_load_again(name, tmp_path):
     _, config, arrays = golden(name)
     hf.save(load(name), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "np") as file:
@@ -86,7 +86,7 @@ def test_what_we_save_has_the_peers_names_and_numbers_and_loads_again(name, tmp_
     assert hf.load(tmp_path).config.rope_parameters == load(name).config.rope_parameters
 
 
-def test_what_a_file_leaves_out_is_the_peers_default():
+def test_missing_keys_have_hugging_faces_defaults():
     defaults = json.loads((peers.HERE / "defaults.json").read_text())
     for theirs in defaults.values():
         ours, named = (from_json(raw) for raw in (dict(model_type=theirs["model_type"]), theirs))
@@ -98,7 +98,7 @@ def test_what_a_file_leaves_out_is_the_peers_default():
 
 @pytest.mark.check
 @every_case
-def test_the_text_of_a_model_that_sees_is_hugging_faces(case, caplog):
+def test_the_text_part_of_a_multimodal_model_agrees_with_hugging_face(case, caplog):
     inputs, (want, _, arrays) = peers.cases()[case], golden(peers.VISION)
     assert any("vision_tower" in key for key in arrays)
     with caplog.at_level("INFO", logger="longspan.hf"):
@@ -109,7 +109,7 @@ def test_the_text_of_a_model_that_sees_is_hugging_faces(case, caplog):
 
 @pytest.mark.check
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_of_a_model_that_sees_is_saved_as_a_model_of_text(prefix, tmp_path):
+def test_the_text_part_of_a_multimodal_model_is_saved_as_a_text_model(prefix, tmp_path):
     _, config, arrays = golden(peers.VISION)
     renamed = {key.replace("language_model.model.", prefix): x for key, x in arrays.items()}
     model = hf.load(peers.write(tmp_path / "theirs", config, renamed))
@@ -122,7 +122,7 @@ def test_the_text_of_a_model_that_sees_is_saved_as_a_model_of_text(prefix, tmp_p
     np.testing.assert_array_equal(logits(again, inputs), logits(model, inputs))
 
 
-def test_a_larger_model_is_refused_for_what_it_says_of_all_its_parts():
+def test_a_larger_models_shared_keys_are_checked():
     config = golden(peers.VISION)[1]
     with pytest.raises(ValueError, match=r"quantization_config \(gptq\)"):
         from_json({**config, "quantization_config": dict(quant_method="gptq")})
@@ -130,15 +130,15 @@ def test_a_larger_model_is_refused_for_what_it_says_of_all_its_parts():
         from_json({**config, "text_config": None})
 
 
-def test_packed_documents_are_what_they_are_alone():
+def test_packed_documents_give_the_logits_of_each_alone():
     for name in peers.MODELS:
         model, ids = load(name), peers.cases()["right"]["input_ids"][:1]
         if any(model.config.rope(kind)["rope_type"] in ("dynamic", "longrope") for kind in model.config.kinds):
-            continue  # their frequencies follow from the length of a row
+            continue  # their frequencies depend on the length of a row
         segments = np.repeat([[3, 0, 7, -1]], [9, 17, 6, 5], axis=1)
         packed = real(logits(model, dict(input_ids=ids, segment_ids=segments)), dict(attention_mask=segments >= 0))
-        apart = padded([ids[0, a:b] for a, b in ((0, 9), (9, 26), (26, 32))], "right")  # one program for three lengths
-        assert_close(packed, real(logits(model, apart), apart))
+        alone = padded([ids[0, a:b] for a, b in ((0, 9), (9, 26), (26, 32))], "right")  # one program for three lengths
+        assert_close(packed, real(logits(model, alone), alone))
 
 
 def test_remat_changes_no_gradient():
@@ -165,13 +165,13 @@ def test_positions_may_be_given_and_only_their_differences_count():
 
 def test_layers_are_found_to_repeat():
     local, last = "abcdef", "xyz"
-    assert [(run.kinds, run.count) for run in runs("g" * 32)] == [(("g",), 32)]
+    assert [(run.kinds, run.count) for run in layer_runs("g" * 32)] == [(("g",), 32)]
     for count in (1, 8):
-        assert runs(("l" * 5 + "g") * count) == (Run(0, tuple("lllllg"), count),)
-    assert sum(len(run.kinds) for run in runs(("l" * 5 + "g") * 4 + "ll")) == 7
-    assert [(run.start, run.count) for run in runs("f" * 21 + "s" * 7)] == [(0, 21), (21, 7)]
+        assert layer_runs(("l" * 5 + "g") * count) == (LayerRun(0, tuple("lllllg"), count),)
+    assert sum(len(run.kinds) for run in layer_runs(("l" * 5 + "g") * 4 + "ll")) == 7
+    assert [(run.start, run.count) for run in layer_runs("f" * 21 + "s" * 7)] == [(0, 21), (21, 7)]
     for kinds in (local + last, "aab" * 3 + "ba" * 4, "a"):
-        numbered = {n: kind for run in runs(kinds) for p, kind in enumerate(run.kinds) for n in run.numbers(p)}
+        numbered = {n: kind for run in layer_runs(kinds) for p, kind in enumerate(run.kinds) for n in run.numbers(p)}
         assert numbered == dict(enumerate(kinds))
 
 
@@ -195,8 +195,8 @@ def test_the_program_of_48_layers_is_as_long_as_that_of_6(kind):
     [
         (dict(quantization_config=dict(quant_method="awq")), r"quantization_config \(awq\)"),
         (dict(rope_scaling=dict(rope_type="spiral")), "rope_type='spiral' is not one of"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5: a llama rotates all"),
-        (dict(num_local_experts=8), "no mixtures of experts"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported: a llama rotates all"),
+        (dict(num_local_experts=8), "does not support mixtures of experts"),
         (dict(hidden_act="mish"), "hidden_act='mish'"),
         (dict(num_attention_heads=5, head_dim=8), "multiple of num_key_value_heads=2"),
         (dict(hidden_size=25, head_dim=None), "multiple of num_attention_heads=4"),
@@ -204,7 +204,7 @@ def test_the_program_of_48_layers_is_as_long_as_that_of_6(kind):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_config_that_would_compute_something_else_is_refused(changes, words):
+def test_an_unsupported_config_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         from_json({**golden("llama")[1], **changes})
 
@@ -213,10 +213,22 @@ def test_a_config_that_would_compute_something_else_is_refused(changes, words):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0: Gemma 3 has no soft cap"),
-        ("gemma3_text", dict(rope_parameters=dict(rope_type="default")), "must have 'full_attention' and 'sliding"),
+        (
+            "gemma3_text",
+            dict(attn_logit_softcapping=50.0),
+            "attn_logit_softcapping=50.0 is not supported: Gemma 3 has no soft cap",
+        ),
+        (
+            "gemma3_text",
+            dict(rope_parameters=dict(rope_type="default")),
+            "must have the keys 'full_attention' and 'sliding",
+        ),
         ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention=true"),
-        ("gemma2", dict(layer_types=["full_attention"]), "`layer_types` must name the kinds of num_hidden_layers=5"),
+        (
+            "gemma2",
+            dict(layer_types=["full_attention"]),
+            "`layer_types` must have an entry for each of num_hidden_layers=5",
+        ),
         ("qwen2", dict(layer_types=["chunked_attention"] * 3), "`layer_types` has 'chunked_attention'"),
         ("qwen2", dict(sliding_window=None), "need a `sliding_window`, an int from 1 to 2147483647, got None"),
         ("mistral", dict(sliding_window=0), "need a `sliding_window`, an int from 1 to 2147483647, got 0"),
@@ -239,7 +251,7 @@ def test_old_names_of_longrope_are_read(word):
         assert ours[1] == named[1] > 1
 
 
-def test_windows_are_all_that_their_layers_keep():
+def test_sliding_layers_store_one_window():
     capacity = {name: slots(load(name).init_cache(2, 1000)) for name in ("llama", "mistral", "qwen2", "gemma3_text")}
     assert capacity["llama"] == [1000] * 3
     assert capacity["mistral"] == [5] * 3
@@ -252,7 +264,7 @@ def slots(caches):
 
 
 def test_an_extended_decoder_is_refused():
-    with pytest.raises(ValueError, match="makes a Longformer of a bert or roberta model, got a llama"):
+    with pytest.raises(ValueError, match="turns a bert or roberta model into a Longformer, got a llama"):
         hf.extend(load("llama"))
 
 
@@ -316,16 +328,16 @@ def test_old_tables_of_frequencies_are_ignored(tmp_path):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_a_call_cannot_mean_is_an_error(arguments, error, words):
+def test_a_wrong_call_is_an_error(arguments, error, words):
     with pytest.raises(error, match=words):
         load("llama")(**arguments)
 
 
-def test_a_cache_says_what_it_cannot_take():
+def test_a_cache_that_is_too_small_is_an_error():
     model, ids = load("llama"), np.ones((2, 3), int)
-    with pytest.raises(ValueError, match="made for 2 tokens, and 3 are asked for"):
+    with pytest.raises(ValueError, match="made for 2 tokens per row, but this call needs 3"):
         model(ids, cache=model.init_cache(2, 2))
-    with pytest.raises(ValueError, match="3 rows and the input 2"):
+    with pytest.raises(ValueError, match="3 rows and the input has 2"):
         model(ids, cache=model.init_cache(3, 5))
     for name in ("positions", "segment_ids"):
         with pytest.raises(ValueError, match=f"`{name}` and `cache` were both given"):
@@ -335,13 +347,13 @@ def test_a_cache_says_what_it_cannot_take():
 
 
 def test_labels_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="`id2label` names labels, which a llama has none of"):
+    with pytest.raises(ValueError, match="`id2label` was given, but a llama has no labels"):
         hf.save(load("llama"), tmp_path, id2label=["no", "yes"])
 
 
 @functools.cache
 def golden(name):
-    """The peer's results, its config, and its weights."""
+    """Hugging Face's results, its config and its weights."""
     with safe_open(peers.HERE / f"{name}.safetensors", "np") as file:
         results = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         config, shapes = (json.loads(file.metadata()[key]) for key in ("config", "shapes"))

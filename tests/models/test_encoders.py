@@ -1,4 +1,4 @@
-"""What holds of the encoders whatever the weights: padding, dropout, remat, dtypes, and the errors of a call."""
+"""Properties of the encoders that hold for all weights: padding, dropout, remat, dtypes, and errors of a call."""
 
 import dataclasses
 import re
@@ -47,13 +47,13 @@ def three_linears(biases=(True, True, True), dtype=jnp.float32):
 
 
 def products(layers, x) -> int:
-    return str(jax.make_jaxpr(lambda x: plain_layers.side_by_side(layers, x))(x)).count("dot_general")
+    return str(jax.make_jaxpr(lambda x: plain_layers.concatenated_linear(layers, x))(x)).count("dot_general")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
 def test_queries_keys_and_values_by_one_product_equal_three(bias, dtype):
-    """On one device, as most users have it; values and the gradients of the input and of all parameters."""
+    """On one device: values, and the gradients of the input and of all parameters."""
     layers = three_linears([bias] * 3, dtype)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 12)), jnp.float32)
     weights = np.random.default_rng(1).normal(size=(3, 2, 7, 5)).astype(np.float32)
@@ -65,7 +65,7 @@ def test_queries_keys_and_values_by_one_product_equal_three(bias, dtype):
 
         return nnx.jit(nnx.value_and_grad(of, argnums=(0, 1), has_aux=True))
 
-    got = loss(plain_layers.side_by_side)(layers, x)
+    got = loss(plain_layers.concatenated_linear)(layers, x)
     want = loss(lambda layers, x: [layer(x) for layer in layers])(layers, x)
 
     def close(a, b):
@@ -83,14 +83,14 @@ def test_layers_that_differ_in_their_biases_are_multiplied_one_by_one():
 
 @pytest.mark.mesh
 def test_on_several_devices_queries_keys_and_values_are_three_products():
-    """Of a kernel that is split by columns, one product would fetch other devices' columns."""
+    """If kernels are sharded by columns, one product would gather them."""
     assert products(three_linears(), jnp.zeros((2, 7, 12))) == 3
 
 
 @every_family
 def test_padding_changes_no_token(family):
     model = make(family)
-    # BigBird's last block is seen by all, so only padding within it leaves the pattern as it was.
+    # All blocks attend to BigBird's last block, so only padding inside it keeps the pattern.
     short = IDS[:, :27] if family == "big_bird" else IDS[:, :20]
     T = short.shape[1]
     mask = np.broadcast_to(np.arange(29)[None] < T, IDS.shape)
@@ -109,7 +109,7 @@ def test_masks_may_be_bools_ints_or_floats(family):
 
 
 @every_family
-def test_word_embeddings_may_take_the_place_of_ids(family):
+def test_word_embeddings_may_replace_ids(family):
     model = make(family)
     embeds = model.embeddings.word(IDS)
     got, want = nnx.jit(lambda m, e: m(inputs_embeds=e).last_hidden_state)(model, embeds), encode(model, IDS)
@@ -165,14 +165,14 @@ def test_a_longformers_layers_may_differ_in_their_windows():
     model = make("longformer", num_hidden_layers=4, window=(2, 2, 0, 28))
     same = make("longformer", num_hidden_layers=4, window=28)
     nnx.update(same, nnx.state(model, nnx.Param))
-    # The first layers' windows matter, and the last layer sees all.
+    # The windows of the first layers matter; the last layer attends to everything.
     other = np.where(np.arange(29) == 0, 3, IDS)
     of_model, of_same = (np.asarray(encode(m, IDS)) - np.asarray(encode(m, other)) for m in (model, same))
     assert not np.allclose(of_model[:, -1], of_same[:, -1], atol=1e-3)
     assert np.abs(of_model[:, -1]).max() > 1e-3
 
 
-def test_bigbird_switches_attention_per_call_and_forgets_it():
+def test_bigbird_switches_attention_for_one_call():
     model = make("big_bird")
     sparse = encode(model, IDS)
     full = model(IDS, attention_type="original_full").last_hidden_state
@@ -193,7 +193,7 @@ def test_bigbirds_random_blocks_differ_by_layer_or_are_the_first_one():
     assert not random_blocks(dataclasses.replace(config, random_blocks="hf_eval"), 30).any()
 
 
-def test_a_longformer_classifier_looks_at_everything_by_default():
+def test_a_longformer_classifiers_first_token_is_global_by_default():
     model = make("longformer", models.SequenceClassifier, num_hidden_layers=1, num_labels=4)
     far = np.where(np.arange(29) == 28, 3, IDS)
     assert not np.allclose(model(IDS).logits, model(far).logits)
@@ -229,17 +229,17 @@ def test_half_precision_stays_close_and_finite(family, dtype):
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_say_what_to_do():
     model = make("bert")
-    with pytest.raises(ValueError, match="one of the two; got neither"):
+    with pytest.raises(ValueError, match="either `input_ids` or `inputs_embeds`, got neither"):
         model()
-    with pytest.raises(ValueError, match="one of the two; got both"):
+    with pytest.raises(ValueError, match="either `input_ids` or `inputs_embeds`, got both"):
         model(IDS, inputs_embeds=jnp.ones((2, 29, 12)))
     with pytest.raises(ValueError, match=re.escape("`input_ids` must have shape [B, T] with no axis of length 0")):
         model(IDS[0])
     with pytest.raises(ValueError, match=r"has 62 tokens, but this model has positions for 61.*hf\.extend"):
         model(jnp.ones((1, 62), int))
-    with pytest.raises(ValueError, match="`global_attention_mask` means nothing to a bert model"):
+    with pytest.raises(ValueError, match="`global_attention_mask` is not supported by a bert model"):
         model(IDS, global_attention_mask=IDS)
-    with pytest.raises(ValueError, match="`attention_type` means nothing to a longformer model"):
+    with pytest.raises(ValueError, match="`attention_type` is not supported by a longformer model"):
         make("longformer")(IDS, attention_type="original_full")
     with pytest.raises(ValueError, match="attention_type='dense' is not one of 'block_sparse', 'original_full'"):
         make("big_bird")(IDS, attention_type="dense")
@@ -256,7 +256,7 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
     cotangent = np.random.default_rng(2).normal(size=(*IDS.shape, 12)).astype(np.float32)
 
     def gradients(few):
-        monkeypatch.setattr("longspan.models.encoders.longformer.FEW", few)
+        monkeypatch.setattr("longspan.models.encoders.longformer.FEW_GLOBALS", few)
         jax.clear_caches()
 
         def loss(parameters):
@@ -265,7 +265,7 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
 
         return jax.jit(jax.grad(loss))(parameters)
 
-    # Two global tokens are few, or too many for the short way round.
+    # Two global tokens are few, or too many for `global_rows`.
     few, many = gradients(8), gradients(1)
     jax.clear_caches()
     for got, want in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True):
@@ -275,8 +275,8 @@ def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_feed_forward_by_pieces_is_the_same(monkeypatch, batch):
-    monkeypatch.setattr(plain_layers, "PIECE", 8)
-    monkeypatch.setattr(plain_layers, "LEAST", 5)
+    monkeypatch.setattr(plain_layers, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(plain_layers, "MIN_PIECE_LENGTH", 5)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(batch, 37, 3)), jnp.float32)
     weights = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
@@ -299,7 +299,7 @@ def test_feed_forward_by_pieces_is_the_same(monkeypatch, batch):
 
 
 @pytest.mark.parametrize("count", [0, 1, 12])
-def test_garbage_in_padding_goes_nowhere(count):
+def test_values_of_padding_change_no_token(count):
     model = make("longformer")
     valid = np.arange(29)[None] < np.array([[29], [17]])
     embeds = np.random.default_rng(0).normal(size=(2, 29, 12)).astype(np.float32)
@@ -330,9 +330,9 @@ def test_windows_may_come_as_any_ints():
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_projections_side_by_side_are_the_same(use_bias):
+def test_concatenated_projections_are_the_same(use_bias):
     make = partial(plain_layers.linear, CONFIGS["bert"], 12, 8, dtype=jnp.float32, param_dtype=jnp.float32)
     layers = [make(use_bias=use_bias, rngs=nnx.Rngs(seed)) for seed in range(3)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)), jnp.float32)
-    for got, layer in zip(plain_layers.side_by_side(layers, x), layers, strict=True):
+    for got, layer in zip(plain_layers.concatenated_linear(layers, x), layers, strict=True):
         np.testing.assert_allclose(got, layer(x), rtol=1e-6, atol=1e-6)

@@ -68,11 +68,11 @@ def test_the_models_share_no_parameters():
 
 
 def test_what_cannot_be_extended_is_refused():
-    with pytest.raises(ValueError, match="makes a Longformer of a bert or roberta model, got a longformer"):
+    with pytest.raises(ValueError, match="turns a bert or roberta model into a Longformer, got a longformer"):
         hf.extend(hf.extend(make("bert"), max_positions=50, window=5))
-    with pytest.raises(ValueError, match="max_positions=36 is fewer than the 37 the model has already"):
+    with pytest.raises(ValueError, match="max_positions=36 must be at least 37"):
         hf.extend(make("bert"), max_positions=36)
-    with pytest.raises(ValueError, match=r"has 'relu'. Extend its encoder: `extend\(model.encoder\)`"):
+    with pytest.raises(ValueError, match=r"has 'relu'. Extend only its encoder: `extend\(model.encoder\)`"):
         hf.extend(make("bert", models.MaskedLM, hidden_act="relu"), max_positions=50)
 
 

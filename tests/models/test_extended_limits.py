@@ -1,4 +1,4 @@
-"""`hf.extend`, then `hf.save`: no file beside the model still has the short model's limit, or a warning names it."""
+"""`hf.extend`, then `hf.save`: the tokenizer's files have the new maximum length, or a warning names them."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ SIZES = dict(
     max_position_embeddings=512,
 )  # fmt: skip
 ROBERTA = dict(SIZES, max_position_embeddings=514)
-HUGE = 10**30  # what tokenizers without a limit say
+HUGE = 10**30  # the limit in tokenizers that have none
 TOKENIZER = {
     "version": "1.0",
     "truncation": {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0},
@@ -39,7 +39,7 @@ def _warnings_are_errors():
 
 @pytest.fixture
 def short(tmp_path):
-    """A BERT of 512 tokens whose tokenizer says so everywhere that one can."""
+    """A BERT of 512 tokens, with the limit in every place that a tokenizer has."""
     where = tmp_path / "short"
     where.mkdir()
     write(where, "tokenizer.json", TOKENIZER)
@@ -67,7 +67,7 @@ def test_a_tokenizer_that_comes_along_has_the_new_limit(short, tmp_path, caplog)
     assert read(tmp_path / "long", "tokenizer_config.json") == dict(
         model_max_length=1000, max_length=1000, do_lower_case=True
     )
-    assert "tokenizer_config.json: model_max_length is 1000, the longest input of the model; it was 512" in caplog.text
+    assert "tokenizer_config.json: set model_max_length to 1000, the model's maximum length; it was 512" in caplog.text
     got = read(tmp_path / "long", "tokenizer.json")
     assert (got["truncation"]["max_length"], got["padding"]["strategy"]) == (1000, {"Fixed": 1000})
     for section in ("truncation", "padding"):
@@ -91,7 +91,7 @@ def test_the_tokenizer_library_reads_what_was_written(short, tmp_path):
 
 
 @pytest.mark.parametrize("change", [lambda model: model.encoder, nnx.clone], ids=["encoder", "clone"])
-def test_whatever_becomes_of_the_extended_model(change, short, tmp_path):
+def test_the_limit_survives_changes_of_the_extended_model(change, short, tmp_path):
     model = hf.extend(
         hf.load(short, task="token_classification", num_labels=2, rngs=nnx.Rngs(0)), max_positions=1000, window=8
     )
@@ -119,12 +119,12 @@ def test_a_named_tokenizers_copy_has_the_new_limit(short, tmp_path):
     assert read(tmp_path / "named", "tokenizer_config.json")["model_max_length"] == 512
 
 
-def test_files_that_others_put_there_stay_and_are_reported(short, tmp_path):
+def test_files_that_save_does_not_own_stay_and_are_reported(short, tmp_path):
     new = tmp_path / "new"
     write(new, "tokenizer.json", TOKENIZER)
     write(new, "tokenizer_config.json", dict(model_max_length=512))
     write(new, "sentence_bert_config.json", dict(max_seq_length=128))
-    with pytest.warns(UserWarning, match="The model reads 1000 tokens, but ") as caught:
+    with pytest.warns(UserWarning, match="The model reads up to 1000 tokens, but ") as caught:
         hf.save(extended(short), new)
     (message,) = [str(warning.message) for warning in caught]
     for line in (
@@ -136,7 +136,7 @@ def test_files_that_others_put_there_stay_and_are_reported(short, tmp_path):
     ):
         assert line in message
     assert read(new, "tokenizer_config.json") == dict(model_max_length=512)
-    # What the warning advises.
+    # The remedy in the warning.
     write(new, "tokenizer_config.json", dict(model_max_length=1000))
     write(new, "sentence_bert_config.json", dict(max_seq_length=1000))
     write(new, "tokenizer.json", TOKENIZER | dict(truncation=None, padding=None))
@@ -153,7 +153,7 @@ def test_a_model_that_was_never_loaded_reports_its_tokenizers_limit(short, tmp_p
     "content",
     ["{", "[]", "{}", '{"model_max_length": null}', '{"model_max_length": "512"}', f'{{"model_max_length": {HUGE}}}'],
 )
-def test_what_has_no_lower_limit_is_copied_as_it_is(content, short, tmp_path):
+def test_a_file_without_a_lower_limit_is_copied_unchanged(content, short, tmp_path):
     (short / "tokenizer_config.json").write_text(content)
     (short / "tokenizer.json").write_text('{"truncation": null, "padding": {"strategy": "BatchLongest"}}')
     hf.save(extended(short), tmp_path / "long")
@@ -172,7 +172,7 @@ def test_a_limit_below_the_models_own_stays_in_a_model_that_was_not_extended(sho
 @pytest.mark.parametrize(
     ("config", "table"), [(models.BertConfig(**SIZES), 512), (models.RobertaConfig(**ROBERTA), 514)]
 )
-def test_the_configs_own_repetitions_of_the_limit_are_the_new_one(config, table, tmp_path):
+def test_keys_of_the_config_that_repeat_the_limit_have_the_new_one(config, table, tmp_path):
     write(tmp_path, "tokenizer.json", TOKENIZER | dict(truncation=None, padding=None))
     hf.save(made(models.Encoder, config), tmp_path)
     write(tmp_path, "config.json", read(tmp_path, "config.json") | dict(max_seq_length=512, model_max_length=table))

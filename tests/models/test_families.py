@@ -1,8 +1,9 @@
-"""A family is one record, and a missing dependency one line."""
+"""Every family is one record, and a missing dependency is an error of one line."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,7 +17,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fa
 
 
 @every_family
-def test_a_config_knows_the_record_that_knows_the_config(family):
+def test_a_config_and_its_family_refer_to_each_other(family):
     assert family.config().family is family
     assert family.model_type == family.config().model_type
 
@@ -26,7 +27,7 @@ def test_no_two_families_have_the_same_name():
 
 
 @every_family
-def test_what_a_family_saves_it_loads_for_every_task(family, tmp_path):
+def test_a_saved_model_of_every_family_and_task_loads(family, tmp_path):
     for task in family.tasks:
         model = made(task.model, family.config(**TINY))
         hf.save(model, tmp_path / task.model.task)
@@ -56,3 +57,10 @@ def test_a_missing_dependency_is_one_line_that_names_the_extra(room, module, lin
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert result.stderr.splitlines()[-1] == f"ImportError: {line}"
     assert result.stderr.count("Traceback") == 1, "another error came before ours"
+
+
+@pytest.mark.parametrize("module", [models, hf], ids=["models", "hf"])
+def test_a_public_module_exports_no_helper_of_another(module):
+    public = {name: x for name, x in vars(module).items() if not name.startswith("_")}
+    objects = [name for name, x in public.items() if not isinstance(x, ModuleType)]
+    assert not [name for name in objects if not public[name].__module__.startswith(module.__name__)]

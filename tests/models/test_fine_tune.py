@@ -42,7 +42,7 @@ def model(tmp_path):
 
 
 def write_texts(folder, shortest):
-    """Good documents have a word of their own that bad ones do not have."""
+    """Good documents contain a word that bad ones do not."""
     rng = np.random.default_rng(0)
     for label, own in (("good", "w1"), ("bad", "w2")):
         (folder / label).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`ls.generate`: Hugging Face's greedy answers, from golden files; laws of sampling; what is compiled and refused."""
+"""`ls.generate`: Hugging Face's greedy answers from golden files, sampling, compilations and errors."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import longspan as ls
 from longspan import hf, models
 from longspan.engines.cpu import library
-from longspan.models import generate as room
+from longspan.models import generate as generation
 from longspan.models.decoders import steps
 from longspan.models.decoders.sampling import Sampling, choose
 from tests.golden import decoder_peers as peers
@@ -56,10 +56,10 @@ def test_the_size_of_chunks_changes_nothing():
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "xla"])
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2", "gemma3_text"])
 def test_a_step_that_reads_in_place_gives_what_copies_of_layers_give(name, native, monkeypatch):
-    """Fused and separate projections, biases, tied heads, two norms; without the library as on an accelerator."""
+    """Fused and separate projections, biases, tied heads, two norms; with and without the native library."""
     if not native:
         monkeypatch.setenv("LONGSPAN_NATIVE", "0")
-        jax.clear_caches()  # or a program with native calls would be found
+        jax.clear_caches()  # otherwise a cached program with native calls would be used
     model = load(name)
     ids = np.stack([prompt[:3] for prompt in peers.prompts()])
     cache = model(np.stack([prompt[3:9] for prompt in peers.prompts()]), cache=model.init_cache(2, 20)).cache
@@ -84,7 +84,7 @@ def test_a_step_that_reads_in_place_gives_what_copies_of_layers_give(name, nativ
 @pytest.mark.check
 @needs_native
 def test_layers_that_were_replaced_are_called():
-    """LoRA's beside a stacked matrix, another one with a bias as the head: not only their kernels are multiplied."""
+    """A LoRA layer in a stack, a head with a bias: replaced layers are called, not only their kernels multiplied."""
     model, rngs = small(num_hidden_layers=2, initializer_range=0.4), nnx.Rngs(3)
 
     @nnx.split_rngs(splits=2)
@@ -115,12 +115,12 @@ def test_16_bits_generate_too():
     assert all(len(tokens) == 30 for tokens in greedy(model, ids, 30))
 
 
-# What is compiled, copied and computed.
+# Compilations, copies and steps.
 
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The programs that XLA compiled meanwhile."""
+    """The names of the programs that XLA compiles inside the block."""
     found: list[str] = []
 
     def listen(event: str, *_, **__):
@@ -158,13 +158,14 @@ def test_fifty_lengths_cost_at_most_eight_compilations():
 
 
 def loop(model: models.CausalLM, batch: int = 1) -> tuple:
-    """The arguments of the loop that decodes, `steps.burst`, before its first token."""
+    """The arguments of the decode loop, `steps.decode_burst`, before the first token."""
     graph, params = nnx.split(model)
-    of = steps.Compiled(room.Graph(graph), model._reads_in_place(batch))
-    cache, last = steps.start(model.config, batch, 4096, model.dtype)
-    rules = steps.Rules(Sampling(), room._padded(()), None, room._ropes(model, [np.zeros(5)] * batch, 9))
-    numbers = np.zeros(batch, np.int32)
-    return of, params, cache, steps.State(last, numbers, numbers + 9, np.int32(0), None), rules
+    program = steps.ProgramKey(generation.HashedGraph(graph), model._reads_in_place(batch))
+    cache, last_hidden = steps.allocate(model.config, batch, 4096, model.dtype)
+    ropes = generation._ropes(model, [np.zeros(5)] * batch, 9)
+    settings = steps.DecodeSettings(Sampling(), generation._padded(()), None, ropes)
+    zeros = np.zeros(batch, np.int32)
+    return program, params, cache, steps.DecodeState(last_hidden, zeros, zeros + 9, np.int32(0), None), settings
 
 
 @pytest.mark.check
@@ -175,7 +176,7 @@ def test_decoding_copies_neither_parameters_nor_caches(batch, dtype):
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=5, sliding_window=512)
     model = small(dtype, **sizes)
     arguments = loop(model, batch)
-    memory = steps.burst.lower(*arguments).compile().memory_analysis()
+    memory = steps.decode_burst.lower(*arguments).compile().memory_analysis()
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2].stacks))
     one_layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.layers))) // 5
     assert memory.alias_size_in_bytes >= cache_bytes
@@ -188,7 +189,7 @@ def test_decoding_copies_neither_parameters_nor_caches(batch, dtype):
 def test_the_loop_of_48_layers_is_as_long_as_that_of_6(kind):
     def sizes(layers):
         config = kind(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers)
-        traced = steps.burst.trace(*loop(models.CausalLM(config, rngs=nnx.Rngs(0))))
+        traced = steps.decode_burst.trace(*loop(models.CausalLM(config, rngs=nnx.Rngs(0))))
         return str(traced.jaxpr).count(" = "), traced.lower().as_text().count("\n")
 
     (equations, lines), (most_equations, most_lines) = sizes(6), sizes(48)
@@ -197,10 +198,10 @@ def test_the_loop_of_48_layers_is_as_long_as_that_of_6(kind):
 
 def test_the_loop_ends_when_all_rows_have_finished(monkeypatch):
     model, calls = load("llama"), []
-    burst = room.burst
-    monkeypatch.setattr(room, "burst", lambda *args: (calls.append(1), burst(*args))[1])
+    burst = generation.decode_burst
+    monkeypatch.setattr(generation, "decode_burst", lambda *args: (calls.append(1), burst(*args))[1])
     answers = [tokens.tolist() for tokens in ls.generate(model, peers.prompts(), max_new_tokens=30, stop_tokens=())]
-    assert len(calls) == 1 + -(-29 // steps.BURST)  # the first token comes alone
+    assert len(calls) == 1 + -(-29 // steps.BURST)  # the first call returns one token
     ends = tuple({tokens[2] for tokens in answers})
     calls.clear()
     stopped = ls.generate(model, peers.prompts(), max_new_tokens=30, stop_tokens=ends)
@@ -242,7 +243,7 @@ def test_stop_tokens_are_the_checkpoints(tmp_path):
 
 
 @given(st.data())
-def test_what_is_drawn_is_what_the_rules_leave(data):
+def test_samples_are_tokens_that_the_rules_keep(data):
     logits = np.array(data.draw(st.lists(st.integers(-8, 8), min_size=7, max_size=7)), np.float32) / 4
     rules = dict(
         temperature=np.float32(data.draw(st.sampled_from([0.5, 1.0, 1.7]))),
@@ -261,7 +262,7 @@ chosen = jax.jit(choose)
 
 
 def allowed(logits, temperature, top_k, top_p, min_p):
-    """By sorting, with all that equal the last one kept."""
+    """By sorting; ties with the last kept one are kept."""
     scores = logits.astype(np.float64) / float(temperature)
     if top_k is not None:
         scores = np.where(scores < np.sort(scores)[-min(top_k, len(scores))], -np.inf, scores)
@@ -276,7 +277,7 @@ def allowed(logits, temperature, top_k, top_p, min_p):
     return np.isfinite(scores)
 
 
-def test_draws_are_as_frequent_as_they_are_likely():
+def test_samples_have_the_models_frequencies():
     logits, draws = np.array([1.0, -0.5, 0.2, -3.0, 0.9], np.float32), 20000
     keys = jax.random.split(jax.random.key(3), draws)
     drawn = choose(Sampling(temperature=np.float32(0.7)), jnp.tile(logits, (draws, 1)), None, keys, np.int32(5))
@@ -285,7 +286,7 @@ def test_draws_are_as_frequent_as_they_are_likely():
     assert np.all(np.abs(got - want) < 5 * np.sqrt(want / draws))
 
 
-def test_all_that_the_rules_leave_is_drawn():
+def test_every_token_that_the_rules_keep_is_sampled():
     logits = np.array([1.0, 0.9, 0.8, 0.1, 0.0], np.float32)
     keys = jax.random.split(jax.random.key(0), 500)
     for rules in (dict(top_k=3.0), dict(top_p=0.7), dict(min_p=0.8)):
@@ -317,11 +318,11 @@ def test_keys_are_by_row_and_the_same_key_draws_the_same():
     assert each == greedy(model, [prompt] * 3, key=jax.random.key_data(keys), **draw)
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "says"),
+    ("changes", "error", "message"),
     [
         (dict(prompts=[[]]), ValueError, "Prompt 0 is empty"),
         (dict(prompts=[[1], [2, 29]]), ValueError, "Prompt 1 has the token id 29.*0 to 28"),
@@ -339,10 +340,10 @@ def test_keys_are_by_row_and_the_same_key_draws_the_same():
         (dict(max_new_tokens=-1), ValueError, "max_new_tokens"),
         (dict(temperature=-1.0), ValueError, "temperature"),
         (dict(temperature=float("nan")), ValueError, "temperature"),
-        (dict(temperature=1.0), ValueError, "needs a `key`"),
+        (dict(temperature=1.0), ValueError, "needs a random `key`"),
         (dict(temperature=1.0, key=jax.random.split(jax.random.key(0), 3)), ValueError, r"one per prompt \[2\]"),
         (dict(temperature=1.0, key=7), ValueError, "one key"),
-        (dict(top_p=0.9), ValueError, "temperature=0 draws none"),
+        (dict(top_p=0.9), ValueError, "`top_p` restricts sampling, but temperature=0"),
         (dict(temperature=1.0, key=jax.random.key(0), top_p=0.0), ValueError, "top_p"),
         (dict(temperature=1.0, key=jax.random.key(0), top_p=1.1), ValueError, "top_p"),
         (dict(temperature=1.0, key=jax.random.key(0), top_k=0), ValueError, "top_k"),
@@ -352,9 +353,9 @@ def test_keys_are_by_row_and_the_same_key_draws_the_same():
         (dict(prefill_chunk=0), ValueError, "prefill_chunk"),
     ],
 )
-def test_bad_input_is_a_clear_error(changes, error, says):
+def test_bad_input_is_a_clear_error(changes, error, message):
     options = dict(prompts=[[5, 6, 7], [8] * 11], max_new_tokens=4) | changes
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         ls.generate(load("llama"), options.pop("prompts"), **options)
 
 
@@ -372,16 +373,16 @@ def test_generation_inside_jit_is_refused():
 
 
 class Bound(models.LlamaConfig):
-    """A prefix whose tokens see each other."""
+    """A prefix whose tokens attend to each other."""
 
     def mask(self, kind):
         return ls.Causal() | ls.Prefix(4)
 
 
-def test_tokens_that_see_each_other_must_come_together():
+def test_tokens_that_attend_to_each_other_must_be_computed_together():
     sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=12, num_attention_heads=2, num_hidden_layers=1)
     model = models.CausalLM(Bound(**sizes), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="must then be computed together"):
+    with pytest.raises(ValueError, match="must be computed together"):
         ls.generate(model, [[1, 2]], max_new_tokens=3)
     (tokens,), ids = greedy(model, [[1, 2, 3, 4, 5]], 3), [1, 2, 3, 4, 5]
     for token in tokens:
@@ -435,7 +436,7 @@ def test_a_cache_may_be_narrower_than_the_model():
 
 
 def test_a_large_chunk_computes_little_padding():
-    assert room.chunk_size(30, 2_000_000) < 60
+    assert generation.chunk_size(30, 2_000_000) < 60
 
 
 def test_dynamic_rope_has_no_end():
@@ -451,7 +452,7 @@ def test_numpys_ints_are_ints_and_stop_tokens_may_lie_outside_of_the_vocabulary(
     assert tokens.tolist() == greedy(model, [prompt], 2)[0]
 
 
-def test_nothing_asked_for_is_nothing():
+def test_no_prompts_or_no_new_tokens_give_no_tokens():
     assert ls.generate(load("llama"), [], max_new_tokens=3) == []
     (none,) = ls.generate(load("llama"), [[1, 2]], max_new_tokens=0)
     assert none.tolist() == [] and none.dtype == np.int32

@@ -1,4 +1,4 @@
-"""`ls.generate` compiles for few sizes of batches and caches; the padding changes no token and takes no step."""
+"""`ls.generate` compiles for few sizes of batches and caches. Padding changes no token and takes no decode step."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.models import generate as room
+from longspan.models import generate as generation
 from longspan.models.decoders.requests import LENGTHS, ROWS, bucket, check_lengths
 from tests.models.test_decoders import load
 from tests.models.test_generate import small
@@ -17,7 +17,7 @@ from tests.models.test_generate import small
 
 @contextmanager
 def programs() -> Iterator[Counter]:
-    """How many programs of each name XLA compiled in the meantime."""
+    """The number of programs of each name that XLA compiles inside the block."""
     found: Counter = Counter()
 
     def listen(event: str, *_, fun_name: str = "", **__):
@@ -47,7 +47,7 @@ def test_twenty_calls_of_one_bucket_compile_at_most_eight_programs_of_the_model(
             answers = ls.generate(model, **options)
             assert len(answers) == len(options["prompts"])
             assert all(1 <= len(tokens) <= options["max_new_tokens"] for tokens in answers)
-    # Batches of 1, 2, 4 and 8 rows; what runs besides the model makes empty caches.
+    # Batches of 1, 2, 4 and 8 rows; the other program allocates caches.
     assert found == {"jit(start)": 4, "jit(prefill)": 4, "jit(burst)": 4}
     with programs() as found:
         for options in calls(seed=1):
@@ -76,7 +76,7 @@ PROMPTS = [np.arange(4, 7), np.arange(9, 28), np.array([5]), np.array([8, 8, 4, 
 @pytest.mark.check
 @pytest.mark.parametrize(("name", "row"), [("gemma2", 4), ("llama_dynamic", 4), ("phi3_long", 0)])
 def test_tokens_are_those_of_rows_alone_in_caches_of_their_exact_length(name, row):
-    """Drawn with one key per row. Ropes that depend on the length use that of the prompt and its new tokens."""
+    """Sampled with one key per row. Ropes that depend on the length use that of the prompt and its new tokens."""
     model, keys, new = load(name), jax.random.split(jax.random.key(7), 5), 11
     draw = dict(max_new_tokens=new, temperature=1.3, top_p=0.95, repetition_penalty=1.1, stop_tokens=())
     padded = ls.generate(model, PROMPTS, key=keys, **draw)
@@ -102,21 +102,21 @@ def test_a_row_draws_the_same_numbers_in_batches_of_every_size():
 def test_another_kind_of_keys_is_kept():
     model, draw = load("llama"), dict(max_new_tokens=4, temperature=1.5, stop_tokens=())
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
-    assert room._keys(keys, 4).dtype == keys.dtype
+    assert generation._row_keys(keys, 4).dtype == keys.dtype
     padded = ls.generate(model, PROMPTS[:3], key=keys, **draw)
     (alone,) = ls.generate(model, PROMPTS[:1], key=keys[:1], **draw)
     np.testing.assert_array_equal(padded[0], alone)
 
 
-def test_rows_that_fill_a_batch_take_no_step_and_are_not_heard(monkeypatch):
+def test_rows_that_fill_a_batch_take_no_step_and_stream_nothing(monkeypatch):
     model, heard, left = load("llama"), [], []
-    burst = room.burst
+    burst = generation.decode_burst
 
     def counted(*arguments):
         left.append(np.asarray(arguments[3].left).tolist())
         return burst(*arguments)
 
-    monkeypatch.setattr(room, "burst", counted)
+    monkeypatch.setattr(generation, "decode_burst", counted)
     want = ls.generate(model, PROMPTS, max_new_tokens=30, stop_tokens=())
     ends = [int(tokens[0]) for tokens in want]
     left.clear()
@@ -124,20 +124,20 @@ def test_rows_that_fill_a_batch_take_no_step_and_are_not_heard(monkeypatch):
     got = ls.generate(model, PROMPTS, **options)
     assert [tokens.tolist() for tokens in got] == [[end] for end in ends]
     assert heard == list(enumerate(ends))
-    assert left == [[30] * 5 + [0] * 3]  # one call: the rows that fill the batch up never have a token left
+    assert left == [[30] * 5 + [0] * 3]  # one call: rows that fill the batch up never have a token to decode
 
 
 def test_an_unused_row_holds_no_position():
-    """Its cache stays empty, so that nothing of it can overflow."""
+    """Its cache stays empty, so it cannot overflow."""
     model, seen = load("gemma2"), []
-    room_check = room.check_cache
+    check_cache = generation.check_cache
 
     def look(config, cache):
         seen.append({kind: np.asarray(slots.length).tolist() for kind, slots in cache.slots.items()})
-        room_check(config, cache)
+        check_cache(config, cache)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "check_cache", look)
+        patch.setattr(generation, "check_cache", look)
         ls.generate(model, PROMPTS[:3], max_new_tokens=10, stop_tokens=())
     assert all(lengths[3] == 0 for by_kind in seen for lengths in by_kind.values())
     assert {tuple(lengths) for lengths in seen[-1].values()} == {(3 + 9, 19 + 9, 1 + 9, 0)}

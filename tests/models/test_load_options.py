@@ -57,7 +57,7 @@ def test_every_family_computes_in_bfloat16_with_parameters_of_float32(name, chec
     def loss(state):
         return jnp.sum(call(state)[0].last_hidden_state.astype(jnp.float32))
 
-    # Traced, not run: dtypes are known then, and strict promotion has refused what mixes them.
+    # Traced, not run: that gives the dtypes, and strict promotion rejects mixtures.
     outputs = [output for output in jax.eval_shape(call, state) if output is not None]
     for output in outputs:
         assert {leaf.dtype.name for leaf in jax.tree.leaves((output.last_hidden_state, output.logits))} == {"bfloat16"}
@@ -100,7 +100,7 @@ def test_dtype_is_of_the_computation_and_param_dtype_of_the_parameters(options, 
 
 @pytest.mark.parametrize("name", ["dtype", "param_dtype"])
 @pytest.mark.parametrize("value", ["int8", "float3", object])
-def test_a_dtype_that_is_none_of_floats_is_refused(name, value):
+def test_a_dtype_that_is_not_of_floats_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"{name}=.* is not one of 'float16', 'bfloat16', 'float32', 'float64'"):
         hf.load(GOLDEN / "bertModel", **{name: value})
 
@@ -151,7 +151,7 @@ def test_a_rope_is_overridden_whole_whatever_spellings_the_file_has(both, checkp
         ("rope_scaling", dict(type="linear", factor=2.0)),
         ("rope_scaling", None),
     ):
-        with pytest.raises(ValueError, match=rf"`{key}` is overridden, but `rope_parameters` hold this number too"):
+        with pytest.raises(ValueError, match=rf"`{key}` is overridden, but `rope_parameters` contains this number too"):
             hf.load(where, config={key: value})
     with pytest.raises(ValueError, match="has rope_parameters without `rope_theta`"):
         hf.load(where, config=dict(rope_parameters=dict(rope_type="linear", factor=2.0)))
@@ -174,7 +174,7 @@ def test_a_rope_of_version_4_is_overridden_in_its_spelling(checkpoint, tmp_path)
         (
             "bertModel",
             dict(hidden_dropout_prob=2),
-            "`hidden_dropout_prob` must be a number from 0 on and below 1, got 2",
+            "`hidden_dropout_prob` must be a number that is at least 0 and less than 1, got 2",
         ),
         ("bertModel", dict(hidden_dropout_prob=None), "has hidden_dropout_prob=null"),
         ("bertModel", dict(vocab_size=10**9), "vocab_size=1000000000, but embeddings.word_embeddings.weight in model."),
@@ -200,7 +200,7 @@ def test_keys_that_a_family_does_not_read_are_refused_by_name():
     ):
         hf.load(where, config=dict(hidden_dropout=0, hidden_act="relu", x=1))
     for key in ("num_labels", "random_blocks", "dtype"):
-        with pytest.raises(ValueError, match=f"'{key}'.*`{key}` is an argument of `hf.load` itself"):
+        with pytest.raises(ValueError, match=f"'{key}'.*`{key}` is an argument of `hf.load`"):
             hf.load(where, config={key: 3})
     for wrong in ([("hidden_act", "relu")], "hidden_act", {3: 4}, hf.load(where).config):
         with pytest.raises(TypeError, match=r"`config` must be a dict of keys of config\.json to override"):

@@ -23,7 +23,7 @@ def test_clues_at_both_ends_are_learned_with_a_global_token_and_not_without(exam
     # Optax raises floats to the power of ints, which strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert example.train(with_global_token=True, **toy) > 0.95
-        # Half is what the beginning alone gives away.
+        # The beginning of a document alone gives an accuracy of one half.
         assert example.train(with_global_token=False, **toy) < 0.6
 
 

@@ -1,4 +1,4 @@
-"""Sizes in a `config.json` are compared with the file's tensors before anything is made of them."""
+"""Sizes in a `config.json` are compared with the file's tensors before a model is made."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A golden checkpoint whose config says something else; `tensors` changes what the file holds."""
+    """A golden checkpoint with a changed config; `tensors` changes the tensors of the file."""
 
     def make(name, *, tensors=None, **changes):
         config, arrays = golden(name)
@@ -48,8 +48,8 @@ def rngs():
 
 
 @pytest.fixture
-def nothing_is_made(rngs):  # which starts JAX
-    """Fails where more than a few megabytes are taken or half a minute goes by; a failure does not take the machine."""
+def nothing_is_made(rngs):  # `rngs` starts JAX before the limits
+    """Fails if the test allocates more than a few megabytes or takes half a minute, before it exhausts the machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31, hard))
@@ -98,7 +98,7 @@ OF_DECODERS = {
 
 @pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize("name", ENCODERS)
-def test_nothing_is_made_of_an_encoders_sizes_that_the_file_does_not_have(name, checkpoint, rngs):
+def test_an_encoders_sizes_that_the_file_does_not_have_allocate_nothing(name, checkpoint, rngs):
     windows = dict(attention_window=4) if name == "longformer" else {}
     for key, words in OF_ENCODERS.items():
         for value in (HUGE, 2**31 - 1):
@@ -109,7 +109,7 @@ def test_nothing_is_made_of_an_encoders_sizes_that_the_file_does_not_have(name, 
 
 @pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize("name", DECODERS)
-def test_nothing_is_made_of_a_decoders_sizes_that_the_file_does_not_have(name, checkpoint):
+def test_a_decoders_sizes_that_the_file_does_not_have_allocate_nothing(name, checkpoint):
     for key, words in OF_DECODERS.items():
         for value in (HUGE, 2 * HUGE):
             sizes = dict(head_dim=golden_head_dim(name)) | {key: value, "layer_types": None}
@@ -146,7 +146,7 @@ def test_labels_are_compared_with_the_head(name, task, checkpoint):
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_a_new_head_is_not_larger_than_the_file(checkpoint, rngs):
-    words = f"num_labels={HUGE}: the new head would have 13000000000 parameters, and model.safetensors has"
+    words = f"num_labels={HUGE}, so the new head would have 13000000000 parameters, but model.safetensors has only"
     refused(checkpoint("bert", num_labels=HUGE), words, task="token_classification", rngs=rngs)
 
 

@@ -13,7 +13,7 @@ from longspan.engines.varying import vary, varying_axes
 from longspan.engines.xla.biases import add_bias_gradients, bias_gradients, no_gradients, unpad_biases
 from longspan.engines.xla.parts import (
     ZERO,
-    TileTensors,
+    Tensors,
     TilePlan,
     TileRun,
     add_at,
@@ -77,7 +77,7 @@ def backward(plan: TilePlan):
     return run
 
 
-def _differentiate_tiles(plan: TilePlan, each: list[TileTensors], by_query, carry, rows, axes):
+def _differentiate_tiles(plan: TilePlan, each: list[Tensors], by_query, carry, rows, axes):
     """Adds the gradients of one query tile, for the heads of a step, to (dq, dk and dv of each head, dbias)."""
     dq, keys, dbias = carry
     visits = []
@@ -102,7 +102,7 @@ class Gradients(NamedTuple):
 
 
 def _gradients(
-    plan: TilePlan, x: TileTensors, q_tile, dout, delta, lse, lse_residual, at: TileRun, allowed, _
+    plan: TilePlan, x: Tensors, q_tile, dout, delta, lse, lse_residual, at: TileRun, allowed, _
 ) -> Gradients:
     """One visit of the backward pass. `_add_gradients` adds it to the large arrays, in place."""
     k = read_keys(plan, x.k, at, allowed)
@@ -120,7 +120,7 @@ def _gradients(
     return Gradients(dscores @ k, dscores.T @ q_tile, dv, dbias)
 
 
-def _add_gradients(plan: TilePlan, x: TileTensors, at: TileRun, new: list[Gradients], carry):
+def _add_gradients(plan: TilePlan, x: Tensors, at: TileRun, new: list[Gradients], carry):
     dq, keys, dbias = carry
     dq = [a + part.dq for a, part in zip(dq, new, strict=True)]
     for one, part in zip(runs_of_heads(plan, at), new, strict=True):

@@ -6,27 +6,27 @@ import jax
 import jax.numpy as jnp
 
 from longspan.biases import Bias, combine_floats, partition_floats
-from longspan.engines.xla.parts import ZERO, TileTensors, TilePlan, TileRun, add_at, sides
+from longspan.engines.xla.parts import ZERO, Tensors, TilePlan, TileRun, add_at, sides
 
 
-def bias_tile(plan: TilePlan, x: TileTensors, at: TileRun, dtype):
+def bias_tile(plan: TilePlan, x: Tensors, at: TileRun, dtype):
     """The sum of all bias terms for the scores [1, group, queries, keys] of a visit; axes may have size 1."""
     parts = [_values(plan, x, at, term, dtype) for term in x.biases]
     return sum(parts[1:], start=parts[0])
 
 
-def _values(plan: TilePlan, x: TileTensors, at: TileRun, term, dtype):
+def _values(plan: TilePlan, x: Tensors, at: TileRun, term, dtype):
     if isinstance(term, Bias):
         return term.at(*_slots(plan, x, at), dtype)
     return jax.lax.dynamic_slice(term, *_window(plan, x, at, term.shape)).astype(dtype)
 
 
-def _slots(plan: TilePlan, x: TileTensors, at: TileRun):
+def _slots(plan: TilePlan, x: Tensors, at: TileRun):
     (q_side, kv_side), size = sides(plan, x, at), x.layout.q_tile
     return q_side.slots(at.i * size, size), kv_side.slots(at.start, at.width)
 
 
-def _window(plan: TilePlan, x: TileTensors, at: TileRun, shape):
+def _window(plan: TilePlan, x: Tensors, at: TileRun, shape):
     """The start indices and sizes of a visit's slice of a bias array."""
     full = ((at.b, 1), (at.h * plan.group, plan.group), (at.i * x.layout.q_tile, x.layout.q_tile), (at.start, at.width))
     window = [(ZERO, 1) if n == 1 else place for n, place in zip(shape, full, strict=True)]
@@ -38,7 +38,7 @@ def no_gradients(biases: tuple[Any, ...], dtype) -> tuple[Any, ...]:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), partition_floats(biases)[0])
 
 
-def bias_gradients(plan: TilePlan, x: TileTensors, at: TileRun, dscores) -> tuple[Any, ...]:
+def bias_gradients(plan: TilePlan, x: Tensors, at: TileRun, dscores) -> tuple[Any, ...]:
     """The contribution of a visit to the gradient of each term: a slice for an array, all float arrays of a `Bias`."""
     full = dscores.reshape(1, plan.group, x.layout.q_tile, at.width)
 
@@ -57,7 +57,7 @@ def bias_gradients(plan: TilePlan, x: TileTensors, at: TileRun, dscores) -> tupl
     return tuple(map(one, x.biases))
 
 
-def add_bias_gradients(plan: TilePlan, x: TileTensors, at: TileRun, sums: tuple[Any, ...], new: tuple[Any, ...]):
+def add_bias_gradients(plan: TilePlan, x: Tensors, at: TileRun, sums: tuple[Any, ...], new: tuple[Any, ...]):
     """The gradients of all terms, with the contribution of a visit added."""
 
     def one(term, whole, part):

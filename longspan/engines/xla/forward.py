@@ -10,7 +10,7 @@ from longspan.array_types import statistics_dtype
 from longspan.combine import Result, combine, normalised
 from longspan.engines.varying import vary, varying_axes
 from longspan.engines.xla.parts import (
-    TileTensors,
+    Tensors,
     TilePlan,
     TileRun,
     each_head,
@@ -56,7 +56,7 @@ def forward(plan: TilePlan):
     return run
 
 
-def _attend_tiles(plan: TilePlan, each: list[TileTensors], sinks, rows, axes):
+def _attend_tiles(plan: TilePlan, each: list[Tensors], sinks, rows, axes):
     """(out, lse, lse_residual) of one query tile, for each head of a step."""
     q_tiles = [scaled_queries(plan, x, row) for x, row in zip(each, rows, strict=True)]
     dtype, rows_here = q_tiles[0].dtype, q_tiles[0].shape[0]
@@ -67,7 +67,7 @@ def _attend_tiles(plan: TilePlan, each: list[TileTensors], sinks, rows, axes):
     return [_normalised(plan, x, sinks, row, *part) for x, row, part in zip(each, rows, sums, strict=True)]
 
 
-def _normalised(plan: TilePlan, x: TileTensors, sinks, row, max_score, total, out):
+def _normalised(plan: TilePlan, x: Tensors, sinks, row, max_score, total, out):
     result = normalised(max_score[:, 0], total[:, 0], out)
     if sinks is not None:
         sink = sinks[query_heads(plan, row[1])].astype(out.dtype).repeat(x.layout.q_tile)
@@ -75,7 +75,7 @@ def _normalised(plan: TilePlan, x: TileTensors, sinks, row, max_score, total, ou
     return result.out, result.lse[:, None], result.lse_residual[:, None]
 
 
-def _online_softmax(plan: TilePlan, x: TileTensors, q_tile, at: TileRun, allowed, carry):
+def _online_softmax(plan: TilePlan, x: Tensors, q_tile, at: TileRun, allowed, carry):
     """One visit of the forward pass: adds a run of keys to (maximum, sum of exponentials, weighted values)."""
     old_max, total, out = carry
     k = read_keys(plan, x.k, at, None)  # masked keys are not zeroed: their scores are replaced

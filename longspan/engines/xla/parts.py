@@ -47,7 +47,7 @@ class TilePlan:
         return layout.q_tiles * self.width >= self.S
 
 
-class TileTensors(NamedTuple):
+class Tensors(NamedTuple):
     """The arrays of a call, padded so that every slice of a tile fits."""
 
     q: Any  # [B, T', N, H]
@@ -70,7 +70,7 @@ class TileRun(NamedTuple):
     width: int
 
 
-def run_of(x: TileTensors, row, first, stop, width: int) -> TileRun:
+def run_of(x: Tensors, row, first, stop, width: int) -> TileRun:
     """The visit of keys [first, stop), with its start moved back if the run would pass the end of the keys."""
     b, h, i = row
     return TileRun(b, h, i, jnp.minimum(first, np.int32(x.k.shape[1] - width)), first, stop, width)
@@ -81,7 +81,7 @@ def runs_of_heads(plan: TilePlan, at: TileRun) -> list[TileRun]:
     return [at._replace(h=at.h + n) for n in range(plan.heads_per_step)]
 
 
-def padded(plan: TilePlan, q, k, v, biases, layout: BlockLayout, dropout: Dropout | None) -> TileTensors:
+def padded(plan: TilePlan, q, k, v, biases, layout: BlockLayout, dropout: Dropout | None) -> Tensors:
     """Pads queries to whole tiles, and keys to at least one visit."""
     more_k = max(plan.width, layout.kv_tile) - plan.S
     more_q = layout.q_tiles * layout.q_tile - plan.T
@@ -96,7 +96,7 @@ def padded(plan: TilePlan, q, k, v, biases, layout: BlockLayout, dropout: Dropou
         return term
 
     biases = tuple(pad_bias(term) for term in biases)
-    return TileTensors(pad_queries(plan, layout, q), _pad(k, more_k), _pad(v, more_k), biases, layout, dropout)
+    return Tensors(pad_queries(plan, layout, q), _pad(k, more_k), _pad(v, more_k), biases, layout, dropout)
 
 
 def pad_queries(plan: TilePlan, layout: BlockLayout, a):
@@ -112,7 +112,7 @@ def _pad(a, more: int, axis: int = 1):
     return jnp.pad(a, widths)
 
 
-def each_head(plan: TilePlan, x: TileTensors, step) -> list[TileTensors]:
+def each_head(plan: TilePlan, x: Tensors, step) -> list[Tensors]:
     """If keys and values are copied: for each head of a step, the tensors with contiguous keys and values of that head.
 
     Otherwise the tensors themselves, once.
@@ -170,31 +170,31 @@ def read_keys(plan: TilePlan, a, at: TileRun, allowed):
     return jnp.where(allowed.any(0).reshape(-1, 1), part, 0)
 
 
-def scaled_queries(plan: TilePlan, x: TileTensors, row):
+def scaled_queries(plan: TilePlan, x: Tensors, row):
     """The queries of a row, in the dtype of softmax statistics and scaled."""
     q_tile = read_tile(plan, x, x.q, row)
     dtype = statistics_dtype(q_tile.dtype)
     return q_tile.astype(dtype) * np.asarray(plan.scale, dtype)
 
 
-def read_tile(plan: TilePlan, x: TileTensors, a, row):
+def read_tile(plan: TilePlan, x: Tensors, a, row):
     """The tile [group·tile, X] of a row, from an array [B, T', N, X]."""
     sizes = (1, x.layout.q_tile, plan.group, a.shape[-1])
     return jax.lax.dynamic_slice(a, _corner(plan, x, row), sizes)[0].swapaxes(0, 1).reshape(-1, a.shape[-1])
 
 
-def write_tile(plan: TilePlan, x: TileTensors, a, tile, row):
+def write_tile(plan: TilePlan, x: Tensors, a, tile, row):
     """The array with the tile of a row written."""
     tile = tile.reshape(plan.group, x.layout.q_tile, -1).swapaxes(0, 1)[None]
     return jax.lax.dynamic_update_slice(a, tile.astype(a.dtype), _corner(plan, x, row))
 
 
-def _corner(plan: TilePlan, x: TileTensors, row):
+def _corner(plan: TilePlan, x: Tensors, row):
     b, h, i = row
     return b, i * x.layout.q_tile, h * plan.group, ZERO
 
 
-def sides(plan: TilePlan, x: TileTensors, at: TileRun, count: int = 1):
+def sides(plan: TilePlan, x: Tensors, at: TileRun, count: int = 1):
     """The query and key sides, as masks read them, for the batch row and `count` heads of a visit."""
     sides = x.layout.sides(batch=plan.B, heads=plan.N)
     here = dict(batch=at.b.reshape(1, 1, 1, 1), head=query_heads(plan, at.h, count).reshape(1, -1, 1, 1))

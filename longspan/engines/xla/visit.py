@@ -8,7 +8,7 @@ from longspan.dropout import keep
 from longspan.engines.varying import vary, varying_axes
 from longspan.engines.xla.biases import bias_tile
 from longspan.engines.xla.parts import (
-    TileTensors,
+    Tensors,
     TilePlan,
     TileRun,
     query_heads,
@@ -25,7 +25,7 @@ MASKED_SCORE = -1e30  # finite, because (-inf) - (-inf) is NaN in both passes
 LOWEST_SCORE = -1e20
 
 
-def visit_all(plan: TilePlan, x: TileTensors, row, visits, carry, combine=None):
+def visit_all(plan: TilePlan, x: Tensors, row, visits, carry, combine=None):
     """Visits all tiles that the layout lists for a row: its intervals, then the tiles that all rows have in common."""
     b, h, i = row
     layout, tile = x.layout, x.layout.kv_tile
@@ -57,7 +57,7 @@ def visit_all(plan: TilePlan, x: TileTensors, row, visits, carry, combine=None):
     return jax.lax.fori_loop(0, count, common, carry)
 
 
-def _visit(plan: TilePlan, x: TileTensors, at: TileRun, visits, carry, combine):
+def _visit(plan: TilePlan, x: Tensors, at: TileRun, visits, carry, combine):
     """Visits one run of keys: skips it if it is EMPTY, and applies no mask if it is FULL."""
     layout, size = x.layout, x.layout.q_tile
     q_side, kv_side = sides(plan, x, at, plan.heads_per_step)
@@ -94,7 +94,7 @@ def _visit(plan: TilePlan, x: TileTensors, at: TileRun, visits, carry, combine):
     return combine(plan, x, at, jax.lax.switch(kind, branches), carry)
 
 
-def _allowed_per_head(plan: TilePlan, x: TileTensors, at: TileRun, allowed):
+def _allowed_per_head(plan: TilePlan, x: Tensors, at: TileRun, allowed):
     """The allowed pairs [1, heads or 1, queries or 1, keys or 1], as [rows, keys] for each head of a step."""
     shape = (1, plan.group, x.layout.q_tile, at.width)
     if allowed.shape[1] == 1:
@@ -107,7 +107,7 @@ def _allowed_per_head(plan: TilePlan, x: TileTensors, at: TileRun, allowed):
     return [jnp.broadcast_to(part, shape).reshape(-1, at.width) for part in parts]
 
 
-def scores_of(plan: TilePlan, x: TileTensors, q_tile, k, at: TileRun, allowed):
+def scores_of(plan: TilePlan, x: Tensors, q_tile, k, at: TileRun, allowed):
     """Scores [rows, keys] of a visit, very low where not allowed, and the derivative of the soft cap (None: no cap)."""
     scores, slope = q_tile @ k.T, None
     if plan.soft_cap is not None:
@@ -125,12 +125,12 @@ def along_keys(reduce, a):
     return reduce(reduce(a.reshape(a.shape[0], -1, lanes), axis=1), axis=-1, keepdims=True)
 
 
-def lowest(x: TileTensors, dtype) -> float:
+def lowest(x: Tensors, dtype) -> float:
     """Where the running maximum starts. A bias may be as low as the lowest float, a common mask value."""
     return float(jnp.finfo(dtype).min) if x.biases else LOWEST_SCORE
 
 
-def powers_of(x: TileTensors, scores, level, allowed):
+def powers_of(x: Tensors, scores, level, allowed):
     """exp(scores - level), 0 where not allowed. Without a bias, masked scores are so low that the exponential is 0."""
     powers = jnp.exp(scores - level)
     if not x.biases:
@@ -138,7 +138,7 @@ def powers_of(x: TileTensors, scores, level, allowed):
     return where_allowed(allowed, powers, 0)
 
 
-def drop(plan: TilePlan, x: TileTensors, at: TileRun, weights):
+def drop(plan: TilePlan, x: Tensors, at: TileRun, weights):
     """Dropout of a visit's weights (or of their gradients)."""
     if x.dropout is None:
         return weights

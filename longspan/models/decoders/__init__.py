@@ -1,1 +1,1 @@
-"""Decoders: one file per family, around the parts they share (`causal_lm`, `layer`, `attention`, `runs`, `rope`)."""
+"""Decoders: one file per family; `causal_lm`, `layer`, `attention`, `runs` and `rope` are shared by all families."""

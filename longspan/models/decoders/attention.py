@@ -1,4 +1,4 @@
-"""A decoder's self-attention: projections, norms and rotary positions around `attention`, with or without a cache."""
+"""`DecoderAttention`: projections, norms and rotary positions around `ls.attention`, with or without a cache."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,46 +20,47 @@ from longspan.nn.rope import apply_rope
 from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
 
-class Tokens(NamedTuple):
-    """What all layers know of a batch, by kind of layer. Masks go by slots, or by the positions of a cache."""
+class DecoderTokens(NamedTuple):
+    """The masks and positions of a batch, which all layers share; mappings are by kind of layer."""
 
-    masks: Mapping[str, Mask | BlockLayout]
+    masks: Mapping[str, Mask | BlockLayout]  # of slots; with a cache, layouts of its positions
     ropes: Mapping[str, tuple[Any, Any]]  # (inv_freq, factor)
-    positions: Any  # int32 [T] or [B, T]: for rotations
-    steps: Mapping[str, AppendStep] | None = None  # into the caches, if there are any
-    sharding: SequenceSharding = UNSHARDED  # which devices share the sequence
+    positions: Any  # int32 [T] or [B, T]: of the rotations
+    steps: Mapping[str, AppendStep] | None = None  # the append to each kind's cache; None without a cache
+    sharding: SequenceSharding = UNSHARDED
 
 
-class Attention(nnx.Module):
-    """Self-attention of one kind of layers."""
+class DecoderAttention(nnx.Module):
+    """Self-attention of one kind of layer."""
 
     def __init__(self, config: DecoderConfig, kind: str, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config, self.kind = config, kind
-        (heads, kv_heads, size), (qkv_bias, out_bias, _) = config.heads, config.biases
-        wide = config.hidden_size
+        heads, kv_heads, head_dim = config.heads
+        qkv_bias, out_bias, _ = config.biases
+        features = config.hidden_size
         if config.family.fused:
-            self.qkv = linear(config, wide, (heads + 2 * kv_heads) * size, use_bias=qkv_bias, **kinds)
+            self.qkv = linear(config, features, (heads + 2 * kv_heads) * head_dim, use_bias=qkv_bias, **options)
         else:
-            self.query = linear(config, wide, heads * size, use_bias=qkv_bias, **kinds)
-            self.key = linear(config, wide, kv_heads * size, use_bias=qkv_bias, **kinds)
-            self.value = linear(config, wide, kv_heads * size, use_bias=qkv_bias, **kinds)
-        self.out = linear(config, heads * size, wide, use_bias=out_bias, **kinds)
+            self.query = linear(config, features, heads * head_dim, use_bias=qkv_bias, **options)
+            self.key = linear(config, features, kv_heads * head_dim, use_bias=qkv_bias, **options)
+            self.value = linear(config, features, kv_heads * head_dim, use_bias=qkv_bias, **options)
+        self.out = linear(config, heads * head_dim, features, use_bias=out_bias, **options)
         if config.family.qk_norm:
-            self.query_norm = rms_norm(config, size, dtype=dtype, param_dtype=param_dtype)
-            self.key_norm = rms_norm(config, size, dtype=dtype, param_dtype=param_dtype)
+            self.query_norm = rms_norm(config, head_dim, dtype=dtype, param_dtype=param_dtype)
+            self.key_norm = rms_norm(config, head_dim, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, stack: Any = None, layer: Any = None, at: Any = None
+        self, x: Float[Array, "B T D"], tokens: DecoderTokens, stack: Any = None, layer: Any = None, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The output, and the stack of keys and values with the new ones.
+        """The output, and the stack with the new keys and values.
 
         Args:
             x: the input.
-            tokens: what all layers know of the batch.
-            stack: keys and values of several layers; None without a cache.
-            layer: which layer of it this is.
-            at: which one of its parameters, if these are a stack too, and read where they lie.
+            tokens: the masks and positions of the batch.
+            stack: the cached keys and values of several layers; None without a cache.
+            layer: the index of this layer in `stack`.
+            at: the index of this layer in the parameters, if they are a stack that is read in place; otherwise None.
         """
         q, k, v = self._project(x, at)
         q, k = apply_rope(tokens.ropes[self.kind], False, tokens.positions, q, k)
@@ -74,13 +75,15 @@ class Attention(nnx.Module):
         return out, stack
 
     def _project(self, x: Float[Array, "B T D"], at: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        heads, kv_heads, size = self.config.heads
+        heads, kv_heads, head_dim = self.config.heads
         if self.config.family.fused:
             (qkv,) = linear_each([self.qkv], x, at)
-            parts = jnp.split(qkv, np.cumsum([heads * size, kv_heads * size]).tolist(), axis=-1)
+            q, k, v = jnp.split(qkv, np.cumsum([heads * head_dim, kv_heads * head_dim]).tolist(), axis=-1)
         else:
-            parts = linear_each([self.query, self.key, self.value], x, at)
-        q, k, v = (part.reshape(*x.shape[:2], -1, size) for part in parts)
+            q, k, v = linear_each([self.query, self.key, self.value], x, at)
+        q = q.reshape(*x.shape[:2], heads, head_dim)
+        k = k.reshape(*x.shape[:2], kv_heads, head_dim)
+        v = v.reshape(*x.shape[:2], kv_heads, head_dim)
         if self.config.family.qk_norm:
             q, k = self.query_norm(q, at), self.key_norm(k, at)
         return q, k, v

@@ -1,9 +1,9 @@
-"""The cache of a decoder: keys and values of all layers, stacked as the layers' parameters are."""
+"""`DecoderCache`: the keys and values of all layers of a decoder, stacked like the parameters of the layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +20,22 @@ from longspan.checks import check_static_size, is_known
 from longspan.engines import put
 from longspan.layout import BlockLayout
 from longspan.models.decoders.family import DecoderConfig
-from longspan.models.decoders.runs import Run
+from longspan.models.decoders.runs import LayerRun
 
 if TYPE_CHECKING:
     Stack = tuple[jax.Array, jax.Array]
 else:
-    Stack = Any  # not shapes: JAX rebuilds the object with placeholders
+    Stack = Any  # not shapes: JAX rebuilds the object with placeholders, which a type checker would reject
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderCache:
-    """The caches of all layers of a `CausalLM`. Made by `CausalLM.init_cache`; every method gives a new one.
+    """The caches of all layers of a `CausalLM`. `CausalLM.init_cache` makes one; every method returns a new one.
 
-    A pytree of static shapes, which a call takes and returns in `output.cache`; donate it to `jit` to have it updated
-    in place. Keys and values are stacked as the parameters of layers are, so that a step is one loop over layers.
-    Layers of one kind hold the same positions in the same slots, which are stored once. `cache[i]` is the
+    A pytree of static shapes, which a call takes and returns in `output.cache`. Donate it to `jit` to have it updated
+    in place. Keys and values are stacked like the parameters of the layers, so a decode step is one loop over layers.
+    Layers of one kind hold the same positions in the same slots, so their positions are stored once. `cache[i]` is the
     `longspan.cache.Cache` of layer i.
 
     Example:
@@ -51,23 +51,23 @@ class DecoderCache:
         (3, [3, 3], (2, 4, 1, 4), (3, 2, 4, 1, 4))
     """
 
-    stacks: tuple[Stack, ...]  # keys and values of each of the model's `layers`, [layers, B, capacity, K, H]
-    slots: dict[str, Cache]  # by kind of layer: a cache without keys and values
-    runs: tuple[Run, ...] = field(metadata=dict(static=True))  # which layers lie in which stack
+    stacks: tuple[Stack, ...]  # (k, v) of each of the model's `layers`, [layers, B, capacity, K, H] each
+    slots: dict[str, Cache]  # by kind of layer: a cache of positions, without keys and values
+    runs: tuple[LayerRun, ...] = field(metadata=dict(static=True))  # the layers of each stack
 
     @property
     def length(self) -> jax.Array:
-        """How many tokens each row has, int32 [B]."""
+        """The number of tokens of each row, int32 [B]."""
         return next(iter(self.slots.values())).length
 
     @property
     def max_length(self) -> int:
-        """How many tokens a row may have."""
+        """The number of tokens per row that the cache was made for."""
         return next(iter(self.slots.values())).plan.length
 
     @property
     def nbytes(self) -> int:
-        """How many bytes all keys and values take."""
+        """The size of all keys and values in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves(self.stacks))
 
     def __len__(self) -> int:
@@ -75,19 +75,19 @@ class DecoderCache:
 
     def __getitem__(self, number: int) -> Cache:
         """The cache of one layer."""
-        kind, stack, at = _places(self.runs)[number]
-        k, v = self.stacks[stack]
-        return replace(self.slots[kind], k=k[at], v=v[at])
+        place = _places(self.runs)[number]
+        k, v = self.stacks[place.stack]
+        return replace(self.slots[place.kind], k=k[place.index], v=v[place.index])
 
     def __iter__(self) -> Iterator[Cache]:
         return (self[number] for number in range(len(self)))
 
     @no_type_check
     def fork(self, rows: Int[Array, "rows"]) -> "DecoderCache":
-        """A cache whose rows are copies of some rows of this one: beams, or a shared prefix.
+        """A cache whose rows are copies of rows of this one, for beams or a shared prefix.
 
         Args:
-            rows: ints [n], the rows to take.
+            rows: ints [n], the rows to copy.
         """
         batch = self.length.shape[0]
         inside = jnp.clip(check_rows(rows, batch), 0, batch - 1)
@@ -96,44 +96,47 @@ class DecoderCache:
 
     @no_type_check
     def rollback(self, n: int | Int[Array, "B"]) -> "DecoderCache":
-        """The cache without the last n tokens of each row, if no layer has evicted a key since then.
+        """The cache without the last n tokens of each row. No layer may have evicted a key since then.
 
         Args:
-            n: an int, or ints [B].
+            n: the number of tokens, an int or ints [B].
         """
         return replace(self, slots={kind: slots.rollback(n) for kind, slots in self.slots.items()})
 
     def with_layers(self, layers: Sequence[Cache]) -> "DecoderCache":
-        """A cache like this one that holds what `layers` hold, one per layer: those that `ls.cache.restore` read.
+        """A cache with the contents of `layers`, one `Cache` per layer, for example from `ls.cache.restore`.
 
         Args:
-            layers: caches as `cache[i]` gives them, for as many rows as one likes.
+            layers: caches like those of `cache[i]`. They may have any number of rows.
         """
         places = _places(self.runs)
         _check_layers(self, places, layers)
         stacks = []
-        for stack in range(len(self.stacks)):
-            own = [layer for layer, (_, number, _) in zip(layers, places, strict=True) if number == stack]
-            stacks.append((jnp.stack([layer.k for layer in own]), jnp.stack([layer.v for layer in own])))
-        slots = {kind: replace(layers[_first(places, kind)], k=None, v=None) for kind in self.slots}
+        for number in range(len(self.stacks)):
+            members = [layer for layer, place in zip(layers, places, strict=True) if place.stack == number]
+            stacks.append((jnp.stack([layer.k for layer in members]), jnp.stack([layer.v for layer in members])))
+        slots = {kind: replace(layers[_first_layer(places, kind)], k=None, v=None) for kind in self.slots}
         return replace(self, stacks=tuple(stacks), slots=slots)
 
     def advanced(self, count: int, lengths: Any) -> tuple["DecoderCache", dict[str, AppendStep]]:
         """The cache with the positions of new tokens, and by kind of layer the step that writes them."""
-        both = {kind: cache.advance(count, lengths) for kind, cache in self.slots.items()}
-        steps = {kind: step for kind, (_, step) in both.items()}
-        return replace(self, slots={kind: cache for kind, (cache, _) in both.items()}), steps
+        slots, steps = {}, {}
+        for kind, cache in self.slots.items():
+            slots[kind], steps[kind] = cache.advance(count, lengths)
+        return replace(self, slots=slots), steps
 
 
 def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> DecoderCache:
     """A cache without tokens, planned from the masks of the layers."""
     check_dtype(dtype)
-    batch, (_, kv_heads, size) = check_static_size("batch", batch, 1), config.heads
+    batch = check_static_size("batch", batch, 1)
+    _, kv_heads, head_dim = config.heads
     plans = {kind: caches.plan(config.mask(kind), length) for kind in dict.fromkeys(config.kinds)}
     stacks = []
-    for count, kind in [(run.count, kind) for run in config.runs for kind in run.kinds]:
-        shape = count, batch, plans[kind].capacity, kv_heads, size
-        stacks.append((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+    for run in config.runs:
+        for kind in run.kinds:
+            shape = run.count, batch, plans[kind].capacity, kv_heads, head_dim
+            stacks.append((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
     return DecoderCache(tuple(stacks), {kind: without_keys(plan, batch) for kind, plan in plans.items()}, config.runs)
 
 
@@ -148,101 +151,117 @@ def attend_cached(
     in_place: bool,
     **options: Any,
 ) -> tuple[Stack, jax.Array]:
-    """The stack with new keys and values in one layer, and what new queries see there.
+    """The stack with new keys and values in one layer, and the attention of new queries over that layer.
 
     Args:
-        step: where the new tokens go.
+        step: the slots of the new tokens.
         stack: keys and values of several layers.
-        layer: which of them, traced.
+        layer: the index of the layer in the stack, traced.
         q: new queries [B, T, N, H].
         k: new keys.
         v: new values.
-        in_place: whether the layer is read and written where it lies; else it is copied out of its stack and back.
-        options: of `attention`, the layout among them.
+        in_place: whether to read and write the layer inside its stack; otherwise it is copied out and back.
+        options: keyword arguments of `attention`, with the layout as `mask`.
     """
-    if in_place and step.order is None and stack[0].dtype == q.dtype:
-        k_stack, v_stack = (put(x, layer, step.slots, new) for x, new in zip(stack, (k, v), strict=True))
+    k_stack, v_stack = stack
+    if in_place and step.order is None and k_stack.dtype == q.dtype:
+        k_stack, v_stack = put(k_stack, layer, step.slots, k), put(v_stack, layer, step.slots, v)
         static = tuple((name, value) for name, value in options.items() if name != "mask")
-        return (k_stack, v_stack), _attend_layer(k_stack.shape[0], static, q, k_stack, v_stack, layer, options["mask"])
-    both = [step.write(_layer(x, layer), new) for x, new in zip(stack, (k, v), strict=True)]
-    k_stack, v_stack = (_with_layer(x, layer, one) for x, (one, _) in zip(stack, both, strict=True))
-    return (k_stack, v_stack), attention(q, *(seen.astype(q.dtype) for _, seen in both), **options)
+        out: Any = _attend_layer(k_stack.shape[0], static, q, k_stack, v_stack, layer, options["mask"])
+        return (k_stack, v_stack), out
+    k_layer, k_visible = step.write(_take_layer(k_stack, layer), k)
+    v_layer, v_visible = step.write(_take_layer(v_stack, layer), v)
+    out = attention(q, k_visible.astype(q.dtype), v_visible.astype(q.dtype), **options)
+    return (_put_layer(k_stack, layer, k_layer), _put_layer(v_stack, layer, v_layer)), out
 
 
-def layouts(config: DecoderConfig, steps: Mapping[str, AppendStep], dtype: Any) -> dict[str, BlockLayout]:
-    """What new tokens visit, by kind of layer: planned once for all of its layers."""
-    heads, kv_heads, size = config.heads
+def plan_layouts(config: DecoderConfig, steps: Mapping[str, AppendStep], dtype: Any) -> dict[str, BlockLayout]:
+    """The key tiles that new tokens visit, planned once for all layers of a kind."""
+    heads, kv_heads, head_dim = config.heads
     found = {}
     for kind, step in steps.items():
-        (batch, count), seen = step.q_positions.shape, step.kv_positions.shape[1]
-        q = jax.ShapeDtypeStruct((batch, count, heads, size), dtype)
-        kv = jax.ShapeDtypeStruct((batch, seen, kv_heads, size), dtype)
+        batch, q_len = step.q_positions.shape
+        q = jax.ShapeDtypeStruct((batch, q_len, heads, head_dim), dtype)
+        kv = jax.ShapeDtypeStruct((batch, step.kv_positions.shape[1], kv_heads, head_dim), dtype)
         options = dict(scale=config.scale, soft_cap=config.soft_cap)
         found[kind] = plan_attention_layout(q, kv, kv, **step.of(config.mask(kind)), **options)
     return found
 
 
+class _Place(NamedTuple):
+    """A layer's kind, its stack, and its index in the stack."""
+
+    kind: str
+    stack: int
+    index: int
+
+
 @lru_cache(maxsize=64)
-def _places(runs: tuple[Run, ...]) -> tuple[tuple[str, int, int], ...]:
-    """Of each layer, its kind, its stack and its place in it."""
+def _places(runs: tuple[LayerRun, ...]) -> tuple[_Place, ...]:
+    """The place of each layer, by the layer's number."""
     found, stack = {}, 0
     for run in runs:
         for place, kind in enumerate(run.kinds):
-            found |= {number: (kind, stack, at) for at, number in enumerate(run.numbers(place))}
+            for index, number in enumerate(run.numbers(place)):
+                found[number] = _Place(kind, stack, index)
             stack += 1
     return tuple(found[number] for number in range(len(found)))
 
 
-def _first(places: Sequence[tuple[str, int, int]], kind: str) -> int:
-    """The first layer of a kind."""
-    return next(number for number, place in enumerate(places) if place[0] == kind)
+def _first_layer(places: Sequence[_Place], kind: str) -> int:
+    """The number of the first layer of a kind."""
+    return next(number for number, place in enumerate(places) if place.kind == kind)
 
 
-def _layer(stack: jax.Array, layer: Any) -> jax.Array:
+def _take_layer(stack: jax.Array, layer: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False, allow_negative_indices=False)
 
 
-def _with_layer(stack: jax.Array, layer: Any, one: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0, allow_negative_indices=False)
+def _put_layer(stack: jax.Array, layer: Any, values: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0, allow_negative_indices=False)
 
 
-def _check_layers(cache: DecoderCache, places: Sequence[tuple[str, int, int]], layers: Sequence[Any]) -> None:
+def _check_layers(cache: DecoderCache, places: Sequence[_Place], layers: Sequence[Any]) -> None:
     if len(layers) != len(places):
         raise ValueError(f"`layers` must be {len(places)} caches, one per layer, got {len(layers)}.")
-    for number, (layer, (kind, _, _)) in enumerate(zip(layers, places, strict=True)):
+    for number, (layer, place) in enumerate(zip(layers, places, strict=True)):
+        kind, plan = place.kind, cache.slots[place.kind].plan
         if not isinstance(layer, Cache):
-            raise TypeError(f"`layers` must be what `cache[i]` gives for each layer, got {type(layer).__name__}.")
-        if layer.plan != cache.slots[kind].plan:
-            raise ValueError(
-                f"Layer {number} has another plan, {layer.plan!r}; here it is {cache.slots[kind].plan!r}. Make this "
-                "cache with the same model and length: `model.init_cache(batch, length)`."
+            raise TypeError(
+                f"`layers` must be caches of type `longspan.cache.Cache`, like `cache[i]`, got {type(layer).__name__}."
             )
-        first = layers[_first(places, kind)]
-        known = is_known(layer.positions) and is_known(first.positions)
-        if known and not np.array_equal(layer.positions, first.positions):
+        if layer.plan != plan:
             raise ValueError(
-                f"Layers {_first(places, kind)} and {number} are of one kind, '{kind}', but hold different positions. "
-                "Give the layers of one cache, after the same tokens."
+                f"Layer {number} has the plan {layer.plan!r}, but this cache has {plan!r}. Make this cache with the "
+                "same model and length: `model.init_cache(batch, length)`."
+            )
+        first = _first_layer(places, kind)
+        both_known = is_known(layer.positions) and is_known(layers[first].positions)
+        if both_known and not np.array_equal(layer.positions, layers[first].positions):
+            raise ValueError(
+                f"Layers {first} and {number} are of one kind, '{kind}', but hold different positions. Give the layers "
+                "of one cache, after the same tokens."
             )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_layer(layers: int, static: tuple, q, k, v, layer, mask):
-    """`attention_of_layer`, with gradients."""
+    """Attention over one layer of the stacks k and v, with gradients."""
     return attention_of_layer(q, k, v, layer, mask=mask, **dict(static))
 
 
 def _attend_forward(layers: int, static: tuple, q, k, v, layer, mask):
-    # Of the stacks only the layer is kept for the backward pass, or a loop over layers would keep all of them in each.
-    residuals = q, _layer(k, layer), _layer(v, layer), layer, mask
+    # The residuals are the layer's keys and values, not the stacks: a loop over layers would save the stacks each time.
+    residuals = q, _take_layer(k, layer), _take_layer(v, layer), layer, mask
     return _attend_layer(layers, static, q, k, v, layer, mask), residuals
 
 
 def _attend_backward(layers: int, static: tuple, residuals, dout):
     q, k, v, layer, mask = residuals
     dq, dk, dv = jax.vjp(lambda *qkv: attention(*qkv, mask=mask, **dict(static)), q, k, v)[1](dout)
-    dk, dv = (jnp.zeros((layers, *x.shape), x.dtype).at[layer].set(x) for x in (dk, dv))
-    return dq, dk, dv, None, None
+    dk_stack = jnp.zeros((layers, *dk.shape), dk.dtype).at[layer].set(dk)
+    dv_stack = jnp.zeros((layers, *dv.shape), dv.dtype).at[layer].set(dv)
+    return dq, dk_stack, dv_stack, None, None
 
 
 _attend_layer.defvjp(_attend_forward, _attend_backward)

@@ -1,4 +1,4 @@
-"""The decoder that all families share: embeddings, layers, and the logits of the next token."""
+"""`CausalLM`: the decoder of all families, with embeddings, layers and the logits of the next token."""
 
 import functools
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ from longspan.engines import multiply, reads_in_place
 from longspan.models.decoders.cache import DecoderCache, empty_cache
 from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, tokens_first, tokens_of
-from longspan.models.decoders.layer import run_layers, stack
+from longspan.models.decoders.layer import run_layers, stack_layers
 from longspan.models.decoders.products import is_plain
+from longspan.models.explicit_axes import accepts_explicit_axes, vocab_axes_of
 from longspan.models.layers import embed, linear, rms_norm
 from longspan.models.output import Output
-from longspan.models.placed import columns_of, placed
 from longspan.models.rngs import check_rngs
 from longspan.parallel.sequence_sharding import SequenceSharding
 
-FEW = 64  # tokens of a step of decoding, at most
+MAX_DECODE_TOKENS = 64  # tokens of all rows in a decode step; longer calls are prefill
 
 
 class CausalLM(nnx.Module):
-    """A decoder that predicts the next token at each place, of the family that the config is of.
+    """A decoder that predicts the next token at each position. The config decides the family.
 
-    Layers have the mask and the rotary positions of their kind. Those that repeat are scanned, so that the time to
-    compile does not grow with their number.
+    Each kind of layer has a mask and rotary positions. Repeated layers are scanned, so the time to compile does not
+    grow with their number.
 
     Args:
         config: for example a `LlamaConfig`.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        rngs: initial parameters.
+        dtype: the dtype of the computation.
+        param_dtype: the dtype of the parameters.
+        rngs: random keys for the initial parameters.
 
     Example:
         >>> from flax import nnx
@@ -53,23 +53,24 @@ class CausalLM(nnx.Module):
     """
 
     task: ClassVar[str] = "causal_lm"  # its name in `hf.load`
-    suffixes: ClassVar[tuple[str, ...]] = ("ForCausalLM",)  # of Hugging Face's names for it
+    suffixes: ClassVar[tuple[str, ...]] = ("ForCausalLM",)  # of Hugging Face's class names
 
-    config: Any  # of the family
+    config: Any  # `Any`: every family adds fields
 
     def __init__(self, config: DecoderConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
         check_rngs(rngs)
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.source: str | None = None
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
-        self.embed = embed(config, config.vocab_size, **kinds, rngs=rngs)
+        dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        self.embed = embed(config, config.vocab_size, **dtypes, rngs=rngs)
         self.layers = nnx.List(
-            stack(config, kind, run.count, **kinds, rngs=rngs) for run in config.runs for kind in run.kinds
+            stack_layers(config, kind, run.count, **dtypes, rngs=rngs) for run in config.runs for kind in run.kinds
         )
-        self.norm = rms_norm(config, config.hidden_size, **kinds)
-        shape = config.hidden_size, config.vocab_size
-        tied = config.tie_word_embeddings
-        self.head = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds, rngs=rngs)
+        self.norm = rms_norm(config, config.hidden_size, **dtypes)
+        if config.tie_word_embeddings:
+            self.head = nnx.data(None)
+        else:
+            self.head = linear(config, config.hidden_size, config.vocab_size, use_bias=False, **dtypes, rngs=rngs)
 
     def __call__(
         self,
@@ -87,21 +88,21 @@ class CausalLM(nnx.Module):
         batch_axes: str | Sequence[str] = BATCH_AXES,
         head_axis: str | None = HEAD_AXIS,
     ) -> Output:
-        """The logits [B, T, vocab_size] of the token after each token; with a `cache` also the new one.
+        """The logits [B, T, vocab_size] of the next token after each position; with a `cache` also the updated cache.
 
-        Ids outside of their tables are an error, unless they are traced: then they are not known, and give NaN.
+        Token ids outside of the vocabulary raise an error. Traced ids cannot be checked and give NaN instead.
 
         Args:
-            input_ids: token ids, an array.
-            attention_mask: nonzero for tokens, 0 for padding, which may come before them or after them; bools, ints or
-                floats. The logits at padding mean nothing.
-            positions: of the tokens, for rotations; by default tokens are counted in each row, and in each document.
-            inputs_embeds: embeddings instead of `input_ids`, as they are: a family that scales its own does not scale
-                these.
-            segment_ids: the document of each token in packed rows, negative for padding: no token sees another
-                document.
-            cache: what `init_cache` gave, or the call before, for the tokens that come after those in it. Rows may
-                have different numbers of them, by `attention_mask`.
+            input_ids: token ids.
+            attention_mask: nonzero for tokens, 0 for padding; bools, ints or floats. Padding may be on either side of
+                the tokens. The logits at padding are meaningless.
+            positions: the positions of the tokens for the rotations. By default they are counted from 0 in each row
+                and in each document.
+            inputs_embeds: embeddings instead of `input_ids`. They are not scaled, also in families that scale theirs.
+            segment_ids: the document of each token in packed rows, negative for padding. Tokens attend to their own
+                document only.
+            cache: from `init_cache` or from the previous call's output. The new tokens follow those in it. Rows may
+                have different numbers of new tokens, by `attention_mask`.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
             mesh: shards the sequence over the devices of this mesh, as in `ls.parallel.attention`. By default every
                 device has the whole sequence.
@@ -120,41 +121,45 @@ class CausalLM(nnx.Module):
             cache=cache,
         )
         check_inputs(self.config, **arrays, sharding=sharding)
-        return self._answered(arrays, remat=remat, sharding=sharding)
+        return self._forward(arrays, remat=remat, sharding=sharding)
 
-    @placed
-    def _answered(
+    @accepts_explicit_axes
+    def _forward(
         self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *,
         remat: bool, sharding: SequenceSharding,
     ) -> Output:  # fmt: skip
-        config, shape = self.config, (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         x = self._embedded(input_ids, inputs_embeds)
+        shape: Any = x.shape[:2]
         if cache is None:
-            tokens = tokens_of(config, shape, attention_mask, positions, segment_ids, sharding)
-            return self._output(self._apply_layers(x, tokens, remat=remat)[0], None)
-        step, tokens_before, lengths = not remat and self._reads_in_place(shape[0] * shape[1]), None, None
+            tokens = tokens_of(self.config, shape, attention_mask, positions, segment_ids, sharding)
+            x, _ = self._apply_layers(x, tokens, remat=remat)
+            return self._output(x, None)
+        in_place = not remat and self._reads_in_place(shape[0] * shape[1])
+        order = lengths = None
         if attention_mask is not None:
-            # A cache keeps the first tokens of a row, so padding goes to its end, and comes back afterwards.
-            tokens_before, lengths = tokens_first(attention_mask)
-            x = jnp.take_along_axis(x, tokens_before[..., None], axis=1)
-        tokens, cache = cached_tokens_of(config, shape, cache, lengths, self.dtype)
-        x, stacks = self._apply_layers(x, tokens, cache.stacks, step=step, remat=remat)
-        if tokens_before is not None:
-            x = jnp.take_along_axis(x, jnp.argsort(tokens_before, axis=1)[..., None], axis=1)
-        return self._output(x, replace(cache, stacks=stacks), step=step)
+            # A cache takes the first tokens of a row, so padding moves to the end, and back after the layers.
+            order, lengths = tokens_first(attention_mask)
+            x = jnp.take_along_axis(x, order[..., None], axis=1)
+        tokens, cache = cached_tokens_of(self.config, shape, cache, lengths, self.dtype)
+        x, stacks = self._apply_layers(x, tokens, cache.stacks, in_place=in_place, remat=remat)
+        if order is not None:
+            x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
+        return self._output(x, replace(cache, stacks=stacks), in_place=in_place)
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> DecoderCache:
         """An empty cache of all layers, for `batch` rows of up to `length` tokens each.
 
-        A layer keeps what its mask will look at again: a sliding one its window, whatever the length.
+        The cache of a layer holds the keys that its mask can still attend to: a sliding layer stores one window,
+        whatever the length.
 
         Args:
-            batch: rows.
-            length: tokens of a row, prompt and answer.
-            dtype: of keys and values; by default the model's.
+            batch: the number of rows.
+            length: the maximum number of tokens of a row, prompt and answer.
+            dtype: the dtype of keys and values; by default the model's.
 
         Returns:
-            What a call takes as `cache`, and gives back in `output.cache` with its tokens; donate it to a jitted one.
+            The `cache` argument of a call, which returns the updated cache in `output.cache`. Donate it to a jitted
+            call to have it updated in place.
 
         Example:
             >>> from flax import nnx
@@ -165,12 +170,14 @@ class CausalLM(nnx.Module):
             >>> [layer.k.shape for layer in cache]
             [(5, 100, 2, 4), (5, 100, 2, 4), (5, 100, 2, 4)]
         """
-        return empty_cache(self.config, batch, length, self.dtype if dtype is None else dtype)
+        if dtype is None:
+            dtype = self.dtype
+        return empty_cache(self.config, batch, length, dtype)
 
     @property
-    def _columns(self) -> Any:
-        """The mesh axes that logits are split over, besides those of tokens."""
-        return columns_of(self.head, self.embed)
+    def _vocab_axes(self) -> Any:
+        """The mesh axes that shard the vocabulary axis of the logits."""
+        return vocab_axes_of(self.head, self.embed)
 
     def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
         if inputs_embeds is not None:
@@ -178,41 +185,52 @@ class CausalLM(nnx.Module):
         x = self.embed(jnp.asarray(input_ids, jnp.int32))
         if not self.config.family.scaled_embeddings:
             return x
-        # Rounded first, as the families do that scale: √2304 is 48 in float32 as well as in bfloat16, √3072 is not.
+        # The factor is rounded to the dtype first, as these families do: √2304 is exact in bfloat16, √3072 is not.
         return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
 
     def _apply_layers(
-        self, x, tokens, stacks: Any = None, *, step: bool = False, remat: bool = False
+        self, x, tokens, stacks: Any = None, *, in_place: bool = False, remat: bool = False
     ) -> tuple[jax.Array, tuple]:
         graphs, states = zip(*map(nnx.split, self.layers), strict=True)
-        stacks = (None,) * len(graphs) if stacks is None else stacks
-        return _run_layers(graphs, self.config.runs, step, remat, states, x, tokens, stacks)
+        if stacks is None:
+            stacks = (None,) * len(graphs)
+        return _run_layers(graphs, self.config.runs, in_place, remat, states, x, tokens, stacks)
 
     def _reads_in_place(self, count: int) -> bool:
-        """Whether so many tokens are a step of decoding, which is not scanned: that would copy matrices and caches."""
-        if count > FEW:
+        """Whether a call with `count` tokens reads matrices and caches from their stacks without copying them."""
+        if count > MAX_DECODE_TOKENS:
             return False
         if jax.default_backend() != "cpu":
             return True
-        table = self.embed.embedding.get_raw_value()
-        devices = jax.device_count() if isinstance(table, Tracer) else len(table.sharding.device_set)
-        return devices == 1 and reads_in_place(count, self.dtype, table.dtype)
-
-    def _output(self, x, cache, *, step: bool = False) -> Output:
-        x = self.norm(x)
-        return Output(last_hidden_state=x, logits=self._logits(x, step=step), cache=cache)
-
-    def _logits(self, x, *, step: bool) -> jax.Array:
-        head = self.embed if self.head is None else self.head
-        if not step or not is_plain(head, x) or getattr(head, "bias", None) is not None:
-            logits = self.embed.attend(x) if self.head is None else self.head(x)
-        elif self.head is None:
-            logits = multiply(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
+        embeddings = self.embed.embedding.get_raw_value()
+        if isinstance(embeddings, Tracer):
+            devices = jax.device_count()
         else:
-            logits = multiply(x, [self.head.kernel[...]])[0].astype(self.dtype)
+            devices = len(embeddings.sharding.device_set)
+        return devices == 1 and reads_in_place(count, self.dtype, embeddings.dtype)
+
+    def _output(self, x, cache, *, in_place: bool = False) -> Output:
+        x = self.norm(x)
+        return Output(last_hidden_state=x, logits=self._logits(x, in_place=in_place), cache=cache)
+
+    def _logits(self, x, *, in_place: bool) -> jax.Array:
+        logits = self._tied_logits(x, in_place) if self.head is None else self._head_logits(x, in_place)
         cap = self.config.final_soft_cap
-        return logits if cap is None else jnp.tanh(logits / cap) * cap
+        if cap is None:
+            return logits
+        return jnp.tanh(logits / cap) * cap
+
+    def _tied_logits(self, x, in_place: bool) -> jax.Array:
+        if not in_place or not is_plain(self.embed, x):
+            return self.embed.attend(x)
+        return multiply(x, [self.embed.embedding[...]], by_outer=True)[0].astype(self.dtype)
+
+    def _head_logits(self, x, in_place: bool) -> jax.Array:
+        head: Any = self.head
+        if not in_place or not is_plain(head, x) or head.bias is not None:
+            return head(x)
+        return multiply(x, [head.kernel[...]])[0].astype(self.dtype)
 
 
-# Jitted, or a call outside of `jit` would compile the loops every time: their bodies are new functions in each.
+# Jitted here: a call outside of `jit` would otherwise compile the scans again, because their bodies are new functions.
 _run_layers = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(run_layers)

@@ -1,4 +1,4 @@
-"""What all decoders are made of (`DecoderConfig`), and what tells their families apart (`DecoderFamily`)."""
+"""`DecoderConfig`: the fields of every decoder's config. `DecoderFamily`: the differences between families."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,21 +7,21 @@ from typing import Any, ClassVar
 from longspan.checks import check_choice
 from longspan.masks import Causal, Mask, Segments, Window
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.decoders.rope import BESIDE, both_spellings, object_of, one_rope, override_rope
-from longspan.models.decoders.runs import Run, runs
-from longspan.models.family import Family, Size
-from longspan.models.fields import MOST, check_counts, check_flags, check_reals, is_count
+from longspan.models.decoders.rope import ROPE_KEYS, both_spellings, object_of, one_rope, override_rope
+from longspan.models.decoders.runs import LayerRun, layer_runs
+from longspan.models.family import Family, TensorSize
+from longspan.models.fields import MAX_INT32, check_counts, check_flags, check_reals, is_count
 from longspan.nn.rope import frozen
 from longspan.rope import frequencies
 
-# Metadata of a config's field that no `config.json` has, at least not under this name.
-OURS = {"in_json": False}
-FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's words for kinds of layers
+# Metadata of a config field that `config.json` does not have under this name.
+NOT_IN_JSON = {"in_json": False}
+FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's names for the kinds of layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The numbers of every decoder, under the names of `config.json`; the defaults are Llama's."""
+    """The config fields that every decoder has, under the names of `config.json`; the defaults are Llama's."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -35,8 +35,8 @@ class DecoderConfig:
     initializer_range: int | float = 0.02
     rms_norm_eps: int | float = 1e-6
     tie_word_embeddings: bool = False
-    rope_parameters: Any = field(default=None, metadata=OURS)
-    extra: str = field(default="{}", metadata=OURS)
+    rope_parameters: Any = field(default=None, metadata=NOT_IN_JSON)
+    extra: str = field(default="{}", metadata=NOT_IN_JSON)
 
     model_type: ClassVar[str]
 
@@ -46,7 +46,7 @@ class DecoderConfig:
         optional = ("num_key_value_heads", "head_dim")
         check_counts(self, *(name for name in optional if getattr(self, name) is not None))
         if getattr(self, "sliding_window", None) is not None:
-            check_counts(self, "sliding_window", least=0)  # a 0 where layers slide is refused by `mask`
+            check_counts(self, "sliding_window", minimum=0)  # if a layer is sliding, `mask` rejects 0
         check_reals(self, "rms_norm_eps", "initializer_range")
         check_flags(self, "tie_word_embeddings")
         check_choice("hidden_act", self.hidden_act, tuple(sorted(ACTIVATIONS)))
@@ -57,61 +57,68 @@ class DecoderConfig:
             )
         if self.head_dim is None and self.hidden_size % heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={heads}. Or give `head_dim`."
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={heads}. Change one of "
+                "them, or give `head_dim`."
             )
-        rope = dict(rope_type="default", rope_theta=10000.0) if self.rope_parameters is None else self.rope_parameters
+        rope = self.rope_parameters
+        if rope is None:
+            rope = dict(rope_type="default", rope_theta=10000.0)
         if not isinstance(rope, Mapping):
             raise ValueError(f"`rope_parameters` must be a mapping as in `ls.rope.frequencies`, got {rope!r:.200}.")
         object.__setattr__(self, "rope_parameters", frozen(rope))
         for kind in dict.fromkeys(self.kinds):
             self.mask(kind)
-            self._check_share(kind)
+            self._check_rotary_factor(kind)
             self.frequencies(kind)
 
-    def _check_share(self, kind: str) -> None:
-        share = self.rope(kind).get("partial_rotary_factor")
-        if not self.family.partial_rotation and share not in (None, 1):
+    def _check_rotary_factor(self, kind: str) -> None:
+        factor = self.rope(kind).get("partial_rotary_factor")
+        if not self.family.partial_rotation and factor not in (None, 1):
             raise ValueError(
-                f"partial_rotary_factor={share}: a {self.model_type} rotates all features of its heads, and Hugging "
-                "Face's ignores it in some types of rope. Leave it out."
+                f"partial_rotary_factor={factor} is not supported: a {self.model_type} rotates all features of a head, "
+                "and Hugging Face ignores the factor in some rope types. Leave it out."
             )
 
     @property
     def family(self) -> "DecoderFamily":
-        """The record of what tells its family from the others."""
+        """The record of the model family."""
         raise NotImplementedError
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """How many heads of queries and of keys, and their size."""
-        heads = self.num_attention_heads
-        size = self.hidden_size // heads if self.head_dim is None else self.head_dim
-        return heads, heads if self.num_key_value_heads is None else self.num_key_value_heads, size
+        """The number of query heads, the number of key/value heads, and the head size."""
+        heads, kv_heads, head_dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        if kv_heads is None:
+            kv_heads = heads
+        if head_dim is None:
+            head_dim = self.hidden_size // heads
+        return heads, kv_heads, head_dim
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return self.heads[2] ** -0.5
 
     @property
     def soft_cap(self) -> float | None:
-        """The soft cap of scores."""
+        """The soft cap of the scores; None: no cap."""
         return None
 
     @property
     def final_soft_cap(self) -> float | None:
-        """The soft cap of logits."""
+        """The soft cap of the logits; None: no cap."""
         return None
 
     @property
     def longest(self) -> int | None:
-        """How many positions there are; None if rotations stretch with the length."""
-        stretch = all(self.rope(kind).get("rope_type") == "dynamic" for kind in self.kinds)
-        return None if stretch else self.max_position_embeddings
+        """The maximum number of tokens; None if the rotary frequencies adapt to any length."""
+        if all(self.rope(kind).get("rope_type") == "dynamic" for kind in self.kinds):
+            return None
+        return self.max_position_embeddings
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:
-        """Whether there are biases: of queries, keys and values; of what attention puts out; of the MLP."""
+        """Whether there are biases: in the query, key and value projections; in the output projection; in the MLP."""
         return False, False, False
 
     @property
@@ -120,42 +127,42 @@ class DecoderConfig:
         return (FULL,) * self.num_hidden_layers
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[LayerRun, ...]:
         """The layers by their repeating pattern."""
-        return runs(self.kinds)
+        return layer_runs(self.kinds)
 
     def mask(self, kind: str) -> Mask:
-        """The rule of a kind of layers."""
+        """The mask of a kind of layer."""
         if kind == FULL:
             return Causal()
         if kind != SLIDING:
-            raise ValueError(f"`layer_types` has {kind!r}, which is not one of '{FULL}', '{SLIDING}'.")
+            raise ValueError(f"`layer_types` has {kind!r}, which is not one of '{FULL}' and '{SLIDING}'.")
         window: Any = getattr(self, "sliding_window", None)
         if not is_count(window):
             raise ValueError(
-                f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 to {MOST}, got {window!r}. Set it "
-                f"(it counts the query's own key), or make the layers '{FULL}': by `layer_types`, or, where a family "
-                "has none, by a `sliding_window` of None (null in config.json)."
+                f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 to {MAX_INT32}, got {window!r}. "
+                f"Set it (it counts the query's own key), or make the layers '{FULL}' with `layer_types`. In a family "
+                "without `layer_types`, set `sliding_window` to None (null in config.json)."
             )
         return Causal() & Window(window - 1, 0)
 
     def packed_mask(self, kind: str, ids: Any) -> Mask:
-        """The rule of a kind of layers where rows hold documents and padding, ids [B, T]: no token sees another one."""
+        """The mask of a kind of layer for packed rows with segment ids [B, T]: tokens attend to their own document."""
         return self.mask(kind) & Segments(ids)
 
     def frequencies(self, kind: str, seq_len: int | None = None) -> tuple[Any, float]:
-        """The rotary frequencies of a kind of layers; those of some types depend on the length."""
-        most = self.max_position_embeddings
-        return frequencies(self.rope(kind), self.heads[2], max_position_embeddings=most, seq_len=seq_len)
+        """The rotary frequencies and the attention factor of a kind of layer. Some types depend on the length."""
+        limit = self.max_position_embeddings
+        return frequencies(self.rope(kind), self.heads[2], max_position_embeddings=limit, seq_len=seq_len)
 
     def rope(self, kind: str) -> Mapping[str, Any]:
-        """The rotary parameters of a kind of layers."""
+        """The rotary parameters of a kind of layer."""
         return self.rope_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTypes(DecoderConfig):
-    """A decoder whose file may name the kind of each layer."""
+    """A decoder whose `config.json` may list the kind of each layer."""
 
     layer_types: Sequence[str] | None = None
 
@@ -168,8 +175,8 @@ class LayerTypes(DecoderConfig):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
             if len(self.layer_types) != self.num_hidden_layers:
                 raise ValueError(
-                    f"`layer_types` must name the kinds of num_hidden_layers={self.num_hidden_layers} layers, got "
-                    f"{len(self.layer_types)}."
+                    f"`layer_types` must have an entry for each of num_hidden_layers={self.num_hidden_layers} layers, "
+                    f"got {len(self.layer_types)}."
                 )
         super().__post_init__()
 
@@ -180,33 +187,36 @@ class LayerTypes(DecoderConfig):
         return tuple(self.default_kind(number) for number in range(self.num_hidden_layers))
 
     def default_kind(self, number: int) -> str:
-        """The kind of a layer where a file names none."""
+        """The kind of a layer if `layer_types` is None."""
         raise NotImplementedError
 
 
 def read_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The rotary parameters, and errors for what would compute something else."""
-    refuse(content, where)
+    """The rotary parameters. Raises for settings that are not supported."""
+    check_supported(content, where)
     return dict(rope_parameters=one_rope(content, where))
 
 
 def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`read_rope`, and a window, of which null is not the default."""
+    """`read_rope` and the sliding window: a null in the file means no window, not the default."""
     return read_rope(content, where) | dict(sliding_window=content.get("sliding_window"))
 
 
-def refuse(content: Mapping[str, Any], where: str) -> None:
-    """Raises for what Longspan's decoders do not have."""
+def check_supported(content: Mapping[str, Any], where: str) -> None:
+    """Raises for quantized weights and for mixtures of experts."""
     quantization = object_of(content, "quantization_config", where)
     if quantization:
         method = quantization.get("quant_method")
         raise ValueError(
-            f"{where} has a quantization_config ({method}). Longspan reads floats only: load the checkpoint that it "
-            "was quantized from, or write a dequantized one."
+            f"{where} has a quantization_config ({method}), but Longspan reads floats only. Load the checkpoint that "
+            "it was quantized from, or write a dequantized one."
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if content.get(name):
-            raise ValueError(f"{where} has {name}={content[name]!r}. Longspan has no mixtures of experts.")
+            raise ValueError(
+                f"{where} has {name}={content[name]!r}, but Longspan does not support mixtures of experts. Load a "
+                "dense model of this family."
+            )
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -215,13 +225,13 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """Sizes that a null does not stand for everywhere."""
-    _, kv_heads, size = config.heads
-    return dict(num_key_value_heads=kv_heads, head_dim=size)
+    """The head sizes as numbers: a null does not mean the same in all versions of Hugging Face."""
+    _, kv_heads, head_dim = config.heads
+    return dict(num_key_value_heads=kv_heads, head_dim=head_dim)
 
 
-# Our names of a layer's parameters, which are those of most families.
-LAYER = (
+# Our prefixes of a layer's parameters, and those of most families.
+LAYER_NAMES = (
     ("attention.query.", "self_attn.q_proj."),
     ("attention.key.", "self_attn.k_proj."),
     ("attention.value.", "self_attn.v_proj."),
@@ -234,11 +244,11 @@ LAYER = (
     ("mlp.gate_up.", "mlp.gate_up_proj."),
     ("mlp.down.", "mlp.down_proj."),
 )
-PRE_NORMS = (("attention_norm.", "input_layernorm."), ("mlp_norm.", "post_attention_layernorm."))
+PRE_NORM_NAMES = (("attention_norm.", "input_layernorm."), ("mlp_norm.", "post_attention_layernorm."))
 
 
 def names_of(*layer: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """The names of a body whose layers have these."""
+    """The names of a body's parameters, from those of a layer."""
     inside = tuple((f"layers.{ours}", f"layers.{{}}.{theirs}") for ours, theirs in layer)
     return (("embed.", "embed_tokens."), *inside, ("norm.", "norm."))
 
@@ -248,32 +258,32 @@ class DecoderFamily(Family):
     """A family of decoders: how its layers differ from Llama's."""
 
     prefix: str = "model."
-    names: tuple[tuple[str, str], ...] = names_of(*LAYER, *PRE_NORMS)
+    names: tuple[tuple[str, str], ...] = names_of(*LAYER_NAMES, *PRE_NORM_NAMES)
     word_embeddings: str = "embed_tokens.weight"
     layers: str = "layers.{}."
-    sizes: tuple[Size, ...] = (
-        Size(("vocab_size",), "embed_tokens.weight", 0),
-        Size(("hidden_size",), "embed_tokens.weight", 1),
-        Size(("intermediate_size",), "layers.0.mlp.down_proj.weight", 1),
-        Size(("num_attention_heads", "head_dim"), "layers.0.self_attn.o_proj.weight", 1),
-        Size(("num_key_value_heads", "head_dim"), "layers.0.self_attn.k_proj.weight", 0),
+    sizes: tuple[TensorSize, ...] = (
+        TensorSize(("vocab_size",), "embed_tokens.weight", 0),
+        TensorSize(("hidden_size",), "embed_tokens.weight", 1),
+        TensorSize(("intermediate_size",), "layers.0.mlp.down_proj.weight", 1),
+        TensorSize(("num_attention_heads", "head_dim"), "layers.0.self_attn.o_proj.weight", 1),
+        TensorSize(("num_key_value_heads", "head_dim"), "layers.0.self_attn.k_proj.weight", 0),
     )
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     float32_on_cpu: bool = True
-    spelled_otherwise: tuple[str, ...] = BESIDE
+    renamed_keys: tuple[str, ...] = ROPE_KEYS
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = read_rope
     write: Callable[[Any], dict[str, Any]] = write_rope
     override: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]] = override_rope
 
-    norm_adds_one: bool = False  # norms multiply by 1 + weight, in float32; else by the weight, after rounding
-    branch_norms: bool = False  # both branches of a layer are normalised again before they are added
-    qk_norm: bool = False  # queries and keys are normalised, head by head
-    scaled_embeddings: bool = False  # by the root of the hidden size
-    partial_rotation: bool = False  # a share of the features of a head may be rotated alone
-    fused: bool = False  # queries, keys and values are one matrix, and so are the MLP's gate and its input
+    norm_adds_one: bool = False  # norms multiply by 1 + weight in float32; otherwise by the weight after rounding
+    branch_norms: bool = False  # the outputs of attention and MLP are normalised before they are added
+    qk_norm: bool = False  # queries and keys are normalised, per head
+    scaled_embeddings: bool = False  # embeddings are multiplied by √hidden_size
+    partial_rotation: bool = False  # a config may rotate only a share of a head's features
+    fused: bool = False  # one matrix for queries, keys and values, and one for the MLP's gate and up projections
 
     def layers_of(self, config: DecoderConfig, path: tuple) -> tuple[str, range | None]:
-        """See `Family`. Layers are stacked by their place in a repeating pattern."""
+        """As in `Family`; layers are stacked by their place in a repeating pattern."""
         if path[0] != "layers":
             return super().layers_of(config, path)
         stacks = [run.numbers(place) for run in config.runs for place in range(len(run.kinds))]

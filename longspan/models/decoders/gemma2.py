@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): windows in every second layer, soft caps, four norms per layer that multiply by 1 + w."""
+"""Gemma 2 (arXiv:2408.00118): every second layer is sliding, soft caps, four norms per layer that scale by 1 + w."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders.family import (
     FULL,
-    LAYER,
-    OURS,
+    LAYER_NAMES,
+    NOT_IN_JSON,
     SLIDING,
     DecoderConfig,
     DecoderFamily,
@@ -18,24 +18,24 @@ from longspan.models.decoders.family import (
     write_rope,
 )
 from longspan.models.decoders.llama import CAUSAL_LM
-from longspan.models.decoders.rope import BESIDE
+from longspan.models.decoders.rope import ROPE_KEYS
 from longspan.models.fields import check_flags, check_positives
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(LayerTypes):
-    """A Gemma 2: layers 0, 2, 4, ... see a window.
+    """A Gemma 2: layers 0, 2, 4, ... are sliding.
 
-    The names are those of `config.json`, explained in `LlamaConfig`; the defaults are Gemma-2-2B, but for
+    Fields have the names of `config.json`, explained in `LlamaConfig`. The defaults are Gemma-2-2B, except for
     `num_key_value_heads`.
 
     Args:
         hidden_act: the activation, which `config.json` calls `hidden_activation`.
-        query_pre_attn_scalar: scores are divided by its root.
-        sliding_window: the keys that a query of a sliding layer sees, its own among them.
-        layer_types: the kind of each layer; by default they alternate, the first one sliding.
-        attn_logit_softcapping: the soft cap of scores, or None.
-        final_logit_softcapping: the soft cap of logits, or None.
+        query_pre_attn_scalar: scores are divided by its square root.
+        sliding_window: the number of keys that a query of a sliding layer attends to, its own included.
+        layer_types: the kind of each layer; by default they alternate, and the first one is sliding.
+        attn_logit_softcapping: the soft cap of the scores, or None.
+        final_logit_softcapping: the soft cap of the logits, or None.
 
     Example:
         >>> from longspan import models
@@ -49,7 +49,7 @@ class Gemma2Config(LayerTypes):
     num_hidden_layers: int = 26
     num_attention_heads: int = 8
     head_dim: int | None = 256
-    hidden_act: str = field(default="gelu_pytorch_tanh", metadata=OURS)
+    hidden_act: str = field(default="gelu_pytorch_tanh", metadata=NOT_IN_JSON)
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
     attention_bias: bool = False
@@ -92,26 +92,31 @@ class Gemma2Config(LayerTypes):
 
 
 def read_gemma(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a Gemma's file may set to null, and its activation."""
+    """`read_window`, the soft caps, for which null means none, and the activation."""
     if content.get("use_bidirectional_attention"):
         raise ValueError(
-            f"{where} has use_bidirectional_attention=true, an encoder. Longspan has decoders of this family."
+            f"{where} has use_bidirectional_attention=true, an encoder, but Longspan supports only the decoders of "
+            "this family. Load one of those."
         )
     read = read_window(content, where)
     read |= {name: content.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-    given = content.get("hidden_activation")
-    if given is not None and given not in tuple(ACTIVATIONS):
-        raise ValueError(f"{where} has hidden_activation={given!r:.200}, not one of {', '.join(sorted(ACTIVATIONS))}.")
-    return read | dict(hidden_act="gelu_pytorch_tanh" if given is None else given)
+    activation = content.get("hidden_activation")
+    if activation is None:
+        activation = "gelu_pytorch_tanh"
+    if activation not in tuple(ACTIVATIONS):
+        raise ValueError(
+            f"{where} has hidden_activation={activation!r:.200}, not one of {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return read | dict(hidden_act=activation)
 
 
 def write_gemma(config: DecoderConfig) -> dict[str, Any]:
-    """The rotary parameters, and its activation under the other name."""
+    """The rotary parameters, and the activation under Gemma's name."""
     return write_rope(config) | dict(hidden_activation=config.hidden_act)
 
 
 NAMES = names_of(
-    *LAYER,
+    *LAYER_NAMES,
     ("attention_norm.", "input_layernorm."),
     ("attention_out_norm.", "post_attention_layernorm."),
     ("mlp_norm.", "pre_feedforward_layernorm."),
@@ -126,7 +131,7 @@ GEMMA2 = DecoderFamily(
     defaults=dict(
         num_key_value_heads=4, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
     ),
-    spelled_otherwise=(*BESIDE, "hidden_activation"),
+    renamed_keys=(*ROPE_KEYS, "hidden_activation"),
     read=read_gemma,
     write=write_gemma,
     norm_adds_one=True,

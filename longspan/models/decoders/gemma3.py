@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786), its text: five local layers to a global one, each kind with a rope of its own."""
+"""The text decoder of Gemma 3 (arXiv:2503.19786): five sliding layers, then a full one; each kind has its own rope."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Any, ClassVar
 from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig, DecoderFamily, write_sizes
 from longspan.models.decoders.gemma2 import NAMES, Gemma2Config, read_gemma
 from longspan.models.decoders.llama import CAUSAL_LM
-from longspan.models.decoders.rope import BESIDE, both_spellings, object_of, standard_rope
+from longspan.models.decoders.rope import ROPE_KEYS, both_spellings, object_of, standard_rope
 from longspan.models.fields import check_counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma2Config):
-    """The decoder of a Gemma 3: every sixth layer is global, queries and keys are normalised.
+    """The text decoder of a Gemma 3: every sixth layer has full attention; queries and keys are normalised.
 
-    The names are those of `config.json`, explained in `LlamaConfig` and `Gemma2Config`.
+    Fields have the names of `config.json`, explained in `LlamaConfig` and `Gemma2Config`.
 
     Args:
-        sliding_window_pattern: of so many layers, the last one is global.
-        layer_types: the kind of each layer, in place of that.
-        rope_parameters: by kind of layer, "full_attention" and "sliding_attention".
-        attn_logit_softcapping: None, always.
+        sliding_window_pattern: the length of the pattern of layers, of which the last has full attention.
+        layer_types: the kind of each layer; overrides `sliding_window_pattern`.
+        rope_parameters: a set of rotary parameters for "full_attention" and one for "sliding_attention".
+        attn_logit_softcapping: always None.
 
     Example:
         >>> from longspan import models
@@ -41,14 +41,16 @@ class Gemma3Config(Gemma2Config):
         check_counts(self, "sliding_window_pattern")
         if self.attn_logit_softcapping is not None:
             raise ValueError(
-                f"attn_logit_softcapping={self.attn_logit_softcapping}: Gemma 3 has no soft cap of scores, and Hugging "
-                "Face's ignores it. Set it to None, or to null in config.json."
+                f"attn_logit_softcapping={self.attn_logit_softcapping} is not supported: Gemma 3 has no soft cap of "
+                "the scores, and Hugging Face ignores it. Set it to None (null in config.json)."
             )
-        rope: Any = ropes({}, "config.json") if self.rope_parameters is None else self.rope_parameters
+        rope: Any = self.rope_parameters
+        if rope is None:
+            rope = ropes({}, "config.json")
         if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in (FULL, SLIDING)):
             raise ValueError(
-                f"`rope_parameters` of a Gemma 3 must have '{FULL}' and '{SLIDING}', a set of numbers for each, got "
-                f"{rope!r:.200}."
+                f"`rope_parameters` of a Gemma 3 must have the keys '{FULL}' and '{SLIDING}', each with a set of "
+                f"rotary parameters, got {rope!r:.200}."
             )
         object.__setattr__(self, "rope_parameters", rope)
         super().__post_init__()
@@ -65,18 +67,21 @@ class Gemma3Config(Gemma2Config):
 
 
 def ropes(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`rope_parameters` by kind of layer; in the old spelling, `rope_scaling` is for global layers alone."""
-    given, scaling = (object_of(content, key, where) for key in ("rope_parameters", "rope_scaling"))
+    """`rope_parameters` by kind of layer. In the old spelling, `rope_scaling` applies to full layers only."""
+    given = object_of(content, "rope_parameters", where)
     if given and not {FULL, SLIDING} & set(given):
-        return given  # which the config refuses
-    full, local = (object_of(given, kind, where, "rope_parameters.") for kind in (FULL, SLIDING))
-    beside = {key: content.get(key) for key in ("rope_theta", "rope_local_base_freq")}
-    name = "rope_scaling" if scaling else f"rope_parameters.{FULL}"
+        return given  # the config raises an error
+    full = object_of(given, FULL, where, "rope_parameters.")
+    full_name = f"rope_parameters.{FULL}"
+    scaling = object_of(content, "rope_scaling", where)
+    if scaling:
+        full, full_name = {**full, **scaling}, "rope_scaling"
+    sliding = object_of(given, SLIDING, where, "rope_parameters.")
+    sliding_name = f"rope_parameters.{SLIDING}"
+    bases = {key: content.get(key) for key in ("rope_theta", "rope_local_base_freq")}
     return {
-        FULL: standard_rope({**full, **scaling}, name, beside, where, theta=1e6),
-        SLIDING: standard_rope(
-            local, f"rope_parameters.{SLIDING}", beside, where, theta_key="rope_local_base_freq", theta=1e4
-        ),
+        FULL: standard_rope(full, full_name, bases, where, theta=1e6),
+        SLIDING: standard_rope(sliding, sliding_name, bases, where, theta_key="rope_local_base_freq", theta=1e4),
     }
 
 
@@ -85,10 +90,10 @@ def _read(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    both = {kind: both_spellings(config.rope(kind)) for kind in (FULL, SLIDING)}
-    return both[FULL] | dict(
-        rope_parameters={kind: spelled["rope_parameters"] for kind, spelled in both.items()},
-        rope_local_base_freq=both[SLIDING]["rope_theta"],
+    full, sliding = both_spellings(config.rope(FULL)), both_spellings(config.rope(SLIDING))
+    return full | dict(
+        rope_parameters={FULL: full["rope_parameters"], SLIDING: sliding["rope_parameters"]},
+        rope_local_base_freq=sliding["rope_theta"],
         hidden_activation=config.hidden_act,
         **write_sizes(config),
     )
@@ -103,7 +108,7 @@ GEMMA3 = DecoderFamily(
     outside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     names=NAMES,
     defaults=dict(num_key_value_heads=4, sliding_window=4096),
-    spelled_otherwise=(*BESIDE, "rope_local_base_freq", "hidden_activation"),
+    renamed_keys=(*ROPE_KEYS, "rope_local_base_freq", "hidden_activation"),
     read=_read,
     write=_write,
     norm_adds_one=True,

@@ -1,4 +1,4 @@
-"""A decoder's layer: attention and a gated network, each added to its input, and normalised before."""
+"""`DecoderLayer`: attention and a gated MLP, each with a norm before it and a residual; and the loop over layers."""
 
 from functools import partial
 from typing import Any
@@ -10,35 +10,39 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.decoders.attention import Attention, Tokens
+from longspan.models.decoders.attention import DecoderAttention, DecoderTokens
 from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.products import linear_each
-from longspan.models.decoders.runs import Run, by_run
+from longspan.models.decoders.runs import LayerRun, group_by_run
 from longspan.models.layers import by_pieces, linear, rms_norm
 
 
-class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); in some families each branch has a second norm."""
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); some families also normalise the output of both branches."""
 
     def __init__(self, config: DecoderConfig, kind: str, *, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.config = config
-        self.attention_norm = rms_norm(config, config.hidden_size, **kinds)
-        self.attention = Attention(config, kind, **kinds, rngs=rngs)
-        self.mlp_norm = rms_norm(config, config.hidden_size, **kinds)
-        self.mlp = GatedMLP(config, **kinds, rngs=rngs)
+        self.attention_norm = rms_norm(config, config.hidden_size, **dtypes)
+        self.attention = DecoderAttention(config, kind, **dtypes, rngs=rngs)
+        self.mlp_norm = rms_norm(config, config.hidden_size, **dtypes)
+        self.mlp = GatedMLP(config, **dtypes, rngs=rngs)
         if config.family.branch_norms:
-            self.attention_out_norm = rms_norm(config, config.hidden_size, **kinds)
-            self.mlp_out_norm = rms_norm(config, config.hidden_size, **kinds)
+            self.attention_out_norm = rms_norm(config, config.hidden_size, **dtypes)
+            self.mlp_out_norm = rms_norm(config, config.hidden_size, **dtypes)
 
     def __call__(
-        self, x: Float[Array, "B T D"], tokens: Tokens, stack: Any = None, layer: Any = None, at: Any = None
+        self, x: Float[Array, "B T D"], tokens: DecoderTokens, stack: Any = None, layer: Any = None, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The output, and the stack of keys and values with the new ones; see `Attention`."""
+        """The output, and the stack with the new keys and values. `DecoderAttention` explains the arguments."""
         attended, stack = self.attention(self.attention_norm(x, at), tokens, stack, layer, at)
-        x = x + (self.attention_out_norm(attended, at) if self.config.family.branch_norms else attended)
+        if self.config.family.branch_norms:
+            attended = self.attention_out_norm(attended, at)
+        x = x + attended
         hidden = by_pieces(partial(self.mlp, at=at), self.mlp_norm(x, at))
-        return x + (self.mlp_out_norm(hidden, at) if self.config.family.branch_norms else hidden), stack
+        if self.config.family.branch_norms:
+            hidden = self.mlp_out_norm(hidden, at)
+        return x + hidden, stack
 
 
 class GatedMLP(nnx.Module):
@@ -47,75 +51,76 @@ class GatedMLP(nnx.Module):
     def __init__(self, config: DecoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         self.config = config
         inner, bias = config.intermediate_size, config.biases[2]
-        kinds: dict[str, Any] = dict(use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = dict(use_bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         if config.family.fused:
-            self.gate_up = linear(config, config.hidden_size, 2 * inner, **kinds)
+            self.gate_up = linear(config, config.hidden_size, 2 * inner, **options)
         else:
-            self.gate = linear(config, config.hidden_size, inner, **kinds)
-            self.up = linear(config, config.hidden_size, inner, **kinds)
-        self.down = linear(config, inner, config.hidden_size, **kinds)
+            self.gate = linear(config, config.hidden_size, inner, **options)
+            self.up = linear(config, config.hidden_size, inner, **options)
+        self.down = linear(config, inner, config.hidden_size, **options)
 
     def __call__(self, x: Float[Array, "B T D"], at: Any = None) -> Float[Array, "B T D"]:
-        """The output; of a stack, that of layer `at`."""
+        """The output; of a stack of MLPs, that of the one at index `at`."""
         if self.config.family.fused:
-            (both,) = linear_each([self.gate_up], x, at)
-            gate, up = jnp.split(both, 2, axis=-1)
+            (gate_up,) = linear_each([self.gate_up], x, at)
+            gate, up = jnp.split(gate_up, 2, axis=-1)
         else:
             gate, up = linear_each([self.gate, self.up], x, at)
         return linear_each([self.down], ACTIVATIONS[self.config.hidden_act](gate) * up, at)[0]
 
 
-def stack(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> Layer:
-    """Some layers of one kind as one, whose parameters have the layers as their first axis."""
+def stack_layers(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
+    """`count` layers of one kind as one module, whose parameters have the layers as their first axis."""
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap
     def make(rngs):
-        return Layer(config, kind, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        return DecoderLayer(config, kind, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     return make(rngs)
 
 
 def run_layers(
     graphs: tuple,
-    runs: tuple[Run, ...],
+    runs: tuple[LayerRun, ...],
     in_place: bool,
     remat: bool,
     states: tuple,
     x: jax.Array,
-    tokens: Tokens,
-    stacks,
+    tokens: DecoderTokens,
+    kv_stacks,
 ) -> tuple[jax.Array, tuple]:
-    """What all layers make of x, and the stacks of their keys and values.
+    """The output of all layers, and the stacks with the new keys and values.
 
-    One loop for each repeating pattern, which is compiled once; with `remat` the results of one step are in memory at
-    a time.
+    Each run is a scan over the repetitions of its pattern, which is compiled once.
 
     Args:
-        graphs: the structures of the stacks of layers.
+        graphs: the graph definitions of the stacks of layers.
         runs: the layers by their repeating pattern.
-        in_place: whether layers read parameters, keys and values where they lie, for few tokens: copying them out of
-            their stacks would take longer than reading them.
-        remat: whether the backward pass computes each step again.
+        in_place: whether layers read parameters, keys and values from their stacks instead of copying them out. For
+            few tokens the copies would take longer than the computation.
+        remat: whether the backward pass recomputes each repetition, so that only one is in memory at a time.
         states: the parameters of the stacks of layers.
         x: embeddings.
-        tokens: what all layers know of the batch.
-        stacks: keys and values, stacked as the layers are; None for each without a cache.
+        tokens: the masks and positions of the batch.
+        kv_stacks: keys and values, stacked like the layers; a None per stack without a cache.
     """
-    after: list[Any] = []
-    for run, *parts in zip(runs, *(by_run(runs, each) for each in (graphs, states, stacks)), strict=True):
-        graph, state, own = parts
+    new_stacks: list[Any] = []
+    grouped = [group_by_run(runs, items) for items in (graphs, states, kv_stacks)]
+    for run, run_graphs, run_states, run_stacks in zip(runs, *grouped, strict=True):
 
-        def step(carry, sliced, graph=graph, state=state):
-            layer, x, own = carry
-            new = []
-            for structure, parameters, stack in zip(graph, state if in_place else sliced, own, strict=True):
-                one = nnx.merge(structure, parameters)
-                x, stack = one(x, tokens, stack, layer, layer if in_place else None)
-                new.append(stack)
-            return (layer + 1, x, tuple(new)), None
+        def step(carry, scanned_states, run_graphs=run_graphs, run_states=run_states):
+            index, x, stacks = carry
+            # In place, the whole stack is passed with the index; otherwise the scan has taken this layer's parameters.
+            at, layer_states = (index, run_states) if in_place else (None, scanned_states)
+            written = []
+            for graph, state, stack in zip(run_graphs, layer_states, stacks, strict=True):
+                x, stack = nnx.merge(graph, state)(x, tokens, stack, index, at)
+                written.append(stack)
+            return (index + 1, x, tuple(written)), None
 
-        carry, sliced = (np.int32(0), x, own), None if in_place else state
-        (_, x, own), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, carry, sliced, run.count)
-        after += own
-    return x, tuple(after)
+        scanned = None if in_place else run_states
+        body = jax.checkpoint(step) if remat else step
+        (_, x, run_stacks), _ = jax.lax.scan(body, (np.int32(0), x, run_stacks), scanned, run.count)
+        new_stacks += run_stacks
+    return x, tuple(new_stacks)

@@ -1,4 +1,4 @@
-"""Llama (arXiv:2302.13971, arXiv:2407.21783): the decoder that the other families grew from."""
+"""Llama (arXiv:2302.13971, arXiv:2407.21783): the decoder that the other families are based on."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,16 +13,16 @@ from longspan.models.fields import check_flags
 class LlamaConfig(DecoderConfig):
     """A Llama: full causal attention, grouped key/value heads, one set of rotary frequencies.
 
-    The names are those of `config.json`; the defaults are Llama-7B.
+    Fields have the names of `config.json`; the defaults are Llama-7B.
 
     Args:
-        num_key_value_heads: by default as many as heads of queries.
-        head_dim: size of a head; by default hidden_size / num_attention_heads.
-        rope_parameters: as in `ls.rope.frequencies`; by default those of base 10000.
+        num_key_value_heads: the number of key/value heads; by default `num_attention_heads`.
+        head_dim: the size of a head; by default hidden_size / num_attention_heads.
+        rope_parameters: the rotary parameters, as in `ls.rope.frequencies`; by default the base 10000.
         attention_bias: whether the four projections of attention have biases.
-        mlp_bias: whether those of the MLP have.
-        tie_word_embeddings: whether logits use the word embeddings.
-        extra: the rest of a `config.json` as JSON text, which `hf.save` writes back.
+        mlp_bias: whether the projections of the MLP have biases.
+        tie_word_embeddings: whether the logits are computed with the word embeddings.
+        extra: the other keys of a `config.json` as JSON text, which `hf.save` writes back.
 
     Example:
         >>> from longspan import models

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): a Llama whose layers all see a window."""
+"""Mistral (arXiv:2310.06825): a Llama with a sliding window in every layer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,13 +9,13 @@ from longspan.models.decoders.llama import CAUSAL_LM
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """A Mistral: every layer sees the last `sliding_window` tokens.
+    """A Mistral: every query attends to the last `sliding_window` tokens.
 
-    The names are those of `config.json`, explained in `LlamaConfig`; the defaults are Mistral-7B, but for
+    Fields have the names of `config.json`, explained in `LlamaConfig`. The defaults are Mistral-7B, except for
     `num_key_value_heads`.
 
     Args:
-        sliding_window: the keys that a query sees, its own among them; None: all.
+        sliding_window: the number of keys that a query attends to, its own included; None: all.
 
     Example:
         >>> from longspan import models
@@ -38,7 +38,8 @@ class MistralConfig(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return (FULL if self.sliding_window is None else SLIDING,) * self.num_hidden_layers
+        kind = FULL if self.sliding_window is None else SLIDING
+        return (kind,) * self.num_hidden_layers
 
 
 MISTRAL = DecoderFamily(

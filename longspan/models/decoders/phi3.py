@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219): a Llama with fused matrices, and frequencies that change beyond a length (longrope)."""
+"""Phi-3 (arXiv:2404.14219): a Llama with fused matrices, and other rotary frequencies for long inputs (longrope)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from longspan.models.fields import check_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """A Phi-3: one matrix for queries, keys and values, one for both inputs of the MLP.
+    """A Phi-3: one matrix for queries, keys and values, and one for the MLP's gate and up projections.
 
-    The names are those of `config.json`, explained in `LlamaConfig`; the defaults are Phi-3-mini.
+    Fields have the names of `config.json`, explained in `LlamaConfig`; the defaults are Phi-3-mini.
 
     Args:
-        original_max_position_embeddings: the length beyond which "longrope" has its long frequencies.
-        sliding_window: the keys that a query sees, its own among them; None: all.
+        original_max_position_embeddings: the length beyond which "longrope" uses its long frequencies.
+        sliding_window: the number of keys that a query attends to, its own included; None: all.
 
     Example:
         >>> from longspan import models
@@ -48,14 +48,15 @@ class Phi3Config(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return (FULL if self.sliding_window is None else SLIDING,) * self.num_hidden_layers
+        kind = FULL if self.sliding_window is None else SLIDING
+        return (kind,) * self.num_hidden_layers
 
     def rope(self, kind: str) -> Mapping[str, Any]:
         return {**self.rope_parameters, ORIGINAL: self.original_max_position_embeddings}
 
 
 def _read(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Older files say "su" or "yarn" for longrope."""
+    """As `read_window`; older files call longrope "su" or "yarn"."""
     read = read_window(content, where)
     rope = read["rope_parameters"]
     rope.setdefault("partial_rotary_factor", 1.0)

@@ -1,4 +1,4 @@
-"""Qwen2 (arXiv:2407.10671): a Llama with biases of queries, keys and values; its last layers may see a window."""
+"""Qwen2 (arXiv:2407.10671): a Llama with biases of queries, keys and values; its last layers may be sliding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from longspan.models.fields import check_counts, check_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LayerTypes):
-    """A Qwen2: projections of queries, keys and values have biases.
+    """A Qwen2: the projections of queries, keys and values have biases.
 
-    The names are those of `config.json`, explained in `LlamaConfig`.
+    Fields have the names of `config.json`, explained in `LlamaConfig`.
 
     Args:
-        use_sliding_window: whether there are windows at all; without, `sliding_window` means nothing.
-        sliding_window: the keys that a query of a sliding layer sees, its own among them.
+        use_sliding_window: whether any layer is sliding. If False, `sliding_window` has no effect.
+        sliding_window: the number of keys that a query of a sliding layer attends to, its own included.
         max_window_layers: the number of the first layer that is sliding.
-        layer_types: the kind of each layer, in place of what these three say.
+        layer_types: the kind of each layer; overrides the three fields above.
 
     Example:
         >>> from longspan import models
@@ -39,7 +39,7 @@ class Qwen2Config(LayerTypes):
 
     def __post_init__(self):
         check_flags(self, "use_sliding_window")
-        check_counts(self, "max_window_layers", least=0)
+        check_counts(self, "max_window_layers", minimum=0)
         super().__post_init__()
 
     @property

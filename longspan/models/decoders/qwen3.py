@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): a Qwen2 without biases, whose queries and keys are normalised."""
+"""Qwen3 (arXiv:2505.09388): a Qwen2 without biases and with normalised queries and keys."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +11,12 @@ from longspan.models.fields import check_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """A Qwen3: queries and keys are normalised, head by head, before they are rotated.
+    """A Qwen3: queries and keys are normalised per head before they are rotated.
 
-    The names are those of `config.json`, explained in `LlamaConfig` and `Qwen2Config`.
+    Fields have the names of `config.json`, explained in `LlamaConfig` and `Qwen2Config`.
 
     Args:
-        head_dim: size of a head, whatever the hidden size.
+        head_dim: the size of a head, independent of `hidden_size`.
         attention_bias: whether the four projections of attention have biases.
 
     Example:

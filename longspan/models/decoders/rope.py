@@ -1,4 +1,4 @@
-"""Rotary positions in a `config.json`, in both spellings."""
+"""Rotary parameters in a `config.json`, in the spellings of Hugging Face's versions 4 and 5."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,25 +7,25 @@ from flax.core import FrozenDict, unfreeze
 
 from longspan.models.fields import is_number, is_positive
 
-BESIDE = ("rope_theta", "rope_scaling", "rope_parameters")  # the keys that are read here
-OLD_SPELLING = ("rope_scaling", "rope_theta", "rope_local_base_freq")  # of what `rope_parameters` hold
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")  # the keys that this module reads
+OLD_SPELLING = ("rope_scaling", "rope_theta", "rope_local_base_freq")  # version 4's keys for `rope_parameters`
 ORIGINAL = "original_max_position_embeddings"
 POSITIVE = (
     "rope_theta", "factor", "attention_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "low_freq_factor",
     "high_freq_factor", ORIGINAL,
 )  # fmt: skip
-# Hugging Face takes a 0 for these as if they were not there.
-FROM_ZERO = ("mscale", "mscale_all_dim")
+NONNEGATIVE = ("mscale", "mscale_all_dim")  # in Hugging Face, 0 means the same as a missing key
 
 
 def one_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`rope_parameters` as Hugging Face's version 5 has them, from either spelling.
+    """`rope_parameters` in the form of Hugging Face's version 5, from either spelling.
 
     As in Hugging Face, `rope_scaling` takes precedence; top-level keys fill in what it omits.
     """
-    scaling, parameters = (object_of(content, key, where) for key in ("rope_scaling", "rope_parameters"))
-    name = "rope_scaling" if scaling else "rope_parameters"
-    return standard_rope(scaling or parameters, name, content, where)
+    scaling, parameters = object_of(content, "rope_scaling", where), object_of(content, "rope_parameters", where)
+    if scaling:
+        return standard_rope(scaling, "rope_scaling", content, where)
+    return standard_rope(parameters, "rope_parameters", content, where)
 
 
 def standard_rope(
@@ -50,8 +50,8 @@ def standard_rope(
     rope = dict(given)
     old_type = rope.pop("type", None)
     rope["rope_type"] = _first(rope.get("rope_type"), old_type, "default")
-    for key in (*POSITIVE, *FROM_ZERO):
-        _check_number(given.get(key), f"{name}.{key}", where, zero=key in FROM_ZERO)
+    for key in (*POSITIVE, *NONNEGATIVE):
+        _check_number(given.get(key), f"{name}.{key}", where, may_be_zero=key in NONNEGATIVE)
     for key in (theta_key, "partial_rotary_factor", ORIGINAL):
         _check_number(content.get(key), key, where)
     rope["rope_theta"] = _first(rope.get("rope_theta"), content.get(theta_key), theta)
@@ -64,13 +64,13 @@ def standard_rope(
 
 
 def override_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A file's content with some keys replaced; no older spelling is left that would take precedence over them."""
+    """A file's content with some keys overridden. Old keys that would take precedence over them are removed."""
     new, parameters = {**raw, **overrides}, "rope_parameters"
     old_spelling = [key for key in OLD_SPELLING if key in overrides]
     if old_spelling and new.get(parameters):
         raise ValueError(
-            f"{where}: `{old_spelling[0]}` is overridden, but `{parameters}` hold this number too. Override "
-            f"`{parameters}` alone, with `rope_type` and `rope_theta`."
+            f"{where}: `{old_spelling[0]}` is overridden, but `{parameters}` contains this number too. Override only "
+            f"`{parameters}`, with `rope_type` and `rope_theta`."
         )
     if overrides.get(parameters) is None:
         return new
@@ -79,14 +79,16 @@ def override_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], where: s
 
 
 def _check_complete(rope: Mapping[str, Any], where: str) -> None:
-    """Raises if a set of parameters, or one of several, lacks the base, which the file's other keys would have had."""
+    """Raises if a set of parameters has no base: the file's base was removed with the old keys."""
     sets = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
     if any(one.get("rope_theta") is None for one in sets):
-        raise ValueError(f"{where} has rope_parameters without `rope_theta`. Add it: they replace all of the file's.")
+        raise ValueError(
+            f"{where} has rope_parameters without `rope_theta`. Add it: the given parameters replace all of the file's."
+        )
 
 
 def object_of(content: Mapping[str, Any], key: str, where: str, path: str = "") -> dict[str, Any]:
-    """The object under a key; an empty one for null, and for a key that is missing."""
+    """The JSON object under a key; an empty dict for null and for a missing key."""
     value = content.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{where} has {path}{key}={value!r:.200}, which must be an object, {{...}}, or null.")
@@ -94,18 +96,20 @@ def object_of(content: Mapping[str, Any], key: str, where: str, path: str = "") 
 
 
 def both_spellings(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `config.json` for one set of parameters: versions 4 and 5 of Hugging Face read them alike."""
+    """The keys of a `config.json` for one set of parameters, for versions 4 and 5 of Hugging Face."""
     plain = unfreeze(rope) if isinstance(rope, FrozenDict) else dict(rope)
-    scaled = plain.get("rope_type", "default") != "default"
-    return dict(rope_parameters=plain, rope_theta=plain["rope_theta"], rope_scaling=plain if scaled else None)
+    scaling = None
+    if plain.get("rope_type", "default") != "default":
+        scaling = plain
+    return dict(rope_parameters=plain, rope_theta=plain["rope_theta"], rope_scaling=scaling)
 
 
-def _check_number(value: Any, key: str, where: str, *, zero: bool = False) -> None:
-    """Raises for a number that no rope has; null means the same as a missing key."""
-    if value is None or is_positive(value) or (zero and is_number(value) and value == 0):
+def _check_number(value: Any, key: str, where: str, *, may_be_zero: bool = False) -> None:
+    """Raises unless a value is a valid number or null, which means the same as a missing key."""
+    if value is None or is_positive(value) or (may_be_zero and is_number(value) and value == 0):
         return
-    least = "from 0 on" if zero else "above 0"
-    raise ValueError(f"{where} has {key}={value!r:.200}, which must be a number {least}, finite in float32.")
+    expected = "a number that is at least 0" if may_be_zero else "a positive number"
+    raise ValueError(f"{where} has {key}={value!r:.200}, which must be {expected} and finite in float32.")
 
 
 def _first(*values: Any) -> Any:

@@ -1,19 +1,19 @@
-"""Layers by their repeating pattern: what is scanned is compiled once, however often it is repeated."""
+"""Layers grouped by their repeating pattern: a scan compiles a pattern once, however often it repeats."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
-LONGEST = 12  # layers of a pattern; real ones have 1 to 6
-LOOP = 4  # what a loop costs, in layers: at this price five local layers and a global one stay one pattern
+MAX_PATTERN = 12  # layers of a pattern; real models have 1 to 6
+LOOP_COST = 4  # in layers: at this price five local layers and a global one stay one pattern
 
 
-class Run(NamedTuple):
-    """Layers that follow each other: the kinds of a pattern, and how often it is repeated.
+class LayerRun(NamedTuple):
+    """Consecutive layers: the kinds of a pattern, and how often it repeats.
 
     Example:
-        >>> Run(start=2, kinds=("local", "global"), count=3).numbers(1)
+        >>> LayerRun(start=2, kinds=("local", "global"), count=3).numbers(1)
         range(3, 8, 2)
     """
 
@@ -22,50 +22,60 @@ class Run(NamedTuple):
     count: int
 
     def numbers(self, place: int) -> range:
-        """The numbers of the layers that have one place of the pattern."""
+        """The numbers of the layers at one place of the pattern."""
         step = len(self.kinds)
         return range(self.start + place, self.start + step * self.count, step)
 
 
-def runs(kinds: Sequence[str]) -> tuple[Run, ...]:
-    """The layers as runs, with as few layers in all patterns together, and as few loops, as there can be.
+def layer_runs(kinds: Sequence[str]) -> tuple[LayerRun, ...]:
+    """The layers as runs, with the fewest pattern layers and loops together.
 
     Example:
-        >>> [(run.kinds, run.count) for run in runs("aabaabaabaa")]
+        >>> [(run.kinds, run.count) for run in layer_runs("aabaabaabaa")]
         [(('a', 'a', 'b'), 3), (('a',), 2)]
     """
-    return _runs(tuple(kinds))
+    return _cheapest_runs(tuple(kinds))
 
 
-def by_run(runs: Sequence[Run], stacks: Sequence[T]) -> list[tuple[T, ...]]:
-    """What there is for each stack of layers, one for each place of each pattern, by run.
+def group_by_run(runs: Sequence[LayerRun], stacks: Sequence[T]) -> list[tuple[T, ...]]:
+    """The items of `stacks`, one per place of each pattern, grouped by run.
 
     Example:
-        >>> by_run(runs("aabaabaabaa"), range(4))
+        >>> group_by_run(layer_runs("aabaabaabaa"), range(4))
         [(0, 1, 2), (3,)]
     """
-    left = iter(stacks)
-    return [tuple(next(left) for _ in run.kinds) for run in runs]
+    remaining = iter(stacks)
+    return [tuple(next(remaining) for _ in run.kinds) for run in runs]
+
+
+class _Split(NamedTuple):
+    """A way to split the first layers of a model into runs."""
+
+    cost: int
+    runs: tuple[LayerRun, ...]
 
 
 @lru_cache(maxsize=64)
-def _runs(kinds: tuple[str, ...]) -> tuple[Run, ...]:
-    best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())]  # of the first layers: cost, runs, the runs
+def _cheapest_runs(kinds: tuple[str, ...]) -> tuple[LayerRun, ...]:
+    # Dynamic programming: the cheapest split of the first `end` layers is the cheapest split of the layers before some
+    # run that ends there, and that run. Among splits of equal cost the one with the fewest runs is taken.
+    best = [_Split(0, ())]
     for end in range(1, len(kinds) + 1):
-        best.append(min((_with(best[run.start], run) for run in _ending(kinds, end)), key=lambda b: b[:2]))
-    return best[-1][2]
+        splits = [_with_run(best[run.start], run) for run in _runs_ending_at(kinds, end)]
+        best.append(min(splits, key=lambda split: (split.cost, len(split.runs))))
+    return best[-1].runs
 
 
-def _with(before: tuple[int, int, tuple[Run, ...]], run: Run) -> tuple[int, int, tuple[Run, ...]]:
-    return before[0] + len(run.kinds) + LOOP, before[1] + 1, (*before[2], run)
+def _with_run(split: _Split, run: LayerRun) -> _Split:
+    return _Split(split.cost + len(run.kinds) + LOOP_COST, (*split.runs, run))
 
 
-def _ending(kinds: tuple[str, ...], end: int) -> list[Run]:
+def _runs_ending_at(kinds: tuple[str, ...], end: int) -> list[LayerRun]:
     """All runs whose last layer is the one before `end`."""
     found = []
-    for size in range(1, min(LONGEST, end) + 1):
+    for size in range(1, min(MAX_PATTERN, end) + 1):
         pattern, start = kinds[end - size : end], end - size
         while start >= 0 and kinds[start : start + size] == pattern:
-            found.append(Run(start, pattern, (end - start) // size))
+            found.append(LayerRun(start, pattern, (end - start) // size))
             start -= size
     return found

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn from what a few rules leave."""
+"""The choice of the next token: the most likely one, or a sample from the tokens that some rules keep."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,32 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BITS = 32  # of a float32: as many halvings find any of them
+FLOAT32_BITS = 32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """The numbers of a choice, arrays; what is None is left out of the program."""
+    """The numbers of the rules, as arrays. A rule whose number is None is not part of the program."""
 
-    temperature: Any = None  # None: the likeliest
+    temperature: Any = None  # None: the most likely token
     top_k: Any = None
     top_p: Any = None
     min_p: Any = None
     repetition_penalty: Any = None
 
 
-def choose(sampling: Sampling, logits: jax.Array, seen: Any, keys: Any, number: Any) -> jax.Array:
+def choose(sampling: Sampling, logits: jax.Array, seen: Any, keys: Any, step: Any) -> jax.Array:
     """The next token of each row, int32 [B].
 
-    The rules come in Hugging Face's order, each on what the one before left.
+    The rules apply in Hugging Face's order, each to the tokens that the previous one kept.
 
     Args:
         sampling: the rules.
         logits: [B, vocab_size].
-        seen: bool [B, vocab_size], the tokens that a row has; only asked for with a repetition penalty.
-        keys: of each row; only asked for with a temperature.
-        number: how many tokens came before: it tells the draws of one row apart.
+        seen: bool [B, vocab_size], the tokens of each row so far; used by the repetition penalty.
+        keys: a random key per row; used with a temperature.
+        step: the number of tokens before this one, folded into the keys so that each draw has its own.
     """
     scores = logits.astype(jnp.float32)
     if sampling.repetition_penalty is not None:
@@ -42,33 +42,32 @@ def choose(sampling: Sampling, logits: jax.Array, seen: Any, keys: Any, number: 
         return jnp.argmax(scores, axis=-1).astype(np.int32)
     scores = scores / sampling.temperature
     if sampling.top_k is not None:
-        scores = _keep(scores, jnp.ones_like(scores), sampling.top_k)
+        scores = _keep_greatest(scores, jnp.ones_like(scores), sampling.top_k)
     if sampling.top_p is not None:
-        scores = _keep(scores, jax.nn.softmax(scores, axis=-1), sampling.top_p)
+        scores = _keep_greatest(scores, jax.nn.softmax(scores, axis=-1), sampling.top_p)
     if sampling.min_p is not None:
-        likeliest = jnp.max(scores, axis=-1, keepdims=True)
-        scores = jnp.where(scores < likeliest + jnp.log(sampling.min_p), -jnp.inf, scores)
-    own = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-    return jax.vmap(jax.random.categorical)(own, scores).astype(np.int32)
+        greatest = jnp.max(scores, axis=-1, keepdims=True)
+        scores = jnp.where(scores < greatest + jnp.log(sampling.min_p), -jnp.inf, scores)
+    step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    return jax.vmap(jax.random.categorical)(step_keys, scores).astype(np.int32)
 
 
-def _keep(scores: jax.Array, weights: jax.Array, goal: Any) -> jax.Array:
-    """The greatest scores that together weigh at least `goal`, with all that equal the last of them; -inf elsewhere.
+def _keep_greatest(scores: jax.Array, weights: jax.Array, goal: Any) -> jax.Array:
+    """The greatest scores whose weights sum to at least `goal`, including ties with the smallest; -inf elsewhere."""
+    # A binary search for the smallest score to keep, over the bits of a float32 from the highest to the lowest. A bit
+    # stays set if the scores at or above the threshold still weigh enough. Sorting a vocabulary is 10 times slower.
+    order = _ordered_bits(scores)
 
-    The last one is found bit by bit, from the top: sorting a vocabulary takes ten times as long.
-    """
-    order = _ordered(scores)
-
-    def try_bit(i, least):
-        higher = least | (np.uint32(1) << (np.uint32(BITS - 1) - i.astype(np.uint32)))
+    def try_bit(i, threshold):
+        higher = threshold | (np.uint32(1) << (np.uint32(FLOAT32_BITS - 1) - i.astype(np.uint32)))
         weight = jnp.sum(jnp.where(order >= higher, weights, 0), axis=-1, keepdims=True)
-        return jnp.where(weight >= goal, higher, least)
+        return jnp.where(weight >= goal, higher, threshold)
 
-    least = jax.lax.fori_loop(0, BITS, try_bit, jnp.zeros((*scores.shape[:-1], 1), np.uint32))
-    return jnp.where(order >= least, scores, -jnp.inf)
+    threshold = jax.lax.fori_loop(0, FLOAT32_BITS, try_bit, jnp.zeros((*scores.shape[:-1], 1), np.uint32))
+    return jnp.where(order >= threshold, scores, -jnp.inf)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """float32 as uint32 of the same order."""
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """float32 as uint32 in the same order: negative numbers have all bits inverted, others the sign bit set."""
     bits = jax.lax.bitcast_convert_type(x, np.uint32)
     return jnp.where(bits >> np.uint32(31) == 1, ~bits, bits | np.uint32(1 << 31))

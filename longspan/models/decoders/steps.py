@@ -1,6 +1,6 @@
-"""The compiled programs of generation: prompts go into the cache chunk by chunk, then tokens come out a few at a time.
+"""The compiled programs of `generate`: prefill in chunks, then decode in bursts of a few tokens.
 
-Parameters are arguments, the cache is donated: neither is copied.
+Parameters are arguments and the cache is donated, so neither is copied.
 """
 
 from dataclasses import dataclass, replace
@@ -17,110 +17,119 @@ from longspan.models.decoders.causal_lm import CausalLM
 from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.inputs import cached_tokens_of
 from longspan.models.decoders.sampling import Sampling, choose
-from longspan.models.graph import Graph
+from longspan.models.graph import HashedGraph
 
-BURST = 8  # tokens of a row between two looks of the host
-NOTHING = -1  # in the place of a token: the row has finished
+BURST = 8  # decode steps between two returns to the host
+NO_TOKEN = -1  # in place of a token of a row that has finished
 
 
-class Rules(NamedTuple):
-    """What stays the same for all tokens of an answer."""
+class DecodeSettings(NamedTuple):
+    """The arrays of a request that stay the same for all decode steps."""
 
     sampling: Sampling
-    stop: Any  # int32 [n]: tokens after which a row has finished
-    keys: Any  # of each row, or None
+    stop_tokens: Any  # int32 [n]: a row is finished after one of these
+    keys: Any  # a random key for each row, or None
     ropes: dict[str, tuple[Any, Any]]  # (inv_freq [B, D/2], factor) by kind of layer
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class State:
-    """Where the rows of a batch are."""
+class DecodeState:
+    """The progress of each row of a batch."""
 
-    last: Any  # [B, D]: the hidden state of each prompt's last token
-    tokens: Any  # int32 [B]: the newest, not in the cache yet
-    left: Any  # int32 [B]: how many may still come; 0: finished
-    number: Any  # int32: how many came
-    seen: Any  # bool [B, vocab_size], or None
+    last_hidden: Any  # [B, D]: the hidden state of each prompt's last token
+    tokens: Any  # int32 [B]: the newest token, which is not in the cache yet
+    remaining: Any  # int32 [B]: tokens that may still follow; 0: finished
+    step: Any  # int32: decode steps so far
+    seen: Any  # bool [B, vocab_size]: tokens of the row so far; None without a repetition penalty
 
 
-class Compiled(NamedTuple):
-    """What the programs of a model are compiled by."""
+class ProgramKey(NamedTuple):
+    """The static argument of the programs of a model."""
 
-    graph: Graph
-    step: bool  # whether a token is computed with matrices, keys and values read in place
+    graph: HashedGraph
+    in_place: bool  # whether decode steps read parameters, keys and values from their stacks without copying them
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def start(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[DecoderCache, jax.Array]:
-    """A cache without tokens, and room for what the last token of each prompt becomes."""
+def allocate(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[DecoderCache, jax.Array]:
+    """An empty cache, and zeros for the hidden state of each prompt's last token."""
     return empty_cache(config, batch, length, dtype), jnp.zeros((batch, config.hidden_size), dtype)
 
 
 @partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
-def prefill(of: Compiled, params, cache: DecoderCache, last, ids, lengths, ropes) -> tuple[DecoderCache, jax.Array]:
-    """The cache with some tokens more of each row, and `last` of the rows that had any: their last hidden state.
+def prefill(
+    program: ProgramKey, params, cache: DecoderCache, last_hidden, ids, lengths, ropes
+) -> tuple[DecoderCache, jax.Array]:
+    """The cache with one more chunk of each prompt, and the hidden state of each row's last token so far.
 
     Args:
-        of: the program.
-        params: the model's.
+        program: the model's structure.
+        params: the model's parameters.
         cache: the cache.
-        last: [B, D].
-        ids: int32 [B, n].
-        lengths: int32 [B]: how many of them each row has.
-        ropes: as in `Rules`.
+        last_hidden: [B, D], kept for rows without a token in this chunk.
+        ids: the chunk, int32 [B, n].
+        lengths: int32 [B]: the number of tokens that each row has in the chunk.
+        ropes: as in `DecodeSettings`.
     """
-    model = nnx.merge(of.graph.graph, params)
-    x, cache = _hidden(model, cache, ids, lengths, ropes, step=False)
+    model = nnx.merge(program.graph.graph, params)
+    x, cache = _hidden_states(model, cache, ids, lengths, ropes, in_place=False)
     newest = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where(lengths[:, None] > 0, newest, last)
+    return cache, jnp.where(lengths[:, None] > 0, newest, last_hidden)
 
 
 @partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))
-def burst(
-    of: Compiled, params, cache: DecoderCache, state: State, rules: Rules
-) -> tuple[DecoderCache, State, jax.Array]:
-    """The first token of each answer, or up to `BURST` more, int32 [BURST, B]; `NOTHING` where a row has finished.
+def decode_burst(
+    program: ProgramKey, params, cache: DecoderCache, state: DecodeState, settings: DecodeSettings
+) -> tuple[DecoderCache, DecodeState, jax.Array]:
+    """The next tokens of each row, int32 [BURST, B]; `NO_TOKEN` after a row has finished.
 
-    One program for both: its first call returns one token, so that it can be streamed at once.
+    The first call returns one token, which can be streamed at once; later calls return up to `BURST`. Both are one
+    program, which is compiled once.
     """
-    model = nnx.merge(of.graph.graph, params)
-    batch, is_first = state.tokens.shape[0], state.number == 0
+    model = nnx.merge(program.graph.graph, params)
+    batch, is_first = state.tokens.shape[0], state.step == 0
 
-    def with_first(state):
-        return _chosen(model, state.last[:, None], state, rules, of.step)
+    def choose_first(state):
+        return _with_next_token(model, state.last_hidden[:, None], state, settings, program.in_place)
 
-    def more(carry):
-        number, _, state, _ = carry
-        return (number < BURST) & ~is_first & jnp.any(state.left > 0)
+    def goes_on(carry):
+        index, _, state, _ = carry
+        return (index < BURST) & ~is_first & jnp.any(state.remaining > 0)
 
-    def one(carry):
-        number, cache, state, tokens = carry
-        alive = state.left > 0
-        x, cache = _hidden(model, cache, state.tokens[:, None], alive.astype(np.int32), rules.ropes, step=of.step)
-        state = _chosen(model, x, state, rules, of.step)
-        return number + 1, cache, state, tokens.at[number].set(jnp.where(alive, state.tokens, np.int32(NOTHING)))
+    def decode_step(carry):
+        index, cache, state, tokens = carry
+        active = state.remaining > 0
+        ids, lengths = state.tokens[:, None], active.astype(np.int32)
+        x, cache = _hidden_states(model, cache, ids, lengths, settings.ropes, in_place=program.in_place)
+        state = _with_next_token(model, x, state, settings, program.in_place)
+        return index + 1, cache, state, tokens.at[index].set(jnp.where(active, state.tokens, np.int32(NO_TOKEN)))
 
-    begins = is_first & (state.left > 0)
-    state = jax.lax.cond(is_first, with_first, lambda state: state, state)
-    tokens = jnp.full((BURST, batch), NOTHING, np.int32).at[0].set(jnp.where(begins, state.tokens, np.int32(NOTHING)))
-    _, cache, state, tokens = jax.lax.while_loop(more, one, (np.int32(0), cache, state, tokens))
+    has_first = is_first & (state.remaining > 0)
+    state = jax.lax.cond(is_first, choose_first, lambda state: state, state)
+    tokens = jnp.full((BURST, batch), NO_TOKEN, np.int32)
+    tokens = tokens.at[0].set(jnp.where(has_first, state.tokens, np.int32(NO_TOKEN)))
+    _, cache, state, tokens = jax.lax.while_loop(goes_on, decode_step, (np.int32(0), cache, state, tokens))
     return cache, state, tokens
 
 
-def _hidden(model: CausalLM, cache: DecoderCache, ids, lengths, ropes, *, step: bool) -> tuple[jax.Array, DecoderCache]:
+def _hidden_states(
+    model: CausalLM, cache: DecoderCache, ids, lengths, ropes, *, in_place: bool
+) -> tuple[jax.Array, DecoderCache]:
     tokens, cache = cached_tokens_of(model.config, ids.shape, cache, lengths, model.dtype, ropes)
-    x, stacks = model._apply_layers(model._embedded(ids, None), tokens, cache.stacks, step=step)
+    x, stacks = model._apply_layers(model._embedded(ids, None), tokens, cache.stacks, in_place=in_place)
     return x, replace(cache, stacks=stacks)
 
 
-def _chosen(model: CausalLM, x: jax.Array, state: State, rules: Rules, step: bool) -> State:
-    """The state with a token more in each row, from what the layers made [B, 1, D] of the one before."""
-    logits = model._logits(model.norm(x), step=step)[:, 0]
-    tokens = choose(rules.sampling, logits, state.seen, rules.keys, state.number)
-    stops = jnp.any(tokens[:, None] == rules.stop[None], axis=1)
-    left = jnp.where(stops, 0, jnp.maximum(state.left - 1, 0))
+def _with_next_token(
+    model: CausalLM, x: jax.Array, state: DecodeState, settings: DecodeSettings, in_place: bool
+) -> DecodeState:
+    """The state with one more token in each row, chosen from the hidden states x [B, 1, D] of the last ones."""
+    logits = model._logits(model.norm(x), in_place=in_place)[:, 0]
+    tokens = choose(settings.sampling, logits, state.seen, settings.keys, state.step)
+    stops = jnp.any(tokens[:, None] == settings.stop_tokens[None], axis=1)
+    remaining = jnp.where(stops, 0, jnp.maximum(state.remaining - 1, 0))
     seen = state.seen
     if seen is not None:
         seen = seen | (jnp.arange(logits.shape[1])[None] == tokens[:, None])
-    return replace(state, tokens=tokens, left=left, number=state.number + 1, seen=seen)
+    return replace(state, tokens=tokens, remaining=remaining, step=state.step + 1, seen=seen)

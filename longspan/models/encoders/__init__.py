@@ -1,1 +1,1 @@
-"""Encoders: one file per family, around the parts they share (`encoder`, `attention`, `tasks`)."""
+"""Encoders: one file per family; `encoder`, `attention` and `tasks` are shared by all families."""

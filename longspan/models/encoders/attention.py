@@ -1,7 +1,7 @@
-"""Self-attention of an encoder: projections around one call of a Longspan function, here the one that sees all.
+"""`FullAttention`: the self-attention of an encoder, with projections around a call of a Longspan function.
 
-A family with another attention overrides what differs: `attend`, and what it makes of a call (`tokens`, `fit`) and of
-each layer (`sites`).
+A family with another attention overrides `attend`, and if necessary `tokens` and `fit`, which prepare a call, and
+`layer_groups`, which describes the layers.
 """
 
 from collections.abc import Sequence
@@ -15,54 +15,60 @@ from jaxtyping import Array, Float
 from longspan.masks import Global
 from longspan.masks.by_slot import kv_flags
 from longspan.models.encoders.family import EncoderConfig
-from longspan.models.layers import linear, side_by_side
+from longspan.models.layers import concatenated_linear, linear
 from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Tokens:
-    """What the layers of one call know about the tokens."""
+class EncoderTokens:
+    """The padding and the global tokens of a batch, which all layers share."""
 
-    # Not shapes for the checker: JAX rebuilds the object with placeholders.
+    # `Any`, not shapes: JAX rebuilds the object with placeholders, which a type checker would reject.
     valid: Any = None  # bool [B, T]; None: no padding
     is_global: Any = None  # bool [B, T]; None: a Longformer without global tokens
-    full: bool = field(default=False, metadata=dict(static=True))  # BigBird: this call attends to everything
+    full: bool = field(default=False, metadata=dict(static=True))  # BigBird: full attention in this call
     sharding: SequenceSharding = field(default=UNSHARDED, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Site:
-    """What tells a layer's attention from the next one's; arrays of several layers have these as their first axis."""
+class LayerOptions:
+    """The settings that differ between layers. Arrays of several layers have the layers as their first axis."""
 
     random_blocks: Any = None  # int [N, rows, r]
     window: int | None = field(default=None, metadata=dict(static=True))
 
 
 class FullAttention(nnx.Module):
-    """Every token sees every token that is not padding."""
+    """Every token attends to all tokens that are not padding."""
 
-    has_globals: ClassVar[bool] = False  # whether a call may name global tokens
+    has_globals: ClassVar[bool] = False  # whether a call takes `global_attention_mask`
 
-    config: Any  # of the family: subclasses read more of it than every encoder has
+    config: Any  # `Any`: subclasses read fields of their family
 
     def __init__(self, config: EncoderConfig, *, use_bias: bool = True, dtype, param_dtype, rngs: nnx.Rngs):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         size = config.hidden_size
         self.config = config
-        self.query = linear(config, size, size, use_bias=use_bias, **kinds)
-        self.key = linear(config, size, size, use_bias=use_bias, **kinds)
-        self.value = linear(config, size, size, use_bias=use_bias, **kinds)
+        self.query = linear(config, size, size, **options)
+        self.key = linear(config, size, size, **options)
+        self.value = linear(config, size, size, **options)
 
-    def __call__(self, x: Float[Array, "B T D"], tokens: Tokens, site: Site, dropout_key) -> Float[Array, "B T D"]:
-        q, k, v = map(self.heads, side_by_side((self.query, self.key, self.value), x))
-        return self.attend(x, q, k, v, tokens, site, self.dropout(dropout_key)).reshape(x.shape)
+    def __call__(
+        self, x: Float[Array, "B T D"], tokens: EncoderTokens, layer: LayerOptions, dropout_key
+    ) -> Float[Array, "B T D"]:
+        q, k, v = map(self.heads, concatenated_linear((self.query, self.key, self.value), x))
+        return self.attend(x, q, k, v, tokens, layer, self.dropout(dropout_key)).reshape(x.shape)
 
-    def attend(self, x, q, k, v, tokens: Tokens, site: Site, dropout: dict) -> Any:
-        mask = None if tokens.valid is None else Global(kv_flags=tokens.valid, rows=False)
-        if tokens.sharding.mesh is not None and tokens.valid is not None:
-            mask = kv_flags(tokens.valid)  # the same, of keys that are not few enough to be sent to everybody
+    def attend(self, x, q, k, v, tokens: EncoderTokens, layer: LayerOptions, dropout: dict) -> Any:
+        if tokens.valid is None:
+            mask = None
+        elif tokens.sharding.mesh is None:
+            mask = Global(kv_flags=tokens.valid, rows=False)
+        else:
+            # The same pairs. `Global` on a mesh would send the flagged keys to all devices, as if they were few.
+            mask = kv_flags(tokens.valid)
         return tokens.sharding.attention(q, k, v, mask=mask, **dropout)
 
     def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
@@ -70,22 +76,25 @@ class FullAttention(nnx.Module):
 
     def dropout(self, key) -> dict:
         rate = self.config.attention_probs_dropout_prob
-        return {} if key is None or rate == 0 else dict(dropout_rate=rate, dropout_key=key)
+        if key is None or rate == 0:
+            return {}
+        return dict(dropout_rate=rate, dropout_key=key)
 
-    def tokens(self, seq_len: int, valid, global_attention_mask, attention_type: str | None) -> Tokens:
-        """What a call's arguments say about its tokens."""
-        self.refuse(global_attention_mask=global_attention_mask, attention_type=attention_type)
-        return Tokens(valid=valid)
+    def tokens(self, length: int, valid, global_attention_mask, attention_type: str | None) -> EncoderTokens:
+        """The arguments of a call, checked, as `EncoderTokens`."""
+        self.check_unused(global_attention_mask=global_attention_mask, attention_type=attention_type)
+        return EncoderTokens(valid=valid)
 
-    def fit(self, x: Float[Array, "B T D"], tokens: Tokens) -> tuple[jax.Array, Tokens]:
-        """The input at a length that the attention can run."""
+    def fit(self, x: Float[Array, "B T D"], tokens: EncoderTokens) -> tuple[jax.Array, EncoderTokens]:
+        """The input, padded to a length that the attention supports."""
         return x, tokens
 
-    def sites(self, seq_len: int, tokens: Tokens) -> Sequence[tuple[int, Site]]:
-        """The layers in order: how many in a row share a static site, and that site."""
-        return [(self.config.num_hidden_layers, Site())]
+    def layer_groups(self, length: int, tokens: EncoderTokens) -> Sequence[tuple[int, LayerOptions]]:
+        """The layers in order, in groups that have the same static options: (number of layers, their options)."""
+        return [(self.config.num_hidden_layers, LayerOptions())]
 
-    def refuse(self, **arguments) -> None:
+    def check_unused(self, **arguments) -> None:
+        """Raises unless arguments that this family does not have are None."""
         for name, value in arguments.items():
             if value is not None:
-                raise ValueError(f"`{name}` means nothing to a {self.config.model_type} model. Leave it out.")
+                raise ValueError(f"`{name}` is not supported by a {self.config.model_type} model. Leave it out.")

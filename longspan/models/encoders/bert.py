@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805): full attention, positions counted from 0; the encoder that the other families grew from."""
+"""BERT (arXiv:1810.04805): full attention, positions from 0; the encoder that the other families are based on."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,17 +14,17 @@ from longspan.models.family import Task
 class BertConfig(EncoderConfig):
     """A BERT encoder: full attention, positions counted from 0.
 
-    The names are those of `config.json`; the defaults are bert-base.
+    Fields have the names of `config.json`; the defaults are bert-base.
 
     Args:
         hidden_act: one of the names in `longspan.models.activations`.
-        classifier_dropout: dropout before a classification head; None is `hidden_dropout_prob`.
-        tie_word_embeddings: whether masked-LM logits use the word embeddings.
-        extra: the rest of a `config.json` as JSON text, which `hf.save` writes back.
+        classifier_dropout: the dropout rate before a classification head; None: `hidden_dropout_prob`.
+        tie_word_embeddings: whether masked-LM logits are computed with the word embeddings.
+        extra: the other keys of a `config.json` as JSON text, which `hf.save` writes back.
 
     Example:
         >>> from longspan import models
-        >>> models.BertConfig(hidden_size=384, num_attention_heads=12).head_size
+        >>> models.BertConfig(hidden_size=384, num_attention_heads=12).head_dim
         32
     """
 

@@ -1,4 +1,4 @@
-"""BigBird (arXiv:2007.14062): blocks that see their neighbours, both end blocks and random blocks."""
+"""BigBird (arXiv:2007.14062): each block attends to its neighbours, both end blocks and random blocks."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -10,10 +10,10 @@ from flax import nnx
 from jaxtyping import Int
 
 from longspan.checks import check_choice
-from longspan.models.encoders.attention import FullAttention, Site, Tokens
+from longspan.models.encoders.attention import EncoderTokens, FullAttention, LayerOptions
 from longspan.models.encoders.bert import BODY, ENCODER, MASKED_LM, TOKEN_CLASSIFIER, BertConfig
 from longspan.models.encoders.encoder import Embeddings
-from longspan.models.encoders.family import NULL, OURS, EncoderFamily
+from longspan.models.encoders.family import NOT_IN_JSON, NULLABLE, EncoderFamily
 from longspan.models.encoders.roberta import SEQUENCE_CLASSIFIER
 from longspan.models.encoders.tasks import QuestionAnswering
 from longspan.models.family import Task
@@ -27,16 +27,16 @@ RANDOM_BLOCKS = ("trained", "hf_eval")
 
 @dataclass(frozen=True, kw_only=True)
 class BigBirdConfig(BertConfig):
-    """A BigBird encoder: blocks that see their neighbours, the first and last block, and some random ones.
+    """A BigBird encoder: each block attends to its neighbours, the first and last block, and some random ones.
 
-    The defaults are bigbird-roberta-base, which is a BERT in everything but its vocabulary.
+    The defaults are bigbird-roberta-base, which is a BERT with RoBERTa's vocabulary.
 
     Args:
-        attention_type: "block_sparse" or "original_full"; a call may choose differently.
-        random_blocks: "trained" draws the random blocks that checkpoints were trained with; "hf_eval" makes every
+        attention_type: "block_sparse" or "original_full"; a call may override it.
+        random_blocks: "trained" uses the random blocks that checkpoints were trained with; "hf_eval" makes every
             random block the first block, as Hugging Face does in eval mode.
         rescale_embeddings: whether word embeddings are multiplied by √hidden_size.
-        use_bias: whether query, key and value have biases.
+        use_bias: whether the query, key and value projections have biases.
 
     Example:
         >>> from longspan import models
@@ -47,11 +47,11 @@ class BigBirdConfig(BertConfig):
     vocab_size: int = 50358
     hidden_act: str = "gelu_new"
     max_position_embeddings: int = 4096
-    sep_token_id: int = field(default=66, metadata=NULL)
+    sep_token_id: int = field(default=66, metadata=NULLABLE)
     attention_type: str = "block_sparse"
     block_size: int = 64
     num_random_blocks: int = 3
-    random_blocks: str = field(default="trained", metadata=OURS)
+    random_blocks: str = field(default="trained", metadata=NOT_IN_JSON)
     use_bias: bool = True
     rescale_embeddings: bool = False
 
@@ -60,7 +60,7 @@ class BigBirdConfig(BertConfig):
     def __post_init__(self):
         super().__post_init__()
         check_counts(self, "block_size")
-        check_counts(self, "sep_token_id", "num_random_blocks", least=0)
+        check_counts(self, "sep_token_id", "num_random_blocks", minimum=0)
         check_flags(self, "use_bias", "rescale_embeddings")
         check_choice("attention_type", self.attention_type, ATTENTION_TYPES)
         check_choice("random_blocks", self.random_blocks, RANDOM_BLOCKS)
@@ -76,65 +76,68 @@ class BigBirdConfig(BertConfig):
 
     @property
     def longest_full(self) -> int:
-        """Inputs up to this length get full attention: their blocks would nearly all be seen anyway."""
+        """Inputs up to this length get full attention: block-sparse attention would skip few of their blocks."""
         return (5 + 2 * self.num_random_blocks) * self.block_size
 
 
 class BigBirdEmbeddings(Embeddings):
-    """Words may be rescaled, and the norm comes last."""
+    """Embeddings that may scale the words, and that normalise after dropout."""
 
     def scale(self, word):
-        rescale = self.config.rescale_embeddings
-        return word * jnp.asarray(self.config.hidden_size**0.5, word.dtype) if rescale else word
+        if not self.config.rescale_embeddings:
+            return word
+        return word * jnp.asarray(self.config.hidden_size**0.5, word.dtype)
 
     def finish(self, x, dropout_key):
         return self.norm(dropout(x, self.config.hidden_dropout_prob, dropout_key))
 
 
 class BigBirdAttention(FullAttention):
-    """Blocks that see their neighbours, both end blocks and random blocks; or everything, if the call says so."""
+    """Block-sparse attention: neighbours, both end blocks and random blocks. Short inputs get full attention."""
 
     def __init__(self, config: BigBirdConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         super().__init__(config, use_bias=config.use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-    def tokens(self, seq_len, valid, global_attention_mask, attention_type):
-        self.refuse(global_attention_mask=global_attention_mask)
-        attention_type = self.config.attention_type if attention_type is None else attention_type
+    def tokens(self, length, valid, global_attention_mask, attention_type):
+        self.check_unused(global_attention_mask=global_attention_mask)
+        if attention_type is None:
+            attention_type = self.config.attention_type
         check_choice("attention_type", attention_type, ATTENTION_TYPES)
-        return Tokens(valid=valid, full=attention_type == "original_full" or seq_len <= self.config.longest_full)
+        full = attention_type == "original_full" or length <= self.config.longest_full
+        return EncoderTokens(valid=valid, full=full)
 
     def fit(self, x, tokens):
-        """Zeros up to a whole number of blocks, which nobody sees."""
+        """The input padded to a whole number of blocks; no token attends to the padding."""
         B, T, _ = x.shape
         missing = -T % self.config.block_size
         if tokens.full or missing == 0:
             return x, tokens
-        valid = jnp.ones((B, T), bool) if tokens.valid is None else tokens.valid
+        valid = tokens.valid
+        if valid is None:
+            valid = jnp.ones((B, T), bool)
         valid = jnp.pad(valid, ((0, 0), (0, missing)))
         return jnp.pad(x, ((0, 0), (0, missing), (0, 0))), replace(tokens, valid=valid)
 
-    def sites(self, seq_len, tokens):
+    def layer_groups(self, length, tokens):
         if tokens.full:
-            return super().sites(seq_len, tokens)
-        return [(self.config.num_hidden_layers, Site(jnp.asarray(random_blocks(self.config, seq_len))))]
+            return super().layer_groups(length, tokens)
+        return [(self.config.num_hidden_layers, LayerOptions(jnp.asarray(random_blocks(self.config, length))))]
 
-    def attend(self, x, q, k, v, tokens, site, dropout):
+    def attend(self, x, q, k, v, tokens, layer, dropout):
         if tokens.full:
-            return super().attend(x, q, k, v, tokens, site, dropout)
-        masks: dict[str, Any] = dict(q_mask=tokens.valid, kv_mask=tokens.valid, **tokens.sharding.options)
-        return bigbird_attention(
-            q, k, v, block_size=self.config.block_size, rand_attn=site.random_blocks, **masks, **dropout
-        )
+            return super().attend(x, q, k, v, tokens, layer, dropout)
+        options: dict[str, Any] = dict(q_mask=tokens.valid, kv_mask=tokens.valid, **tokens.sharding.options, **dropout)
+        return bigbird_attention(q, k, v, block_size=self.config.block_size, rand_attn=layer.random_blocks, **options)
 
 
-def random_blocks(config: BigBirdConfig, seq_len: int) -> Int[np.ndarray, "L N rows r"]:
-    """The random blocks of every layer: those it was trained with, or the first block, as in Hugging Face's eval."""
+def random_blocks(config: BigBirdConfig, length: int) -> Int[np.ndarray, "L N rows r"]:
+    """The random blocks of every layer, by the config's `random_blocks`."""
     layers, heads, r = config.num_hidden_layers, config.num_attention_heads, config.num_random_blocks
     if config.random_blocks == "hf_eval":
-        return np.zeros((layers, heads, seq_len // config.block_size - 2, r), np.int32)
+        return np.zeros((layers, heads, length // config.block_size - 2, r), np.int32)
     draw = functools.partial(
         bigbird_random_blocks,
-        seq_len,
+        length,
         block_size=config.block_size,
         num_random_blocks=r,
         num_heads=heads,

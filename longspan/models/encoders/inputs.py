@@ -1,4 +1,4 @@
-"""What a call gives an encoder, checked before anything is computed from it."""
+"""Checks of the arguments of an encoder's call, before anything is computed."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def check_inputs(
     position_ids: Any,
     inputs_embeds: Any,
 ) -> tuple[int, int]:
-    """The batch and the number of tokens, after checking that all arguments are of one call that the model can run."""
+    """The shape (B, T) of the input. Raises unless the arguments fit together and fit the model."""
     shape = shape_of_input(config, input_ids, inputs_embeds)
     if position_ids is None and shape[1] > config.max_tokens:
         raise ValueError(
             f"The input has {shape[1]} tokens, but this model has positions for {config.max_tokens}. Truncate or split "
-            "it, pass `position_ids`, or give a BERT or RoBERTa more positions with `hf.extend`."
+            "the input, pass `position_ids`, or give a BERT or RoBERTa more positions with `hf.extend`."
         )
     for name, mask in (("attention_mask", attention_mask), ("global_attention_mask", global_attention_mask)):
         if mask is not None:

@@ -1,4 +1,4 @@
-"""RoBERTa (arXiv:1907.11692): a BERT whose positions count the tokens that are not padding."""
+"""RoBERTa (arXiv:1907.11692): a BERT whose positions skip padding."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ from longspan.models.fields import check_counts
 
 @dataclass(frozen=True, kw_only=True)
 class RobertaConfig(BertConfig):
-    """A RoBERTa encoder: as BERT, but positions count the tokens that are not padding, from `pad_token_id` + 1.
+    """A RoBERTa encoder: a BERT whose positions skip padding and start at `pad_token_id` + 1.
 
     Example:
         >>> from longspan import models
@@ -34,11 +34,12 @@ class RobertaConfig(BertConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_counts(self, "pad_token_id", least=0)
+        check_counts(self, "pad_token_id", minimum=0)
         if self.max_tokens < 1:
             raise ValueError(
-                f"max_position_embeddings={self.max_position_embeddings} leaves no position for a token: the first "
-                f"{self.first_position} are padding's, by pad_token_id={self.pad_token_id}."
+                f"max_position_embeddings={self.max_position_embeddings} leaves no position for a token: with "
+                f"pad_token_id={self.pad_token_id} the first {self.first_position} positions are reserved for padding. "
+                "Increase it."
             )
 
     @property
@@ -51,11 +52,11 @@ class RobertaConfig(BertConfig):
 
 
 class RobertaEmbeddings(Embeddings):
-    """Padding has a position of its own, the row before the first token's."""
+    """Embeddings whose padding has its own position, one before the first token's."""
 
-    def positions(self, input_ids, seq_len):
+    def positions(self, input_ids, length):
         if input_ids is None:
-            return super().positions(input_ids, seq_len)
+            return super().positions(input_ids, length)
         pad = self.config.pad_token_id
         is_token = (jnp.asarray(input_ids, jnp.int32) != pad).astype(jnp.int32)
         return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + pad
@@ -86,7 +87,7 @@ ROBERTA = EncoderFamily(
     extendable=True,
     embeddings=RobertaEmbeddings,
     attention=FullAttention,
-    # Its head has the exact GELU whatever the config says.
+    # The masked-LM head has the exact GELU, whatever `hidden_act` is.
     lm_activation="gelu",
     separator=2,
 )

@@ -1,4 +1,4 @@
-"""Encoders with a task's head: masked LM, sequence and token classification, question answering."""
+"""Encoders with a head: masked LM, sequence and token classification, question answering."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from jaxtyping import Float, Int, Shaped
 from longspan.array_types import Array as AnyArray
 from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.encoders.encoder import Encoder, FeedForward, drops_any
+from longspan.models.encoders.encoder import Encoder, FeedForward, uses_dropout
 from longspan.models.encoders.family import EncoderConfig
 from longspan.models.encoders.inputs import check_inputs
+from longspan.models.explicit_axes import accepts_explicit_axes, vocab_axes_of
 from longspan.models.layers import LayerNorm, dropout, linear
 from longspan.models.output import Output
-from longspan.models.placed import columns_of, placed
-from longspan.models.rngs import Drawn, Rngs, check_call_rngs, dropout_stream, next_key
+from longspan.models.rngs import Rngs, SingleKey, check_call_rngs, dropout_stream, next_key
 from longspan.parallel.sequence_sharding import SequenceSharding
 
 
 class Model(nnx.Module):
-    """An encoder in `encoder`, and a head after it. Calls take the arguments of `Encoder`, and it has its attributes.
+    """An encoder, the attribute `encoder`, and a head. It has the call arguments and the attributes of `Encoder`.
 
     Example:
         >>> from longspan import models
@@ -34,7 +34,7 @@ class Model(nnx.Module):
     task: ClassVar[str]  # as in `Encoder`
     suffixes: ClassVar[tuple[str, ...]]
 
-    config: Any  # of the family: BigBird's and Longformer's have more than BERT's
+    config: Any  # `Any`: some families add fields
 
     def __init__(self, config: EncoderConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -61,7 +61,7 @@ class Model(nnx.Module):
         batch_axes: str | Sequence[str] = BATCH_AXES,
         head_axis: str | None = HEAD_AXIS,
     ) -> Output:
-        """See `Encoder`. The output has the encoder's fields and the head's."""
+        """The output of the encoder and of the head. `Encoder` explains the arguments."""
         arrays: dict[str, Any] = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -72,28 +72,40 @@ class Model(nnx.Module):
         )
         check_inputs(self.config, **arrays)
         check_call_rngs(rngs)
-        deterministic = self.deterministic if deterministic is None else deterministic
-        drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
-        rngs = dropout_stream(rngs) if drops else rngs
-        # Drawn here, before anything is computed under `jit`, where the caller's stream could not count on.
-        own = next_key(dropout_stream(rngs)) if drops_any(self.config, deterministic) else None
-        arrays["keys"] = own, next_key(dropout_stream(rngs)) if drops else None
+        if deterministic is None:
+            deterministic = self.deterministic
+        arrays["keys"] = self._dropout_keys(deterministic, rngs)
         sharding = SequenceSharding(mesh, axis, order, batch_axes, head_axis)
         options: dict[str, Any] = dict(attention_type=attention_type, remat=remat, sharding=sharding)
-        return self._answered(arrays, deterministic=deterministic, **options)
+        return self._forward(arrays, deterministic=deterministic, **options)
 
-    @placed
-    def _answered(
+    def _dropout_keys(self, deterministic: bool, rngs: Rngs | None) -> tuple[Any, Any]:
+        """A key for the encoder and one for the head; None where nothing is dropped.
+
+        They are drawn before anything is computed under `jit`, where the caller's stream could not count them.
+        """
+        encoder_key = head_key = None
+        head_drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
+        if head_drops:
+            rngs = dropout_stream(rngs)
+        if uses_dropout(self.config, deterministic):
+            encoder_key = next_key(dropout_stream(rngs))
+        if head_drops:
+            head_key = next_key(dropout_stream(rngs))
+        return encoder_key, head_key
+
+    @accepts_explicit_axes
+    def _forward(
         self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
         deterministic: bool, sharding: SequenceSharding, **options,
     ) -> Output:  # fmt: skip
         shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        at = sharding.positions(shape[1])
+        positions = sharding.positions(shape[1])
         if global_attention_mask is None and self.config.family.attention.has_globals:
-            global_attention_mask = self.default_globals(input_ids, shape, at)
+            global_attention_mask = self.default_globals(input_ids, shape, positions)
         if token_type_ids is None:
-            token_type_ids = self.default_token_types(input_ids, at)
-        own, of_head = keys
+            token_type_ids = self.default_token_types(input_ids, positions)
+        encoder_key, head_key = keys
         output = self.encoder(
             input_ids,
             attention_mask,
@@ -102,32 +114,34 @@ class Model(nnx.Module):
             position_ids,
             inputs_embeds,
             deterministic,
-            rngs=None if own is None else Drawn(own),
+            rngs=None if encoder_key is None else SingleKey(encoder_key),
             **sharding.options,
             **options,
         )
-        keys = [None, None] if of_head is None else jax.random.split(of_head, 2)
-        return dataclasses.replace(output, **self.head(output, input_ids, keys, at))
+        head_keys = [None, None] if head_key is None else jax.random.split(head_key, 2)
+        return dataclasses.replace(output, **self.head(output, input_ids, head_keys, positions))
 
     @property
-    def _columns(self) -> Any:
-        """The mesh axes that its logits are split over, besides those of tokens."""
+    def _vocab_axes(self) -> Any:
+        """The mesh axes that shard the vocabulary axis of the logits."""
         return None
 
-    # `at`: which token lies in each slot, int [T]; None where it is the slot's own.
-    def head(self, output: Output, input_ids, keys, at) -> dict[str, jax.Array]:
+    # `positions`, int [T], are those of the tokens in each slot; None if slots and positions are equal.
+    def head(self, output: Output, input_ids, keys, positions) -> dict[str, jax.Array]:
+        """The head's fields of `Output`."""
         raise NotImplementedError
 
-    def default_globals(self, input_ids, shape: tuple[int, int], at):
-        """Global tokens, in a family that has them, where the caller names none."""
+    def default_globals(self, input_ids, shape: tuple[int, int], positions):
+        """The default `global_attention_mask`, in families that have global tokens."""
         return None
 
-    def default_token_types(self, input_ids, at):
+    def default_token_types(self, input_ids, positions):
+        """The default `token_type_ids`."""
         return None
 
 
 class MaskedLM(Model):
-    """An encoder that predicts the token at each place: `logits` [B, T, vocab_size].
+    """An encoder that predicts the token at each position: `logits` [B, T, vocab_size].
 
     Example:
         >>> from flax import nnx
@@ -143,29 +157,34 @@ class MaskedLM(Model):
     def __init__(
         self, config: EncoderConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(config, pooler=pooler, **kinds)
-        self.dense = linear(config, config.hidden_size, config.hidden_size, **kinds)
-        self.norm = LayerNorm(config, **kinds)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(config, pooler=pooler, **options)
+        self.dense = linear(config, config.hidden_size, config.hidden_size, **options)
+        self.norm = LayerNorm(config, **options)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, param_dtype))
-        tied, shape = config.tie_word_embeddings, (config.hidden_size, config.vocab_size)
-        self.decoder = nnx.data(None) if tied else linear(config, *shape, use_bias=False, **kinds)
+        if config.tie_word_embeddings:
+            self.decoder = nnx.data(None)
+        else:
+            self.decoder = linear(config, config.hidden_size, config.vocab_size, use_bias=False, **options)
 
     @property
-    def _columns(self) -> Any:
-        return columns_of(self.decoder, self.encoder.embeddings.word)
+    def _vocab_axes(self) -> Any:
+        return vocab_axes_of(self.decoder, self.encoder.embeddings.word)
 
-    def head(self, output, input_ids, keys, at):
-        act = self.config.family.lm_activation or self.config.hidden_act
-        x = self.norm(ACTIVATIONS[act](self.dense(output.last_hidden_state)))
-        logits = self.encoder.embeddings.word.attend(x) if self.decoder is None else self.decoder(x)
+    def head(self, output, input_ids, keys, positions):
+        activation = ACTIVATIONS[self.config.family.lm_activation or self.config.hidden_act]
+        x = self.norm(activation(self.dense(output.last_hidden_state)))
+        if self.decoder is None:
+            logits = self.encoder.embeddings.word.attend(x)
+        else:
+            logits = self.decoder(x)
         return dict(logits=logits + jnp.asarray(self.bias[...], logits.dtype)[None, None])
 
 
 class SequenceClassifier(Model):
     """An encoder that labels whole inputs by their first token: `logits` [B, num_labels].
 
-    In a Longformer the first token is global unless `global_attention_mask` says otherwise.
+    In a Longformer the first token is global by default, without `global_attention_mask`.
 
     Example:
         >>> from flax import nnx
@@ -187,21 +206,23 @@ class SequenceClassifier(Model):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         reads_pooler = config.family.classifier_reads_pooler
-        super().__init__(config, pooler=reads_pooler or bool(pooler), **kinds)
-        size = config.hidden_size
-        self.dense = nnx.data(None) if reads_pooler else linear(config, size, size, **kinds)
-        self.classifier = linear(config, size, config.num_labels, **kinds)
+        super().__init__(config, pooler=reads_pooler or bool(pooler), **options)
+        if reads_pooler:
+            self.dense = nnx.data(None)
+        else:
+            self.dense = linear(config, config.hidden_size, config.hidden_size, **options)
+        self.classifier = linear(config, config.hidden_size, config.num_labels, **options)
 
-    def head(self, output, input_ids, keys, at):
+    def head(self, output, input_ids, keys, positions):
         rate, x = self.config.head_dropout, output.pooler_output
         if self.dense is not None:
-            act = self.config.family.classifier_activation or self.config.hidden_act
-            x = ACTIVATIONS[act](self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
+            activation = ACTIVATIONS[self.config.family.classifier_activation or self.config.hidden_act]
+            x = activation(self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
         return dict(logits=self.classifier(dropout(x, rate, keys[1])))
 
-    def default_globals(self, input_ids, shape, at):
+    def default_globals(self, input_ids, shape, positions):
         return jnp.broadcast_to(jnp.arange(shape[1])[None] == 0, shape)
 
 
@@ -222,20 +243,20 @@ class TokenClassifier(Model):
     def __init__(
         self, config: EncoderConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(config, pooler=pooler, **kinds)
-        self.classifier = linear(config, config.hidden_size, config.num_labels, **kinds)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(config, pooler=pooler, **options)
+        self.classifier = linear(config, config.hidden_size, config.num_labels, **options)
 
-    def head(self, output, input_ids, keys, at):
+    def head(self, output, input_ids, keys, positions):
         return dict(logits=self.classifier(dropout(output.last_hidden_state, self.config.head_dropout, keys[0])))
 
 
 class QuestionAnswering(Model):
-    """An encoder that marks where an answer starts and ends: `start_logits` and `end_logits`, [B, T] each.
+    """An encoder that predicts where an answer starts and ends: `start_logits` and `end_logits`, [B, T] each.
 
-    In a Longformer the tokens before the first `sep_token_id`, the question, are global unless
-    `global_attention_mask` says otherwise. In a BigBird the first separator ends the question: its tokens have token
-    type 0, the others 1, and no answer lies in it (their logits are lowered by 1e6, the first token's excepted).
+    The question ends at the first `sep_token_id`. In a Longformer the tokens before it are global by default, without
+    `global_attention_mask`. In a BigBird the question and its separator have token type 0 and the other tokens 1, and
+    the logits of the question are lowered by 1e6, except for the first token's, because no answer lies in it.
 
     Example:
         >>> from flax import nnx
@@ -251,41 +272,51 @@ class QuestionAnswering(Model):
     def __init__(
         self, config: EncoderConfig, *, pooler: bool = False, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
     ):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(config, pooler=pooler, **kinds)
-        self.feed_forward = FeedForward(config, **kinds) if config.family.answers_have_layer else nnx.data(None)
-        self.outputs = linear(config, config.hidden_size, 2, **kinds)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(config, pooler=pooler, **options)
+        if config.family.answers_have_layer:
+            self.feed_forward = FeedForward(config, **options)
+        else:
+            self.feed_forward = nnx.data(None)
+        self.outputs = linear(config, config.hidden_size, 2, **options)
 
-    def head(self, output, input_ids, keys, at):
+    def head(self, output, input_ids, keys, positions):
         x = output.last_hidden_state
         if self.feed_forward is not None:
             x = self.feed_forward(dropout(x, self.config.hidden_dropout_prob, keys[0]), x, keys[1])
         logits = self.outputs(x)
         if self.config.family.answers_follow_question and input_ids is not None:
-            question = self.question(input_ids, at).at[:, 0].set(False)
+            question = self.question(input_ids, positions).at[:, 0].set(False)
             logits = logits - jnp.where(question, 1e6, 0.0).astype(logits.dtype)[..., None]
         return dict(start_logits=logits[..., 0], end_logits=logits[..., 1])
 
-    def default_globals(self, input_ids, shape, at):
-        return None if input_ids is None else self.question(input_ids, at)
+    def default_globals(self, input_ids, shape, positions):
+        if input_ids is None:
+            return None
+        return self.question(input_ids, positions)
 
-    def default_token_types(self, input_ids, at):
+    def default_token_types(self, input_ids, positions):
         if self.config.family.answers_follow_question and input_ids is not None:
-            return 1 - self.question(input_ids, at).astype(jnp.int32)
+            return 1 - self.question(input_ids, positions).astype(jnp.int32)
         return None
 
-    def question(self, input_ids, at=None) -> jax.Array:
-        """The tokens before the first separator, and in some families the separator too.
+    def question(self, input_ids, positions=None) -> jax.Array:
+        """Whether each token belongs to the question, bool [B, T]: the tokens before the first separator.
+
+        In families whose answers follow the question, the separator belongs to it too. In a row without a separator
+        the question ends at position 0.
 
         Args:
             input_ids: [B, T].
-            at: which token lies in each slot, if it is not the slot's own, int [T].
+            positions: int [T], the position of the token in each slot; by default the slot's index.
         """
-        config = self.config
         ids = jnp.asarray(input_ids, jnp.int32)
-        place = (jnp.arange(ids.shape[1], dtype=jnp.int32) if at is None else at)[None]
-        separators = ids == config.sep_token_id
-        first = jnp.where(separators, place, ids.shape[1]).min(axis=1, keepdims=True)
-        first = jnp.where(separators.any(axis=1, keepdims=True), first, 0)
-        past = first + 1 if config.family.answers_follow_question else first
-        return place < past
+        if positions is None:
+            positions = jnp.arange(ids.shape[1], dtype=jnp.int32)
+        positions = positions[None]
+        separators = ids == self.config.sep_token_id
+        first = jnp.where(separators, positions, ids.shape[1]).min(axis=1, keepdims=True)
+        end = jnp.where(separators.any(axis=1, keepdims=True), first, 0)
+        if self.config.family.answers_follow_question:
+            end = end + 1
+        return positions < end

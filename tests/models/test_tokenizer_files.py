@@ -1,4 +1,4 @@
-"""What `save` writes beside the weights: a tokenizer, labels, generation settings; and what killed saves left."""
+"""The other files of `save`: the tokenizer, labels and the generation config; and leftovers of killed saves."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def put(where, files):
 
 
 def beside(where):
-    """What lies there besides the model."""
+    """The files of a directory other than the model's."""
     ours = {"config.json", "model.safetensors", "cases.safetensors"}
     return {p.name: p.read_text() for p in where.iterdir() if p.name not in ours}
 
@@ -68,7 +68,7 @@ def test_the_tokenizer_comes_along_from_where_the_model_was_loaded(source, tmp_p
     ],
     ids=["split and merge", "clone", "jit", "encoder", "extend", "extended encoder"],
 )
-def test_a_model_remembers_its_directory_whatever_becomes_of_it(change, source, tmp_path):
+def test_a_model_keeps_its_source_after_changes(change, source, tmp_path):
     model = change(hf.load(source))
     assert model.source == str(source.resolve())
     hf.save(model, tmp_path / "new")
@@ -86,11 +86,11 @@ def test_a_tokenizer_that_is_there_stays(source, tmp_path):
     assert beside(tmp_path / "new") == OTHER | {"generation_config.json": '{"top_k": 3}'}
 
 
-def test_a_tokenizer_that_is_named_takes_the_place_of_one_that_is_there(source, tmp_path):
+def test_a_given_tokenizer_replaces_an_existing_one(source, tmp_path):
     named, new = put(tmp_path / "named", BERTS | {"notes.txt": ""}), put(tmp_path / "new", OTHER | {"mine.txt": "x"})
     model = hf.load(source)
     hf.save(model, new, tokenizer=named)
-    # No file of the old one is left to be mixed with the new.
+    # No file of the old tokenizer is left.
     assert beside(new) == BERTS | {"mine.txt": "x", "generation_config.json": '{"top_k": 3}'}
     with pytest.raises(FileNotFoundError, match="must be a directory with a tokenizer, one of"):
         hf.save(model, tmp_path / "newer", tokenizer=tmp_path / "nowhere")
@@ -156,7 +156,7 @@ def test_an_interrupted_save_leaves_the_old_tokenizer_too(fatal, source, tmp_pat
     assert {p.name: p.read_bytes() for p in new.iterdir()} == before
 
 
-def test_what_killed_saves_left_goes_with_the_next_save(source):
+def test_leftovers_of_killed_saves_are_removed_by_the_next_save(source):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     host, day = socket.gethostname(), 24 * 3600
@@ -169,7 +169,7 @@ def test_what_killed_saves_left_goes_with_the_next_save(source):
     assert [folder.exists() for folder in (dead, alive, elsewhere, old)] == [False, True, True, False]
 
 
-def test_what_a_killed_save_left_stays_until_a_save_succeeds(source, monkeypatch):
+def test_leftovers_of_a_killed_save_stay_until_a_save_succeeds(source, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     left = put(source / f".saving-{socket.gethostname()}-{process.pid}-abc", {"x": "y"})
