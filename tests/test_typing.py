@@ -25,6 +25,7 @@ host = np.ones((1, 16, 2, 4), np.float32)
 ids = np.zeros((1, 16), np.int32)
 info = ls.MaskInfo.from_segments(ids)
 blocks = ls.bigbird_random_blocks(16, block_size=2, num_random_blocks=1, num_heads=2, seed=0)
+cache, view = ls.cache.init(ls.cache.plan(ls.Causal(), 16), 1, 2, 4, jnp.float32).append(k, v)
 """
 
 GOOD = """\
@@ -61,6 +62,16 @@ assert_type(ls.longformer_attention(q, k, v, None, None, None, window=2), jax.Ar
 assert_type(ls.bigbird(16, block_size=2, rand_attn=blocks), ls.Mask)
 assert_type(ls.longformer(3, token_kinds=ids, dilation=(1, 2)), ls.Mask)
 ls.hf.load("d", dtype=jnp.bfloat16, param_dtype="float32", config=dict(hidden_dropout_prob=0)).config.vocab_size
+assert_type(ls.hf.load("d"), ls.models.Encoder | ls.models.Model | ls.models.CausalLM)
+assert_type(ls.hf.load("d", task="encoder"), ls.models.Encoder)
+assert_type(ls.hf.load("d", task="masked_lm", dtype="bfloat16"), ls.models.MaskedLM)
+assert_type(ls.hf.load("d", task="sequence_classification", num_labels=3), ls.models.SequenceClassifier)
+assert_type(ls.hf.load("d", task="token_classification", rngs=nnx.Rngs(0)), ls.models.TokenClassifier)
+assert_type(ls.hf.load("d", task="question_answering"), ls.models.QuestionAnswering)
+assert_type(ls.hf.load("d", task="causal_lm"), ls.models.CausalLM)
+ls.generate(ls.hf.load("d", task="causal_lm"), [[1, 2]], max_new_tokens=3)[0].tolist()
+assert_type(ls.attention(q, **view.of(ls.Causal())), jax.Array)
+view.of(ls.Causal())["kv_positions"].shape
 layer = ls.nn.nnx.SelfAttention(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
 layer(jnp.ones((1, 4, 8)), mask=ls.Causal()).shape
 class Mine(Engine):
@@ -104,6 +115,11 @@ ls.longformer_attention(q, k, v, window=2)
 ls.longformer("wide")
 ls.bigbird_random_blocks(16, block_size=2)
 ls.mask_to_segment_ids("mask")
+ls.hf.load("d", task="encoder", dtyp="bfloat16")
+ls.hf.load("d", task="causal_lm").pooler
+ls.generate(ls.hf.load("d", task="encoder"), [[1]], max_new_tokens=1)
+view.of(ls.Causal())["positions"]
+ls.attention(q, k, **view.of(ls.Causal()))
 ls.nothing
 """
 

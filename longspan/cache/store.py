@@ -1,7 +1,7 @@
 """`Cache`: keys and values in the slots of a plan; `View`: the keys and values that new tokens attend to."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,16 @@ else:
     Leaf = Any  # without a shape: JAX rebuilds the object with placeholders, and `vmap` stacks the arrays
 
 
+class AttentionArguments(TypedDict):
+    """The keyword arguments that `View.of` returns for `ls.attention`."""
+
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, Hv]
+    mask: Mask
+    q_positions: jax.Array  # int32 [B, T]
+    kv_positions: jax.Array  # int32 [B, S]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
@@ -57,13 +67,13 @@ class View:
     plan: CachePlan = field(metadata=dict(static=True))
 
     @no_type_check
-    def of(self, mask: Mask) -> dict[str, Any]:
+    def of(self, mask: Mask) -> AttentionArguments:
         """The arguments of `ls.attention` other than q: k, v, positions, and the mask for these tokens.
 
         Args:
             mask: the mask that the cache was planned for, or one that allows no more.
         """
-        return dict(k=self.k, v=self.v) | _attention_arguments(self, mask, self.k.shape[0])
+        return AttentionArguments(k=self.k, v=self.v, **_attention_arguments(self, mask, self.k.shape[0]))
 
 
 @jax.tree_util.register_dataclass
