@@ -108,7 +108,7 @@ def test_rolled_back_tokens_leave_no_trace():
     assert_close(np.asarray(model(IDS[:, 4:], cache=further).logits), want)
     sliding = small()
     full = sliding(IDS, cache=sliding.init_cache(2, 20)).cache
-    with pytest.raises(ValueError, match="would need keys that were evicted"):
+    with pytest.raises(ValueError, match="needs keys that were evicted"):
         full.rollback(1)
 
 
