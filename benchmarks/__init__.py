@@ -1,5 +1,5 @@
 """Speed and memory as ratios, measured in one run: `python -m benchmarks` (or `make bench`).
 
-Never part of the tests. Absolute times do not carry over between machines; ratios to the same run's GEMM peak, and to
-the peers that are installed, do.
+The tests never run these. Absolute times do not transfer between machines, but ratios to the GEMM peak and to installed
+peers of the same run do.
 """

@@ -1,4 +1,4 @@
-"""Runs the benchmarks: `python -m benchmarks [group ...] [--json FILE]`. Without a group: all of them."""
+"""Runs the benchmarks: `python -m benchmarks [group ...] [--json FILE]`; without a group, all of them."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
     "growth": xla.growth,
     "documents": xla.documents,
     "cpu": cpu.speed,
-    "between": cpu.said_by_arrays,
+    "between": cpu.intervals,
     "biases": cpu.biases,
     "crossover": cpu.crossover,
     "long": cpu.long,
@@ -23,7 +23,7 @@ GROUPS: dict[str, Callable[[], list[list[str]]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="what to run; everything by default")
+    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="groups to run; by default all")
     parser.add_argument("--json", help="also write the tables and the machine's description to this file")
     arguments = parser.parse_args()
     found = {"machine": measure.machine()}

@@ -1,9 +1,9 @@
-"""What sequence parallel attention sends on TPUs, compiled for them without having one (`make accelerators`).
+"""The bytes that sequence-parallel attention sends on TPUs, from programs compiled without a TPU (`make accelerators`).
 
     python -m benchmarks.accelerators                    # forward and backward on v5e 4x4
     python -m benchmarks.accelerators v5e:16x16 1048576  # another topology and length
 
-The programs are those of XLA:TPU, through the `xla` engine; they are never run. Needs libtpu.
+XLA:TPU compiles the programs of the `xla` engine, and they are never run. This needs libtpu.
 """
 
 import os
@@ -12,14 +12,14 @@ import time
 
 TOPOLOGY, LENGTH = "v5e:4x4", 16384
 HEADS, KV_HEADS, SIZE = 8, 2, 128
-QUIETLY = dict(
+ENVIRONMENT = dict(
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     TPU_ACCELERATOR_TYPE="v5litepod-4",
 )  # fmt: skip
 
 
 def masks(length: int) -> dict:
-    """Name -> mask and order."""
+    """The mask and the order of each case, by name."""
     import numpy as np
 
     import longspan as ls
@@ -34,7 +34,7 @@ def masks(length: int) -> dict:
 
 
 def mesh_of(topology: str):
-    """All chips of a topology in a row."""
+    """A mesh with one axis of all chips of a topology."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
@@ -44,7 +44,7 @@ def mesh_of(topology: str):
 
 
 def compile_both(mask, order: str, mesh, length: int):
-    """(forward, both passes), compiled."""
+    """The compiled programs of the forward pass and of both passes."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -53,7 +53,8 @@ def compile_both(mask, order: str, mesh, length: int):
     import longspan as ls
 
     here = NamedSharding(mesh, P(None, "sp"))
-    q, k = (jax.ShapeDtypeStruct((1, length, n, SIZE), jnp.bfloat16, sharding=here) for n in (HEADS, KV_HEADS))
+    q = jax.ShapeDtypeStruct((1, length, HEADS, SIZE), jnp.bfloat16, sharding=here)
+    k = jax.ShapeDtypeStruct((1, length, KV_HEADS, SIZE), jnp.bfloat16, sharding=here)
 
     def forward(q, k, v):
         return ls.parallel.attention(q, k, v, mask=mask, mesh=mesh, order=order, engine="xla")
@@ -62,41 +63,41 @@ def compile_both(mask, order: str, mesh, length: int):
         return jax.vjp(forward, q, k, v)[1](dout)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        there = jax.jit(forward, out_shardings=here).lower(q, k, k)
-        back = jax.jit(both, out_shardings=(here,) * 3).lower(q, k, k, q)
-    return there.compile(), back.compile()
+        lowered_forward = jax.jit(forward, out_shardings=here).lower(q, k, k)
+        lowered_both = jax.jit(both, out_shardings=(here,) * 3).lower(q, k, k, q)
+    return lowered_forward.compile(), lowered_both.compile()
 
 
-def said(mask, order: str, mesh, length: int):
-    """What `explain` says of the same call."""
+def explained(mask, order: str, mesh, length: int):
+    """The report of `explain` for the same call."""
     import jax
     import jax.numpy as jnp
 
     import longspan as ls
 
-    q, k = (jax.ShapeDtypeStruct((1, length, n, SIZE), jnp.bfloat16) for n in (HEADS, KV_HEADS))
+    q = jax.ShapeDtypeStruct((1, length, HEADS, SIZE), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, length, KV_HEADS, SIZE), jnp.bfloat16)
     return ls.explain(q, k, k, mask=mask, mesh=mesh, order=order, engine="xla")
 
 
 def main(topology: str = TOPOLOGY, length: str = str(LENGTH)) -> None:
-    os.environ.update(QUIETLY)
+    os.environ.update(ENVIRONMENT)
     from benchmarks.measure import table
     from tests.parallel.hlo import total
 
     mesh, count = mesh_of(topology), int(length)
-    rows = [["mask", "forward, bytes", "said", "both, bytes", "said", "temporary, MB", "compiled in, s"]]
+    rows = [["mask", "forward, bytes", "by explain", "both, bytes", "by explain", "temporary, MB", "compile time, s"]]
     for name, (mask, order) in masks(count).items():
         start = time.perf_counter()
         forward, both = compile_both(mask, order, mesh, count)
         seconds = time.perf_counter() - start
-        plan = said(mask, order, mesh, count)
+        report = explained(mask, order, mesh, count)
         temporary = both.memory_analysis().temp_size_in_bytes / 1e6
-        told = f"{plan.sent_bytes:,}", f"{plan.sent_bytes + plan.sent_bytes_backward:,}"
         numbers = (
             f"{total(forward, trips=mesh.size - 1):,}",
-            told[0],
+            f"{report.sent_bytes:,}",
             f"{total(both, trips=mesh.size - 1):,}",
-            told[1],
+            f"{report.sent_bytes + report.sent_bytes_backward:,}",
             f"{temporary:.1f}",
             f"{seconds:.0f}",
         )

@@ -1,4 +1,4 @@
-"""Named cases: what is computed, on which shapes."""
+"""Named cases: masks and their shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from longspan.testing import Shape
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a mask on a shape."""
+    """A mask and a shape to measure."""
 
     name: str
     shape: Shape

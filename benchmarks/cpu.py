@@ -1,4 +1,4 @@
-"""The figures of the `cpu` engine."""
+"""Measurements of the `cpu` engine."""
 
 import resource
 from dataclasses import replace
@@ -21,8 +21,8 @@ LATENT = Shape(1, 2048, 2048, 8, 8, 192, 128)
 
 
 def speed() -> list[list[str]]:
-    """Against the GEMM peak and the peers that are installed."""
-    rows = [["case", "ms", "of GEMM peak", "against"]]
+    """Compares the engine with the GEMM peak and with the installed peers."""
+    rows = [["case", "ms", "of GEMM peak", "faster than peers"]]
     torch, hf = peers.installed("torch"), peers.installed("torch", "transformers")
     for case, others in (
         (cases.WINDOW_16K, ["flex", "longformer"]),
@@ -31,29 +31,27 @@ def speed() -> list[list[str]]:
         (cases.PACKED_32K, []),
     ):
         run, _ = ours(case, "cpu")
-        contestants = {"gemm": gemm(), "ours": run}
+        runs = {"gemm": gemm(), "ours": run}
         if torch and "sdpa" in others:
-            contestants["torch SDPA"] = peers.torch_sdpa(case.shape)
+            runs["torch SDPA"] = peers.torch_sdpa(case.shape)
         if torch and "flex" in others:
-            contestants["FlexAttention"] = peers.flex(case.shape, 256)
+            runs["FlexAttention"] = peers.flex(case.shape, 256)
         if hf and "longformer" in others:
-            contestants["HF Longformer"], contestants["projections"] = peers.hf_longformer(
-                case.shape, 256, backward=case.backward
-            )
-        times = alternate(contestants)
+            runs["HF Longformer"], runs["projections"] = peers.hf_longformer(case.shape, 256, backward=case.backward)
+        times = alternate(runs)
         rows.append(
             [
                 case.name,
                 f"{1e3 * np.median(times['ours']):.1f}",
                 f"{of_peak(times, 'ours', useful_flops(case)):.3f}",
-                _against(times),
+                _ratios(times),
             ]
         )
     return [*rows, _biased(torch), _latent(torch), _big_bird(hf), _decode()]
 
 
-def _against(times: dict[str, list[float]]) -> str:
-    """How many times faster than each peer. Projections are not attention and are taken off."""
+def _ratios(times: dict[str, list[float]]) -> str:
+    """The speed relative to each peer. The time of projections, which are not attention, is subtracted."""
     return ", ".join(_faster(times, name) for name in times if name not in ("gemm", "ours", "projections"))
 
 
@@ -73,7 +71,12 @@ def _biased(torch: bool) -> list[str]:
     peer = {"torch SDPA": peers.torch_sdpa(BIASED, bias)} if torch else {}
     times = alternate({"gemm": gemm(), "ours": lambda: run(q, k, v, bias)} | peer)
     share = of_peak(times, "ours", 4 * BIASED.H * BIASED.N * BIASED.T * BIASED.S)
-    return ["a bias [1,8,2048,2048], 2k", f"{1e3 * np.median(times['ours']):.1f}", f"{share:.3f}", _against(times)]
+    return [
+        "a bias [1,8,2048,2048], 2k",
+        f"{1e3 * np.median(times['ours']):.1f}",
+        f"{share:.3f}",
+        _ratios(times),
+    ]
 
 
 def _latent(torch: bool) -> list[str]:
@@ -83,7 +86,12 @@ def _latent(torch: bool) -> list[str]:
     peer = {"torch SDPA": peers.torch_sdpa(LATENT)} if torch else {}
     times = alternate({"gemm": gemm(), "ours": lambda: run(q, k, v)} | peer)
     share = of_peak(times, "ours", 2 * (192 + 128) * LATENT.N * LATENT.T * (LATENT.T + 1) / 2)
-    return ["causal, H = 192, Hv = 128, 2k", f"{1e3 * np.median(times['ours']):.1f}", f"{share:.3f}", _against(times)]
+    return [
+        "causal, H = 192, Hv = 128, 2k",
+        f"{1e3 * np.median(times['ours']):.1f}",
+        f"{share:.3f}",
+        _ratios(times),
+    ]
 
 
 def _big_bird(hf: bool) -> list[str]:
@@ -91,18 +99,23 @@ def _big_bird(hf: bool) -> list[str]:
     table = ls.bigbird_random_blocks(BIG_BIRD.T, block_size=64, num_random_blocks=3, num_heads=BIG_BIRD.N, seed=0)
     run = jax.jit(lambda q, k, v, t: ls.bigbird_attention(q, k, v, block_size=64, rand_attn=t, engine="cpu"))
     table = jnp.asarray(table)
-    contestants = {"gemm": gemm(), "ours": lambda: run(q, k, v, table)}
+    runs = {"gemm": gemm(), "ours": lambda: run(q, k, v, table)}
     if hf:
-        contestants["HF BigBird"], contestants["projections"] = peers.hf_big_bird(BIG_BIRD, 64, 3)
-    times = alternate(contestants)
+        runs["HF BigBird"], runs["projections"] = peers.hf_big_bird(BIG_BIRD, 64, 3)
+    times = alternate(runs)
     blocks = BIG_BIRD.T // 64
     flops = 4 * BIG_BIRD.H * BIG_BIRD.N * 64 * 64 * (2 * blocks + 2 * 7 + (blocks - 4) * 8)
     name = "BigBird, block 64, r=3, 4k"
-    return [name, f"{1e3 * np.median(times['ours']):.1f}", f"{of_peak(times, 'ours', flops):.3f}", _against(times)]
+    return [
+        name,
+        f"{1e3 * np.median(times['ours']):.1f}",
+        f"{of_peak(times, 'ours', flops):.3f}",
+        _ratios(times),
+    ]
 
 
 def _decode() -> list[str]:
-    """One query over a long cache: bytes of k and v a second, against copying memory."""
+    """One query over a long cache: bytes of k and v per second, relative to a memory copy."""
     q, k, v = make_qkv(DECODE, jnp.float32)
     run = jax.jit(lambda q, k, v: ls.attention(q, k, v, engine="cpu"))
     source = np.ones(64 * 2**20, np.float32)
@@ -118,9 +131,9 @@ def _decode() -> list[str]:
     ]
 
 
-def said_by_arrays() -> list[list[str]]:
-    """`Between` beside the equal `Window`: what it costs to say a window by an interval per query."""
-    rows = [["case", "engine", "ms", "the window's ms", "times the window's"]]
+def intervals() -> list[list[str]]:
+    """`Between` compared with the equal `Window`: the cost of an interval per query."""
+    rows = [["case", "engine", "ms", "window, ms", "times as long"]]
     for case, window in (
         (cases.BETWEEN_16K, cases.WINDOW_16K),
         (cases.BETWEEN_16K_BOTH, cases.WINDOW_16K_BOTH),
@@ -133,7 +146,7 @@ def said_by_arrays() -> list[list[str]]:
 
 
 def biases() -> list[list[str]]:
-    """What ALiBi costs: each call beside the same one without it."""
+    """The cost of ALiBi: each call compared with the same call without it."""
     rows = [["case", "ms", "without, ms", "times as long"]]
     for case in (cases.CAUSAL_16K, cases.CAUSAL_16K_BOTH):
         biased = replace(case, name=f"ALiBi {case.name}", bias=cases.alibi)
@@ -143,7 +156,7 @@ def biases() -> list[list[str]]:
     return rows
 
 
-LAP = 0.02  # seconds that a call too short to be timed is repeated for
+LAP = 0.02  # seconds for which a call that is too short to be timed is repeated
 
 
 def _repeat(run, often: int) -> object:
@@ -153,8 +166,8 @@ def _repeat(run, often: int) -> object:
 
 
 def crossover() -> list[list[str]]:
-    """Where `engine="auto"` would better not choose `cpu`: calls from tiny to middling, on every engine that could."""
-    rows = [["8 heads of 64, f32, unless said", "pass", *(f"{name}, us" for name in ENGINES), "fastest"]]
+    """The sizes at which `engine="auto"` should not choose `cpu`: small to medium calls on every engine."""
+    rows = [["8 heads of 64, f32 if not named", "pass", *(f"{name}, us" for name in ENGINES), "fastest"]]
     for T, S in ((1, 64), (1, 2048), (16, 16), (64, 64), (256, 256), (1024, 1024)):
         shape = Shape(1, T, S, 8, 8, 64)
         rows += _fastest(f"causal, T={T}, S={S}", shape, dict(mask=ls.Causal(S - T)))
@@ -174,7 +187,7 @@ def crossover() -> list[list[str]]:
 
 
 def _fastest(title: str, shape: Shape, arguments: dict, dtype=jnp.float32) -> list[list[str]]:
-    """A row for the forward pass and one for both, in microseconds."""
+    """A row for the forward pass and one for both passes, in microseconds."""
     q, k, v = make_qkv(shape, dtype)
     rows = []
     for passes in ("forward", "both"):
@@ -192,8 +205,8 @@ def _fastest(title: str, shape: Shape, arguments: dict, dtype=jnp.float32) -> li
 
 
 def long() -> list[list[str]]:
-    """A million tokens, both passes: time a token against 64k, and the process's peak memory."""
-    rows = [["case", "ms", "time a token over 64k's", "peak resident MB"]]
+    """A million tokens, both passes: the time per token relative to 64k tokens, and the process's peak memory."""
+    rows = [["case", "ms", "time per token / that at 64k", "peak resident MB"]]
     first = None
     for length in (65536, 1_000_000):
         case = cases.Case(f"window ±256, {length:,}, 1 head, both passes", cases.square(length, 1), cases.window, True)

@@ -1,12 +1,12 @@
-"""Whole decoders against Hugging Face's `generate`, and llama.cpp where it is installed, by turns in one run.
+"""Compares whole decoders with Hugging Face's `generate`, and with llama.cpp if installed, by turns in one run.
 
     python -m benchmarks.decoders            # both sizes; torch and transformers here or in .venv-parity
     python -m benchmarks.decoders small      # 8 layers of 512 with windows of 1024
     python -m benchmarks.decoders wide       # 2 layers of 2048
 
-Every contestant lives in a process of its own and waits while another one runs. An answer of one token is the prefill,
-what a longer one takes besides is decoding. llama.cpp is `llama_cpp` (pip install llama-cpp-python gguf) in the same
-interpreter as torch; it reads a random GGUF that is written here.
+Every implementation has its own process, which waits while another one runs. The time of an answer of one token counts
+as prefill, and the additional time of a longer answer as decoding. llama.cpp is `llama_cpp` (pip install
+llama-cpp-python gguf) in the same interpreter as torch; it reads a GGUF file with random weights that is written here.
 """
 
 import argparse
@@ -28,12 +28,12 @@ WIDE = SMALL | dict(
     vocab_size=8000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=32,
     num_key_value_heads=8,
 )  # fmt: skip
-# Name -> sizes, tokens of the prompt and of the answer, and the ratios that we want to keep.
+# Name -> sizes, tokens of the prompt and of the answer, and the target ratios.
 CASES = {
     "small": (SMALL, 4096, 256, dict(decode=2.2, prefill=1.5, whole=1.8)),
     "wide": (WIDE, 512, 64, dict(decode=1.2)),
 }
-WHO = {"hugging face": "theirs", "llama.cpp f32": "llama-f32", "llama.cpp q8_0": "llama-q8_0"}
+PEERS = {"hugging face": "theirs", "llama.cpp f32": "llama-f32", "llama.cpp q8_0": "llama-q8_0"}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 def compare(name: str, rounds: int, python: str | None) -> str:
     sizes, prompt, new, goals = CASES[name]
     workers = {"longspan": DecoderWorker(sys.executable, "ours", name)}
-    for who, kind in WHO.items():
+    for who, kind in PEERS.items():
         if python is not None and (kind == "theirs" or DecoderWorker.has_llama(python)):
             workers[who] = DecoderWorker(python, kind, name)
     first = {who: (worker.run(1), worker.run(new))[0] for who, worker in workers.items()}
@@ -57,16 +57,17 @@ def compare(name: str, rounds: int, python: str | None) -> str:
     reads = []
     for _ in range(rounds):
         for who, worker in workers.items():
-            time.sleep(0.25)  # the other one's threads spin for a while after their work is done
+            time.sleep(0.25)  # the threads of the previous process spin for a while after their work is done
             prefill, whole = worker.run(1), worker.run(new)
             for what, seconds in (("prefill", prefill), ("decode", (whole - prefill) / (new - 1)), ("whole", whole)):
                 times[who][what].append(seconds)
         reads.append(workers["longspan"].ask("bandwidth"))
-    rows = [["", "prefill, s", "decode, ms a token", "whole, s", "first call, s"]]
+    rows = [["", "prefill, s", "decode, ms per token", "whole, s", "first call, s"]]
     for who in workers:
-        prefill, decode, whole = (np.median(times[who][what]) for what in ("prefill", "decode", "whole"))
-        rows.append([who, f"{prefill:.2f}", f"{1e3 * decode:.2f}", f"{whole:.2f}", f"{first[who]:.1f}"])
-    lines = [f"{name}: {prompt} tokens, then {new}, greedy, float32", table(rows)]
+        medians = {what: float(np.median(seconds)) for what, seconds in times[who].items()}
+        prefill, decode = f"{medians['prefill']:.2f}", f"{1e3 * medians['decode']:.2f}"
+        rows.append([who, prefill, decode, f"{medians['whole']:.2f}", f"{first[who]:.1f}"])
+    lines = [f"{name}: {prompt} prompt tokens and {new} new tokens, greedy, float32", table(rows)]
     for what, goal in goals.items() if "hugging face" in workers else ():
         ratios = np.array(times["hugging face"][what]) / np.array(times["longspan"][what])
         lines.append(
@@ -75,8 +76,8 @@ def compare(name: str, rounds: int, python: str | None) -> str:
     read, step = np.median(reads), np.array(times["longspan"]["decode"])
     shares = bytes_of(sizes) / np.array(reads) / step
     lines.append(
-        f"  decoding reads {bytes_of(sizes) / 1e6:.0f} MB a token at {np.median(shares):.2f} of {read / 1e9:.1f} GB/s, "
-        "what summing the same bytes in one program takes (goal 0.6)"
+        f"  decoding reads {bytes_of(sizes) / 1e6:.0f} MB per token, at {np.median(shares):.2f} of the "
+        f"{read / 1e9:.1f} GB/s of a program that sums all parameters (goal 0.6)"
     )
     for worker in workers.values():
         worker.finish()
@@ -84,7 +85,7 @@ def compare(name: str, rounds: int, python: str | None) -> str:
 
 
 def bytes_of(sizes: dict[str, int]) -> int:
-    """Of all that a step must read: matrices, and the keys and values of the window."""
+    """The bytes that a step must read: weight matrices, and the keys and values of the window."""
     wide, inner, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     layer = wide * head * (2 * heads + 2 * kv_heads) + 3 * wide * inner
@@ -93,7 +94,7 @@ def bytes_of(sizes: dict[str, int]) -> int:
 
 
 class DecoderWorker(Worker):
-    """A process that answers a prompt with as many tokens as each line asks for, and says how long that took."""
+    """A process that generates, for each line, that number of tokens from a prompt, and prints the seconds."""
 
     module = "benchmarks.decoders"
 
@@ -137,7 +138,7 @@ def ours(sizes, ids, new: int, _: str):
     total = jax.jit(lambda arrays: sum(jnp.sum(x) for x in arrays))
 
     def bandwidth() -> float:
-        """Bytes a second of a program that reads all parameters."""
+        """The bytes per second of a program that reads all parameters."""
         seconds = []
         for _ in range(7):
             start = time.perf_counter()
@@ -179,7 +180,7 @@ def llama(sizes, ids, new: int, kind: str):
         model.reset()
         model.eval(ids.tolist())
         for _ in range(count - 1):
-            # Not `model.scores`: it is filled only where the logits of all tokens are asked for.
+            # Not `model.scores`, which is filled only if the logits of all tokens are requested.
             logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), (sizes["vocab_size"],))
             model.eval([int(logits.argmax())])
 
@@ -187,13 +188,13 @@ def llama(sizes, ids, new: int, kind: str):
 
 
 def write_gguf(path: Path, sizes: dict[str, int], kind: str) -> None:
-    """A Llama of these sizes with random weights: llama.cpp has no windows for Mistral."""
+    """Writes a Llama of these sizes with random weights. llama.cpp does not support windows for Mistral."""
     import gguf
 
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
-    heads, kv_heads, head = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    wide, inner, words = (sizes[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, kv_heads, head = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+    wide, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     writer.add_context_length(sizes["max_position_embeddings"])
     writer.add_embedding_length(wide)
     writer.add_block_count(sizes["num_hidden_layers"])

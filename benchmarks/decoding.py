@@ -1,4 +1,4 @@
-"""Decoding on the `cpu` engine: single tokens against three lines of einsum, and caches allocated from the mask."""
+"""Decoding on the `cpu` engine: single tokens compared with a plain einsum, and caches sized by the mask."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ MASK = ls.Causal() & (ls.Window(WINDOW - 1, 0) | ls.Prefix(PINNED))
 
 
 def by_einsum(q, k, v, seen=None):
-    """What people write by hand."""
+    """Attention as people write it without a library."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k) * np.float32(q.shape[3] ** -0.5)
     weights = jax.nn.softmax(scores if seen is None else jnp.where(seen, scores, -jnp.inf))
@@ -25,8 +25,8 @@ def by_einsum(q, k, v, seen=None):
 
 
 def small() -> list[list[str]]:
-    """One query, 8/2 heads of 64, in a compiled loop: microseconds, and how many times those of the einsum."""
-    rows = [["keys", "einsum, µs", "ours, µs", "over einsum", "with mask and positions"]]
+    """One query, 8/2 heads of 64, in a compiled loop: microseconds, and the ratio to those of the einsum."""
+    rows = [["keys", "einsum, µs", "ours, µs", "ours / einsum", "with mask and positions"]]
     for keys in KEYS:
         q, k, v = make_qkv(Shape(1, 1, keys, HEADS, KV_HEADS, SIZE), jnp.float32)
         steps = max(10, 500_000 // (keys + 500))
@@ -51,21 +51,21 @@ def _looped(way: Callable, steps: int, q, k, v) -> Callable[[], object]:
 
 
 def cached() -> list[list[str]]:
-    """A token (append and attention) with a window of 1024 and 4 pinned tokens, and a prefill in chunks."""
-    rows = [["figure", "ours", "against", "ratio"]]
+    """A step (append and attention) with a window of 1024 and 4 pinned tokens, and a prefill in chunks."""
+    rows = [["measurement", "ours", "compared with", "ratio"]]
     times = alternate({f"{n // 1024}k": _steps(n) for n in (2048, 65536)} | {"by hand": _by_hand(65536)}, rounds=9)
     each = {name: f"{1e6 * np.median(seconds) / STEPS:.1f} µs" for name, seconds in times.items()}
-    rows.append(["a token at 64k over one at 2k", each["64k"], each["2k"], f"{ratio(times, '64k', '2k'):.2f}x"])
+    rows.append(["a step at 64k / at 2k", each["64k"], each["2k"], f"{ratio(times, '64k', '2k'):.2f}x"])
     rows.append(
-        ["a token over einsum on a ring", each["64k"], each["by hand"], f"{ratio(times, '64k', 'by hand'):.2f}x"]
+        ["a step / einsum on a ring buffer", each["64k"], each["by hand"], f"{ratio(times, '64k', 'by hand'):.2f}x"]
     )
     plans = [ls.cache.plan(MASK, n + STEPS) for n in (2048, 65536)]
     size = [plan.nbytes(1, KV_HEADS, SIZE, jnp.float32) for plan in plans]
-    rows.append(["bytes at 64k over those at 2k", f"{size[1]:,}", f"{size[0]:,}", f"{size[1] / size[0]:.2f}x"])
+    rows.append(["cache bytes at 64k / at 2k", f"{size[1]:,}", f"{size[0]:,}", f"{size[1] / size[0]:.2f}x"])
     times = alternate({"chunks": _prefill(32768, 2048), "whole": _prefill(32768, 32768)})
     each = {name: f"{1e3 * np.median(seconds):.0f} ms" for name, seconds in times.items()}
     over = f"{ratio(times, 'chunks', 'whole'):.2f}x"
-    rows.append(["prefill of 32k in chunks of 2k over one call", each["chunks"], each["whole"], over])
+    rows.append(["prefill of 32k in chunks of 2k / in one call", each["chunks"], each["whole"], over])
     return rows
 
 
@@ -73,7 +73,7 @@ STEPS = 256
 
 
 def _steps(position: int) -> Callable[[], object]:
-    """Some tokens from a position on, in one program."""
+    """`STEPS` decoding steps from a position on, in one program."""
     plan = ls.cache.plan(MASK, position + STEPS)
     cache = ls.cache.init(plan, 1, KV_HEADS, SIZE, jnp.float32)
     _, k, v = make_qkv(Shape(1, 1, position, HEADS, KV_HEADS, SIZE), jnp.float32)
@@ -93,7 +93,7 @@ def _steps(position: int) -> Callable[[], object]:
 
 
 def _by_hand(position: int) -> Callable[[], object]:
-    """The same with a ring of the window and pinned tokens that somebody keeps by hand."""
+    """The same with a hand-written ring buffer of the window and the pinned tokens."""
     slots = WINDOW + PINNED
     _, k, v = make_qkv(Shape(1, 1, slots, HEADS, KV_HEADS, SIZE), jnp.float32)
     x = make_qkv(Shape(1, 1, 1, HEADS, KV_HEADS, SIZE), jnp.float32)

@@ -1,11 +1,11 @@
-"""Whole encoders against Hugging Face's, by turns in one run: time, peak memory; and training on long inputs.
+"""Compares whole encoders with Hugging Face's, by turns in one run: time and peak memory; and trains on long inputs.
 
     python -m benchmarks.encoders                   # every case; torch and transformers here or in .venv-parity
     python -m benchmarks.encoders longformer-base   # some of them
     python -m benchmarks.encoders train             # both passes at 16384 tokens, with remat
     python -m benchmarks.encoders minilm            # short texts through `models.compiled`
 
-Every contestant lives in a process of its own, so that peak memory is its own, and waits while another one runs.
+Every implementation has its own process, so that its peak memory is known. A process waits while another one runs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 LENGTH, LONG = 4096, 16384
 SIZES = dict(longformer=dict(vocab_size=50265, type_vocab_size=1, layer_norm_eps=1e-5), big_bird=dict(vocab_size=50358))
-# Name -> family, global tokens, the ratio that we want to keep.
+# Name -> family, global tokens, target ratio.
 CASES = {
     "longformer-base": ("longformer", 0, 2.2),
     "longformer-base, 1 global": ("longformer", 1, 2.2),
@@ -31,7 +31,7 @@ MINILM = dict(
     vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
     max_position_embeddings=512,
 )  # fmt: skip
-# Batch and length -> the ratio that we want to keep.
+# Batch and length -> target ratio.
 SHORT = {(1, 16): 1.5, (1, 128): 1.2, (32, 128): 1.0, (8, 512): 1.1}
 
 
@@ -59,7 +59,7 @@ def compare(name: str, length: int, rounds: int, python: str | None) -> str:
     if python is not None:
         workers["Hugging Face"] = Worker(python, "theirs", family, length, count)
     for worker in workers.values():
-        worker.run()  # compiles, and touches all memory
+        worker.run()  # compiles, and allocates all memory
     times: dict[str, list[float]] = {who: [] for who in workers}
     for _ in range(rounds):
         for who, worker in workers.items():
@@ -71,12 +71,12 @@ def compare(name: str, length: int, rounds: int, python: str | None) -> str:
         ratios = [b / a for a, b in zip(times["longspan"], times["Hugging Face"], strict=True)]
         lines.append(f"  {np.median(ratios):.2f}x faster (rounds {min(ratios):.2f} to {max(ratios):.2f}; goal {goal}x)")
     else:
-        lines.append("  no torch and transformers to compare with: `make parity` installs them, or name --peer-python")
+        lines.append("  torch and transformers are missing: `make parity` installs them, or give --peer-python")
     return "\n".join(lines)
 
 
 def short_texts(rounds: int, python: str | None) -> str:
-    """A small BERT on a few shapes: the time of a call, and of the first one, which compiles."""
+    """A small BERT on four shapes: the time of a call, and of the first call, which compiles."""
     lines = ["MiniLM (6 layers of 384), forward, ms"]
     for (batch, length), goal in SHORT.items():
         workers = {"ours": Worker(sys.executable, "ours", "minilm", length, batch)}
@@ -87,7 +87,7 @@ def short_texts(rounds: int, python: str | None) -> str:
         again = 15 if batch == 1 else 1
         for _ in range(4 * rounds):
             for who, worker in workers.items():
-                time.sleep(0.25)  # the other one's threads spin for a while after their work is done
+                time.sleep(0.25)  # the threads of the previous process spin for a while after their work is done
                 for _ in range(again // 3 + 1):
                     worker.run()
                 times[who].append(float(np.median([worker.run() for _ in range(again)])))
@@ -110,7 +110,7 @@ def train(family: str, length: int) -> str:
 
 
 class Worker:
-    """A process that runs a model once for every line it is sent, and says how long that took."""
+    """A process that runs a model once for every line that it reads, and prints the seconds."""
 
     module = "benchmarks.encoders"
 

@@ -1,4 +1,4 @@
-"""Timing by alternation: every round runs the GEMM and all contestants, and ratios are taken within a round."""
+"""Timing by turns: every round runs the GEMM and all implementations, and ratios are taken within a round."""
 
 import os
 import platform
@@ -14,14 +14,14 @@ from benchmarks.cases import Case
 from longspan.testing import make_qkv
 
 ROUNDS = 5
-# Seconds between two contestants: the thread pools of BLAS and OpenMP spin for a while after their work is done, and
-# whoever comes next would have to share its cores with them.
-SETTLE = 0.2
+# Seconds between two implementations: the thread pools of BLAS and OpenMP spin for a while after their work is done,
+# and the next implementation would share its cores with them.
+PAUSE = 0.2
 GEMM = 2048
 
 
 def machine() -> dict[str, str | int]:
-    """What this ran on."""
+    """The processor and the versions."""
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as info:
@@ -42,7 +42,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def gemm() -> Callable[[], object]:
-    """The run's yardstick: the best large matrix product, through NumPy or XLA."""
+    """The reference of a run: a large matrix product by NumPy or XLA, whichever is faster."""
     a = np.random.default_rng(0).normal(size=(GEMM, GEMM)).astype(np.float32)
     b = jnp.asarray(a)
     product = jax.jit(lambda x: x @ x)
@@ -51,24 +51,24 @@ def gemm() -> Callable[[], object]:
     return min(ways, key=lambda way: min(seconds(way) for _ in range(3)))
 
 
-def alternate(contestants: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """The seconds of each contestant in each round: once the others' threads sleep, and after one run to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+def alternate(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """The seconds of each implementation in each round, after a pause and one run to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, run in contestants.items():
-            time.sleep(SETTLE)
+        for name, run in runs.items():
+            time.sleep(PAUSE)
             jax.block_until_ready(run())
             times[name].append(seconds(run))
     return times
 
 
 def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float:
-    """How many times longer `slow` takes, the median over rounds."""
+    """The time of `slow` divided by that of `fast`, the median over rounds."""
     return float(np.median([a / b for a, b in zip(times[slow], times[fast], strict=True)]))
 
 
 def of_peak(times: dict[str, list[float]], name: str, flops: float) -> float:
-    """A contestant's FLOPs a second as a share of the GEMM's, the median over rounds."""
+    """An implementation's FLOPs per second as a fraction of the GEMM's, the median over rounds."""
     peak = 2.0 * GEMM**3
     return float(np.median([(flops / t) / (peak / g) for t, g in zip(times[name], times["gemm"], strict=True)]))
 
@@ -78,8 +78,10 @@ def inputs(case: Case):
 
 
 def ours(case: Case, engine: str):
-    """(run, compiled) of a case on one of our engines."""
-    mask, bias = case.mask(), None if case.bias is None else case.bias()
+    """A function that runs a case on one of Longspan's engines, and its compiled program."""
+    mask, bias = case.mask(), None
+    if case.bias is not None:
+        bias = case.bias()
 
     def forward(q, k, v, bias, mask):
         return ls.attention(q, k, v, mask=mask, bias=bias, engine=engine)

@@ -1,4 +1,4 @@
-"""What a user would pick instead. Each peer that is installed is compared; none is needed."""
+"""Other libraries' attention, for comparison. All of them are optional."""
 
 import importlib.util
 

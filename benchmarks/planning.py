@@ -1,4 +1,4 @@
-"""Planning a million tokens: seconds and peak memory of each plan, in a process of its own."""
+"""Planning a million tokens: the seconds and the peak memory of each plan, each in its own process."""
 
 import json
 import resource
@@ -37,7 +37,7 @@ def measure(name: str) -> dict[str, float]:
     run()
     took = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # The peak never falls, so memory that stays below what importing took does not show as "more".
+    # The peak never decreases, so memory below the peak of the imports does not count as "more".
     return dict(seconds=took, more_megabytes=(after - before) / 1024, peak_megabytes=after / 1024)
 
 

@@ -1,4 +1,4 @@
-"""CPU seconds of the test suite by kind of test, and its dearest tests: python -m benchmarks.suite REPORT.xml ...
+"""CPU seconds of the test suite by kind of test, and its slowest tests: python -m benchmarks.suite REPORT.xml ...
 
 The reports are those of `make test ARGS=--junitxml=build/tests.xml`.
 """
@@ -16,7 +16,7 @@ KINDS = {  # a test belongs to the first kind that its name contains
     "test_gallery": "docs and pictures", "test_notebooks": "docs and pictures", "test_pictures": "docs and pictures",
     "test_render": "docs and pictures", "longspan.": "doctests",
 }  # fmt: skip
-DEAREST = 25
+SLOWEST = 25
 
 
 def seconds(path: str) -> Iterator[tuple[str, str, float]]:
@@ -40,7 +40,7 @@ def main(paths: list[str]) -> None:
     for kind, cpu in spent.most_common():
         print(f"{kind:<20}{counted[kind]:>8}{cpu:>8.0f}")
     print(f"{'all':<20}{len(tests):>8}{sum(spent.values()):>8.0f}\n")
-    for file, name, cpu in sorted(tests, key=lambda test: -test[2])[:DEAREST]:
+    for file, name, cpu in sorted(tests, key=lambda test: -test[2])[:SLOWEST]:
         print(f"{cpu:>8.1f}  {file}::{name}")
 
 

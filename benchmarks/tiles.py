@@ -1,4 +1,4 @@
-"""How the `xla` engine's tiles were chosen: `python -m benchmarks.tiles` compares some on this machine."""
+"""Compares tile sizes of the `xla` engine on this machine: `python -m benchmarks.tiles`."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The figures of the `xla` engine."""
+"""Measurements of the `xla` engine."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from benchmarks.measure import alternate, gemm, of_peak, ours, ratio, seconds, u
 
 
 def speed() -> list[list[str]]:
-    """Against dense attention and the GEMM peak."""
+    """Compares the engine with dense attention and the GEMM peak."""
     rows = [["case", "ms", "of GEMM peak", "faster than jax.nn", "temporary MB"]]
     for case, peer in (
         (cases.WINDOW_8K, lambda: peers.jax_nn(cases.WINDOW_8K.shape, window=256)),
@@ -17,8 +17,10 @@ def speed() -> list[list[str]]:
         (cases.PACKED_32K, None),
     ):
         run, compiled = ours(case, "xla")
-        contestants = {"gemm": gemm(), "ours": run} | ({"jax.nn": peer()} if peer else {})
-        times = alternate(contestants)
+        runs = {"gemm": gemm(), "ours": run}
+        if peer:
+            runs["jax.nn"] = peer()
+        times = alternate(runs)
         rows.append(
             [
                 case.name,
@@ -32,8 +34,8 @@ def speed() -> list[list[str]]:
 
 
 def growth() -> list[list[str]]:
-    """Time and temporary memory as the length grows."""
-    rows = [["case", "ms", "time over linear", "temporary over q+k+v", "lowered characters", "seconds to compile"]]
+    """Time and temporary memory for growing lengths."""
+    rows = [["case", "ms", "time / linear growth", "temporary / (q+k+v)", "lowered characters", "compile time, s"]]
     programs = {case.name: ours(case, "xla") for case in cases.GROWTH}
     times = alternate({name: run for name, (run, _) in programs.items()})
     shortest = cases.GROWTH[0]
@@ -70,13 +72,13 @@ def lowering(case: cases.Case) -> tuple[int, float]:
 
 
 def documents() -> list[list[str]]:
-    """One compiled program, new documents: the work follows their lengths."""
+    """One compiled program for documents of different lengths: the time depends on the lengths."""
     import jax
     import jax.numpy as jnp
 
     import longspan as ls
 
-    q, k, v = (jnp.asarray(x) for x in _inputs(cases.SHORTER[0]))
+    q, k, v = map(jnp.asarray, _inputs(cases.SHORTER[0]))
     step = jax.jit(lambda ids: ls.attention(q, k, v, mask=ls.Causal() & ls.Segments(ids), engine="xla"))
     rows = [["documents of about", "ms", "compiled programs"]]
     for case, mean in zip(cases.SHORTER, (8192, 2048, 512), strict=True):

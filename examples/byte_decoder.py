@@ -1,7 +1,7 @@
-"""A decoder of bytes with a mask of its own, trained for a minute on Python's standard library; then it goes on alone.
+"""A decoder of bytes with a custom mask: trains for a minute on Python's standard library, then generates text.
 
-Every token sees a window and the first few tokens of its document. The same mask trains on packed documents and
-allocates the caches: they hold the window and the pinned tokens, however long the answer gets.
+Every token attends to a window and to the first four tokens of its document. The same rule masks packed documents in
+training and sizes the caches, which store the window and the pinned tokens for answers of any length.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROWS, LENGTH, WINDOW, PINNED = 2, 512, 128, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes(models.LlamaConfig):
-    """A Llama that reads a window and the beginning of its document."""
+    """A Llama whose tokens attend to a window and to the beginning of their document."""
 
     vocab_size: int = 256
     num_hidden_layers: int = 3
@@ -43,7 +43,7 @@ class Bytes(models.LlamaConfig):
 
 
 def batches(seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Bytes and the number of the document that each is of, [ROWS, LENGTH], forever."""
+    """Yields batches without end: bytes and the segment id of each byte, both [ROWS, LENGTH]."""
     files, rng = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), np.random.default_rng(seed)
     while True:
         (ids, documents), at = np.zeros((2, ROWS * LENGTH), np.int32), 0
@@ -57,7 +57,7 @@ def batches(seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """The first call of a program compiles it, which takes seconds: this says so on stderr."""
+    """Prints on stderr that the block compiles a program, and the seconds of the block."""
     start = time.monotonic()
     print(f"compiling {what} ...", file=sys.stderr, flush=True)
     yield
@@ -65,14 +65,14 @@ def compiling(what: str) -> Iterator[None]:
 
 
 def train(model: models.CausalLM, seconds: float, report=print) -> list[float]:
-    """The loss of every step, in bits per byte."""
+    """Trains the model and returns the loss of every step, in bits per byte."""
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, ids, documents):
         def loss(model):
             logits = model(ids, segment_ids=documents).logits[:, :-1]
-            within = documents[:, 1:] == documents[:, :-1]  # the first byte of a document follows from nothing
+            within = documents[:, 1:] == documents[:, :-1]  # the first byte of a document is not predicted
             each = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
             return jnp.mean(each, where=within) / np.float32(np.log(2))
 
@@ -99,14 +99,14 @@ def main() -> None:
     model = models.CausalLM(Bytes(**width), rngs=nnx.Rngs(0))
     train(model, options.seconds)
     kept = [model.init_cache(1, length)[0].k.shape[1] for length in (1000, 1_000_000)]
-    print(f"\nA layer keeps {kept[0]} keys for 1,000 tokens and {kept[1]} for 1,000,000.\n")
+    print(f"\nEach layer's cache stores {kept[0]} keys for 1,000 tokens and {kept[1]} for 1,000,000.\n")
     prompt = b"def main(self):\n    "
     draws = dict(max_length=len(prompt) + options.answer, temperature=0.7, key=jax.random.key(0))
     with compiling("the decoder"):
         ls.generate(model, [list(prompt)], max_new_tokens=min(2, options.answer), **draws)
     print(prompt.decode(), end="")
-    show = lambda row, byte: print(chr(byte), end="", flush=True)  # noqa: E731
-    ls.generate(model, [list(prompt)], max_new_tokens=options.answer, stream=show, **draws)
+    print_byte = lambda row, byte: print(chr(byte), end="", flush=True)  # noqa: E731
+    ls.generate(model, [list(prompt)], max_new_tokens=options.answer, stream=print_byte, **draws)
     print()
 
 

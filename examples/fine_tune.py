@@ -1,6 +1,6 @@
-"""Fine-tunes an encoder on text files of your own, a folder for each label, and saves it for PyTorch colleagues too.
+"""Fine-tunes an encoder on text files, one folder per label, and saves a checkpoint that PyTorch can load too.
 
-`--model DIR --texts reviews --out DIR`: reviews/good/*.txt are documents of one label; docs/fine-tuning.md explains.
+`--model DIR --texts reviews --out DIR`: reviews/good/*.txt are the documents of one label. See docs/fine-tuning.md.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from longspan import hf, models
 
 
-def batches(documents, tokens: int, most: int, pad: int, rng: np.random.Generator) -> list[tuple[np.ndarray, ...]]:
-    """(ids [B, T], mask [B, T], labels [B]) of similar lengths, in few shapes; rows with label -1 are no documents."""
-    bucket = lambda one: min(most, max(64, 1 << (len(one[0]) - 1).bit_length()))  # noqa: E731
+def batches(documents, tokens: int, longest: int, pad: int, rng: np.random.Generator) -> list[tuple[np.ndarray, ...]]:
+    """Batches (ids [B, T], mask [B, T], labels [B]) of similar lengths, in few shapes; empty rows have the label -1."""
+    bucket = lambda one: min(longest, max(64, 1 << (len(one[0]) - 1).bit_length()))  # noqa: E731
     found, shuffled = [], [documents[i] for i in rng.permutation(len(documents))]
     for length, alike in groupby(sorted(shuffled, key=bucket), bucket):
         rows, left = max(1, tokens // length), list(alike)
@@ -33,7 +33,7 @@ def batches(documents, tokens: int, most: int, pad: int, rng: np.random.Generato
 
 
 def announced(what: str, call):
-    """`call`, which compiles for each shape of `ids`: the first call with a shape says so on stderr."""
+    """Wraps `call`, which compiles once per shape of `ids`, to print a line on stderr when it does."""
     shapes = set()
 
     def run(ids, *others):
@@ -70,17 +70,17 @@ def main() -> None:
     options, rng = parser.parse_args(), np.random.default_rng(0)
     names = sorted(path.name for path in options.texts.iterdir() if path.is_dir())
     model = hf.load(options.model, task="sequence_classification", num_labels=len(names), rngs=nnx.Rngs(0))
-    assert isinstance(model, models.Model)  # of the task, a head on an encoder
+    assert isinstance(model, models.Model)  # an encoder with a task head
     if model.config.model_type in ("bert", "roberta") and options.length > model.config.max_tokens:
-        model = hf.extend(model, max_positions=options.length, window=256)  # now it is a Longformer
-    most = min(options.length, model.config.max_tokens)
+        model = hf.extend(model, max_positions=options.length, window=256)  # makes it a Longformer
+    longest = min(options.length, model.config.max_tokens)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(most)
+    tokenizer.enable_truncation(longest)
     files = [(path, number) for number, name in enumerate(names) for path in (options.texts / name).glob("*.txt")]
     documents = [(tokenizer.encode(path.read_text("utf-8")).ids, number) for path, number in sorted(files)]
     test, train = documents[::5], [one for i, one in enumerate(documents) if i % 5]
-    shape = (options.batch_tokens, most, max(model.config.pad_token_id, 0), rng)
+    shape = (options.batch_tokens, longest, max(model.config.pad_token_id, 0), rng)
     steps = options.epochs * len(batches(train, *shape))
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, steps // 10, steps)
     optimizer, rngs = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param), nnx.Rngs(dropout=0)
@@ -88,11 +88,11 @@ def main() -> None:
     run = models.compiled(model)
     count_right = announced("the model", lambda x, m, y: int(np.sum(run(x, attention_mask=m).logits.argmax(-1) == y)))
     for epoch in range(1, options.epochs + 1):
-        model.train()  # dropout is on, and off again below
+        model.train()  # enables dropout
         losses = [train_on(*one) for one in track(batches(train, *shape), f"epoch {epoch}")]
         model.eval()
         right = sum(count_right(*one) for one in batches(test, *shape))
-        print(f"epoch {epoch}: loss {np.mean(losses):.3f}, {right} of {len(test)} held-out documents are right")
+        print(f"epoch {epoch}: loss {np.mean(losses):.3f}, {right} of {len(test)} held-out documents correct")
         hf.save(model, options.out, id2label=names)
 
 

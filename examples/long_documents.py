@@ -1,9 +1,9 @@
-"""Fine-tunes a Longformer on documents whose two clues lie at opposite ends, with and without a global token.
+"""Trains a Longformer on documents whose class depends on both ends, with and without a global token.
 
-A document opens with a paragraph on one of two topics and closes with a verdict, one of two, thousands of tokens later;
-in between it is about other things. Which is it, of the four? Windows alone cannot tell: the classifier reads the first
-token, the end is more windows away than the model has layers, and it guesses the verdict. One global token, the first,
-reads everything, and the same model gets them all right.
+A document starts with a paragraph on one of two topics and ends, thousands of tokens later, with one of two verdicts.
+The text between them is random. The model classifies the document into the four combinations from its first token. With
+windows alone, information from the end does not reach the first token within the model's layers, so the verdict is a
+guess. If the first token is global, it attends to the whole document, and the model classifies all documents correctly.
 
     python examples/long_documents.py                        # 4096 tokens; four minutes on two cores
     python examples/long_documents.py --length 256 --window 4  # a toy
@@ -25,21 +25,20 @@ from flax import nnx
 from longspan import hf, models
 
 FIRST, PAD, LAST = 0, 1, 2  # special tokens, as in RoBERTa
-OPENINGS, CLOSINGS, OTHERS, VOCABULARY = (3, 7), (11, 15), 19, 64  # where each topic's four words begin; the rest
+# Each topic and each verdict has four words, starting at these ids; the other words are OTHERS to VOCABULARY - 1.
+OPENINGS, CLOSINGS, OTHERS, VOCABULARY = (3, 7), (11, 15), 19, 64
 
 
 def make_documents(key, batch: int, length: int, paragraph: int):
-    """Token ids [B, T] and labels [B]: 2 * topic of the first paragraph + topic of the last, all equally often."""
+    """Token ids [B, T] and labels [B]: 2 * topic of the first paragraph + verdict of the last one, equally often."""
     words, order = jax.random.split(key)
     labels = jax.random.permutation(order, jnp.arange(batch) % 4)
     ids = jax.random.randint(words, (batch, length), OTHERS, VOCABULARY)
-    opening, closing = (
-        jnp.asarray(first)[topic][:, None] + ids % 4
-        for first, topic in ((OPENINGS, labels // 2), (CLOSINGS, labels % 2))
-    )
-    place = jnp.arange(length)
-    ids = jnp.where(place <= paragraph, opening, ids)
-    ids = jnp.where(place >= length - 1 - paragraph, closing, ids)
+    opening = jnp.asarray(OPENINGS)[labels // 2][:, None] + ids % 4
+    closing = jnp.asarray(CLOSINGS)[labels % 2][:, None] + ids % 4
+    position = jnp.arange(length)
+    ids = jnp.where(position <= paragraph, opening, ids)
+    ids = jnp.where(position >= length - 1 - paragraph, closing, ids)
     return ids.at[:, 0].set(FIRST).at[:, -1].set(LAST), labels
 
 
@@ -47,7 +46,7 @@ def make_model(checkpoint: str | None, length: int, window: int, seed: int) -> m
     rngs = nnx.Rngs(seed)
     if checkpoint is not None:
         model = hf.load(checkpoint, task="sequence_classification", num_labels=4, rngs=rngs)
-        assert isinstance(model, models.Model)  # of the task, a head on an encoder
+        assert isinstance(model, models.Model)  # an encoder with a task head
         if model.config.model_type in ("bert", "roberta"):
             model = hf.extend(model, max_positions=max(length, model.config.max_tokens), window=window)
         return model
@@ -69,7 +68,7 @@ def make_model(checkpoint: str | None, length: int, window: int, seed: int) -> m
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """The first call of a program compiles it, which takes seconds: this says so on stderr."""
+    """Prints on stderr that the block compiles a program, and the seconds of the block."""
     start = time.monotonic()
     print(f"compiling {what} ...", file=sys.stderr, flush=True)
     yield
@@ -110,11 +109,11 @@ def fit(
     seed: int = 0,
     report=print,
 ) -> models.Encoder | models.Model:
-    """A classifier, trained; `report` is told how it goes, now and then."""
+    """Trains a classifier. Calls `report` with the loss of every tenth step."""
     model = make_model(checkpoint, length, window, seed)
     optimizer = nnx.Optimizer(model, make_optimizer(learning_rate, steps), wrt=nnx.Param)
     documents = jax.jit(partial(make_documents, batch=batch, length=length, paragraph=length // 16))
-    # The first token is global, or none is. It is data: both run the same program.
+    # Whether the first token is global is data, so both runs share one program.
     global_mask = jnp.zeros((batch, length), bool).at[:, 0].set(with_global_token)
     for step in range(steps):
         ids, labels = documents(jax.random.fold_in(jax.random.key(seed), step))
@@ -126,7 +125,7 @@ def fit(
 
 
 def accuracy(model, *, with_global_token: bool, length: int, batch: int, batches: int = 20) -> float:
-    """The share of new documents that it gets right."""
+    """The fraction of new documents that the model classifies correctly."""
     documents = jax.jit(partial(make_documents, batch=batch, length=length, paragraph=length // 16))
     global_mask = jnp.zeros((batch, length), bool).at[:, 0].set(with_global_token)
     run, right = models.compiled(model), 0
@@ -138,7 +137,7 @@ def accuracy(model, *, with_global_token: bool, length: int, batch: int, batches
 
 
 def train(*, with_global_token: bool, length: int = 4096, batch: int = 16, save: str | None = None, **options) -> float:
-    """Trains a classifier, saves it if it is the one with a global token, and returns its accuracy on new documents."""
+    """Trains a classifier, saves it if it has a global token, and returns its accuracy on new documents."""
     model = fit(with_global_token=with_global_token, length=length, batch=batch, **options)
     if save is not None and with_global_token:
         hf.save(model, save)

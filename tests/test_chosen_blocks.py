@@ -136,7 +136,7 @@ def test_the_example_equals_dense_attention_over_the_same_choice(example, engine
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         differences = example.compare(length=384, block_size=32, chosen=3, engine=engine, report=lines.append)
     assert max(differences) < 1e-5
-    assert lines == ["33 tiles per head and row, where causal attention has 78"]
+    assert lines == ["33 tiles per head and batch row; causal attention visits 78"]
     said = capsys.readouterr().err.splitlines()
     assert said[::2] == ["compiling sparse attention ...", "compiling dense attention ..."]
     pattern = r"compiled (sparse|dense) attention and ran it once in \d+\.\d s"

@@ -42,7 +42,7 @@ def bench(
         ),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(help="Compare with an earlier run, whose JSON this is.", dir_okay=False)
+        Path | None, typer.Option(help="Compare with the JSON file of an earlier run.", dir_okay=False)
     ] = None,
     plot: Annotated[
         Path | None,
@@ -194,7 +194,7 @@ def _table(report: dict[str, Any], *, compared: bool) -> str:
     machine = report["machine"]
     passes = "forward and backward" if report["backward"] else "forward"
     head = [
-        f"{report['mask']}, {report['heads']} heads of size {report['head_dim']}, float32, {passes}",
+        f"{report['mask']}, heads {report['heads']}, head size {report['head_dim']}, float32, {passes}",
         f"{machine['cpu']}, {machine['cores']} cores; longspan {machine['longspan']}, jax {machine['jax']}; "
         f"{report['date']}",
         "",

@@ -22,7 +22,7 @@ def check(
     ],
     length: Annotated[
         int | None,
-        typer.Option("-T", "--length", min=1, max=MAX_PLANNED, help="Tokens of the cache whose size is printed."),
+        typer.Option("-T", "--length", min=1, max=MAX_PLANNED, help="Print the size of a cache for this many tokens."),
     ] = None,
     parity: Annotated[
         bool, typer.Option(help="Compare the output with PyTorch's, if transformers is installed.")

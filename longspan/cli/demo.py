@@ -42,7 +42,7 @@ def demo(
         Path | None,
         typer.Option(help="Folder for the pictures; by default a new folder, longspan-demo.", file_okay=False),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Training time of the decoder.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Training time of the decoder, in seconds.")] = 60.0,
     toy: Annotated[bool, typer.Option("--toy", help="Use small sizes, to check that everything runs.")] = False,
 ) -> None:
     """Demonstrate Longspan on this machine: masks, 32k tokens, an encoder, a decoder, eight devices."""
@@ -189,7 +189,7 @@ def _clues(stage: Stage, sizes: DemoSizes) -> None:
         without = example.accuracy(model, with_global_token=False, **test)
     reach = 2 * sizes.encoder_window
     stage.say(f"Accuracy on new documents: {with_global:.0%}.")
-    stage.say(f"Accuracy without the global token, when only windows reach {reach} tokens: {without:.0%}.")
+    stage.say(f"Accuracy without the global token, where information travels at most {reach} tokens: {without:.0%}.")
     stage.check("the encoder uses both ends of the documents (accuracy of at least 90%)", with_global >= 0.9)
     stage.check("without the global token it cannot (accuracy of at most 75%)", without <= 0.75)
 
@@ -213,7 +213,7 @@ def _decoder(stage: Stage, sizes: DemoSizes, seconds: float) -> None:
         losses = example.train(model, seconds, report)
     last_few = max(1, min(20, len(losses) // 2))
     first, last = losses[0], float(np.mean(losses[-last_few:]))
-    stage.say(f"{len(losses)} steps reduced the loss from {first:.2f} to {last:.2f} bits per byte.")
+    stage.say(f"Loss: {first:.2f} bits per byte at the first step, {last:.2f} after {len(losses):,} steps.")
     _draw_losses(stage, losses)
     short, long = model.init_cache(1, 1000), model.init_cache(1, 1_000_000)
     both = f"{short.nbytes / 1e3:,.0f} kB for 1,000 tokens and {long.nbytes / 1e3:,.0f} kB for 1,000,000 tokens"

@@ -44,11 +44,11 @@ def diff(
     else:
         from longspan.render.picture import percent
 
-        pair = f"query {found.query} and key {found.key}"
+        pair = f"query {found.query} to attend to key {found.key}"
         if max(a.batch, b.batch) > 1:
             pair += f" in batch row {found.batch}"
         if max(a.heads, b.heads) > 1:
-            pair += f" of head {found.head}"
+            pair += f" in head {found.head}"
         print(
             f"The masks differ: only the {found.allowed_by} mask allows {pair}. {percent(found.share)} of the pairs "
             "differ."

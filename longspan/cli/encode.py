@@ -45,8 +45,8 @@ def encode(
     pooling: Annotated[
         Pooling | None,
         typer.Option(
-            help="Use the mean of the token vectors (the default) or the first one. Given explicitly, modules of a "
-            "sentence-transformers directory that are not supported are ignored instead of being an error.",
+            help="Use the mean of the token vectors (the default) or the first one. If given, unsupported modules of a "
+            "sentence-transformers directory are ignored; otherwise they are an error.",
             show_default=False,
         ),
     ] = None,

@@ -18,7 +18,7 @@ def explain(
     keys: Annotated[int | None, typer.Option("-S", "--keys", min=0, max=MAX_PLANNED, help=KEYS)] = None,
     kv_heads: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_LENGTH, help="Number of key/value heads; by default that of query heads."),
+        typer.Option(min=1, max=MAX_LENGTH, help="Number of key/value heads; by default the number of query heads."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the arrays: float32, bfloat16, float16 or float64.")] = "float32",
     engine: Annotated[str, typer.Option(help="Name of an engine; auto chooses one.")] = "auto",

@@ -64,7 +64,9 @@ def test_diff_says_where_masks_first_differ(run):
     )
     code, out, _ = run("diff", "Causal()", "Causal() & Window(800, 0)")
     assert code == 1
-    assert out == ("The masks differ: only the first mask allows query 801 and key 0. 2.4% of the pairs differ.\n")
+    assert out == (
+        "The masks differ: only the first mask allows query 801 to attend to key 0. 2.4% of the pairs differ.\n"
+    )
     code, out, _ = run("diff", "Chunk(7)", "PerHead((Chunk(7), Chunk(8)))", "-T", 20, "-S", 30, "--json")
     found = json.loads(out)
     assert code == 1 and not found["same"]

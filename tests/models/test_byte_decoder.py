@@ -64,7 +64,7 @@ def test_it_runs_from_the_command_line(monkeypatch, capsys):
     out, err = capsys.readouterr()
     for what in ("the training step", "the decoder"):
         assert re.search(rf"^compiling {what} \.\.\.\ncompiled {what} and ran it once in \d+\.\d s$", err, re.M)
-    assert "A layer keeps 132 keys for 1,000 tokens and 132 for 1,000,000." in out
+    assert "Each layer's cache stores 132 keys for 1,000 tokens and 132 for 1,000,000." in out
     assert len(out.split("def main(self):\n    ")[1]) == 21
 
 

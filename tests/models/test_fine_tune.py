@@ -63,7 +63,7 @@ def test_it_learns_and_saves_what_others_load(model, tmp_path, monkeypatch, caps
     options = ("--length", 128, "--batch-tokens", 512, "--epochs", 6, "--learning-rate", 1e-2)
     run(monkeypatch, "--model", model, "--texts", texts, "--out", out, *options)
     printed = capsys.readouterr()
-    assert "8 of 8 held-out documents are right" in printed.out.splitlines()[-1]
+    assert "8 of 8 held-out documents correct" in printed.out.splitlines()[-1]
     said = re.findall(r"compiling (.*) for (\d+ x \d+) tokens", printed.err)
     assert {what for what, _ in said} == {"the training step", "the model"}
     assert len(said) == len(set(said)) > 2, "once for each shape"
@@ -103,7 +103,7 @@ def test_a_short_model_becomes_a_long_one(tmp_path, monkeypatch, capsys):
     bert, out = checkpoints.bert(tmp_path / "bert"), tmp_path / "out"  # of 90 tokens
     options = ("--length", 128, "--batch-tokens", 512, "--epochs", 1)
     run(monkeypatch, "--model", bert, "--texts", texts, "--out", out, *options)
-    assert "of 8 held-out documents are right" in capsys.readouterr().out
+    assert "of 8 held-out documents correct" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["architectures"] == ["LongformerForSequenceClassification"]
     assert hf.load(out).config.max_tokens == 128
