@@ -51,6 +51,7 @@ assert_type(ls.merge([out, out], (lse, lse), sinks=jnp.zeros(2)), tuple[jax.Arra
 assert_type(ls.explain(q, k, v, mask=ls.Causal(), engine="reference").engine, str)
 ls.explain(jax.ShapeDtypeStruct((1, 16, 2, 4), jnp.float32), k, v).useful_flops
 assert_type(ls.Causal().dense(3, 4), jax.Array)
+assert_type(ls.Causal().show(3), str)
 assert_type(ls.Causal().show(3, 4), str)
 assert_type(ls.Causal().layout(3, 4), ls.BlockLayout)
 assert_type(ls.Causal() & ls.Chunk(4), ls.Mask)
@@ -101,7 +102,7 @@ ls.explain(q, k, v, engine="fastest")
 ls.merge(q)
 ls.merge([q], [q], sinks="none")
 ls.Causal().dense("3", 4)
-ls.Causal().show(3)
+ls.Causal().show("3")
 ls.Causal() & 3
 ls.Window(3)
 ls.PerHead(3)
