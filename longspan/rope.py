@@ -257,7 +257,7 @@ def _yarn(config: _RopeConfig):
     factor = config.stretch()
 
     def pair_with_rotations(times: float) -> float:
-        """The pair (fractional) that rotates so many full turns within the original length."""
+        """The index (fractional) of the pair that makes this number of full turns within the original length."""
         return size * math.log(old / (times * 2 * math.pi)) / (2 * math.log(base))
 
     low = pair_with_rotations(config.number("beta_fast", 32.0))

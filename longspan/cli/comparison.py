@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan.cli.library import library
 
-PARTS = 32  # dense attention runs in so many parts of the queries: few machines hold all scores at once
+PARTS = 32  # parts of the queries in which dense attention runs: few machines hold all scores at once
 ROWS = 64  # the rows that are also computed in float64
 HEAD_DIM = 64
 
@@ -109,7 +109,7 @@ def _temporary_bytes(program: Any) -> int:
 
 def _in_float64(mask: Any, qkv: Any, rows: np.ndarray) -> np.ndarray:
     """Rows of the output by the definition of attention, in NumPy's float64."""
-    q, k, v = [np.asarray(x, np.float64)[0, :, 0] for x in qkv]
+    q, k, v = np.stack(qkv).astype(np.float64)[:, 0, :, 0]
     allowed = np.asarray(mask.dense(len(rows), len(k), q_positions=rows))[0, 0]
     scores = np.where(allowed, q[rows] @ k.T / np.sqrt(HEAD_DIM), -np.inf)
     powers = np.exp(scores - scores.max(axis=1, keepdims=True))

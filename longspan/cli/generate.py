@@ -60,7 +60,7 @@ def generate(
     decoder = ls.hf.load(model)
     if not hasattr(decoder, "init_cache"):
         raise ValueError(f"{model} is a {type(decoder).__name__}, which generates no text. Give a decoder.")
-    answers = [Answer(text, TextStream(tokenizer, row), []) for text, row in zip(texts, rows, strict=True)]
+    answers = [GeneratedText(text, TextStream(tokenizer, row), []) for text, row in zip(texts, rows, strict=True)]
     prints_tokens = len(rows) == 1 and not as_json
 
     def add_token(row: int, token: Any) -> None:
@@ -89,7 +89,7 @@ def generate(
         _print("\n".join(answer.printed(f"{n} of {len(rows)}") for n, answer in enumerate(answers, start=1)))
 
 
-class Answer(NamedTuple):
+class GeneratedText(NamedTuple):
     """A prompt, and the pieces of text that were generated so far."""
 
     prompt: str

@@ -90,7 +90,7 @@ def _facts(picture: Any, mask: Any) -> dict[str, Any]:
 
 
 def _default_width() -> int:
-    """The picture's width: that of the terminal without the numbers beside the picture, at most `MAX_WIDTH`."""
+    """The picture's width: that of the terminal without the numbers at the left, at most `MAX_WIDTH`."""
     if sys.stdout is None or not sys.stdout.isatty():
         return MAX_WIDTH
     size = shutil.get_terminal_size()

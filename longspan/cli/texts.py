@@ -26,7 +26,7 @@ def tokenizer_of(directory: Path) -> Any:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
-    # A tokenizer may have been saved with settings for training. Here options decide what happens to long texts.
+    # A tokenizer may have been saved with settings for training. Here the command's options apply to long texts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -80,7 +80,7 @@ class TextStream:
         self.tokens.append(token)
         self.count += 1
         text = self._text(self.before, len(self.tokens))
-        # A character that is incomplete after so many tokens is not text at all, and is returned as it is.
+        # A character that is incomplete after `CONTEXT` tokens stays incomplete, and is returned as it is.
         if text.endswith(INCOMPLETE) and len(self.tokens) - self.shown < CONTEXT:
             return ""
         return self._advance(text)

@@ -1,4 +1,4 @@
-"""What every refusal of the command looks like."""
+"""The form of every error of the command: one line on stderr and exit code 2."""
 
 
 def assert_one_line(result, words):

@@ -1,4 +1,4 @@
-"""How tests run commands inside their own process, and the checkpoints that these read."""
+"""Fixtures that run commands inside the test process, and that save checkpoints for them."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.cli import checkpoints
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command; (exit code, stdout, stderr)."""
+    """A function that runs a command and returns (exit code, stdout, stderr)."""
 
     def command(*arguments):
         code = main([str(argument) for argument in arguments])
@@ -20,7 +20,7 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function that gives the directory of a checkpoint, made once."""
+    """A function that returns the directory of a checkpoint, saved once per module."""
     made = {}
 
     def directory(name):

@@ -1,4 +1,4 @@
-"""The commands, run inside this process: what they print, what they refuse and how."""
+"""The commands, run inside the test process: their output, their files and their errors."""
 
 import json
 import re
@@ -178,7 +178,7 @@ def text_of(count, first=0):
 
 
 def plain_vector(model, count, pooling, first=0, **more):
-    """What a document of so many words should give, alone and without padding."""
+    """The vector of a document of `count` words, encoded alone and without padding."""
     ids = np.array([[2, *(4 + (first + n) % 27 for n in range(count)), 3]])
     hidden = np.asarray(model(ids, **{k: f(ids) for k, f in more.items()}).last_hidden_state)[0]
     return hidden.mean(axis=0) if pooling == "mean" else hidden[0]
@@ -192,7 +192,7 @@ def first_is_global(ids):
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("name", ["bert", "longformer"])
 def test_encode_gives_one_vector_per_document_whatever_it_is_batched_with(run, saved, tmp_path, name, pooling):
-    counts = [1, 80, 60]  # two of one bucket, and one of another between them
+    counts = [1, 80, 60]  # the first and the last are padded to the same length
     for number, count in enumerate(counts):
         (tmp_path / f"{number}.txt").write_text(text_of(count, number))
     files = [tmp_path / f"{number}.txt" for number in range(len(counts))]
@@ -241,7 +241,7 @@ def test_encode_leaves_nothing_half_written_when_interrupted(run, saved, tmp_pat
 
 
 def speaking(tokens):
-    """A stand-in for `ls.generate` that says these tokens."""
+    """A stand-in for `ls.generate` that generates these tokens."""
     asked = {}
 
     def generate(
@@ -416,7 +416,7 @@ def commands():
 
 
 def test_help_shows_everything_that_it_was_given(run, monkeypatch):
-    """Rich takes what is in brackets for markup and leaves it out, unless it is escaped."""
+    """Rich treats text in brackets as markup and drops it, unless it is escaped."""
     monkeypatch.setenv("COLUMNS", "1000")
     brackets = 0
     for name, command in commands().items():

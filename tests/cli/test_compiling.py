@@ -1,4 +1,4 @@
-"""What is compiled is said on stderr, with the seconds it took; never on stdout, and not to programs."""
+"""Notices of compilation and its seconds appear on stderr, never on stdout, and not with --json."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_the_seconds_are_those_that_jax_compiled(capsys):
     assert capsys.readouterr() == ("", ""), "once"
 
 
-def test_where_nothing_is_compiled_nothing_is_said(capsys):
+def test_without_compilation_nothing_is_printed(capsys):
     with compiling("nothing"):
         pass
     assert capsys.readouterr() == ("", "")
@@ -45,7 +45,7 @@ def test_time_that_is_not_spent_compiling_does_not_count(capsys, monkeypatch):
     assert covered([(0.0, 2.0), (1.0, 3.0), (2.5, 2.6)]) == 3.0 and covered([]) == 0.0
 
 
-def test_nothing_is_left_listening_and_an_error_says_nothing_more(capsys):
+def test_the_listener_is_removed_and_an_error_prints_no_notice(capsys):
     from jax._src import monitoring
 
     before = list(monitoring.get_event_duration_listeners())
@@ -72,7 +72,7 @@ def test_tokens_wait_until_both_programs_are_compiled():
     assert [event for event in events if event != "compiled"] == [(0, 5), (1, 6), (0, 7), (1, 8)]
 
 
-def test_encode_says_so_once_for_each_shape_and_not_to_programs(run, saved, tmp_path):
+def test_encode_prints_a_notice_per_shape_but_not_with_json(run, saved, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("w1\nw2 w3\n" + "w4 " * 80 + "\n")
     jax.clear_caches()
@@ -86,7 +86,7 @@ def test_encode_says_so_once_for_each_shape_and_not_to_programs(run, saved, tmp_
     assert (code, err) == (0, "") and json.loads(out)["documents"] == 3
 
 
-def test_bench_says_so_for_each_length_and_not_to_programs(run):
+def test_bench_prints_a_notice_per_length_but_not_with_json(run):
     command = ("bench", "-T", "16,32", "--heads", 1, "--head-dim", 8, "--rounds", 1, "--engine", "xla", "--no-peers")
     code, out, err = run(*command)
     assert code == 0 and "compil" not in out
@@ -94,8 +94,8 @@ def test_bench_says_so_for_each_length_and_not_to_programs(run):
     assert run(*command, "--json")[2] == ""
 
 
-def test_what_compiles_nothing_says_nothing(run):
-    """They plan in NumPy: had they a program to compile, JAX would report it."""
+def test_commands_that_compile_nothing_print_no_notice(run):
+    """These commands plan in NumPy. If they compiled a program, JAX would report an event."""
     events = []
     listen = lambda event, duration_secs, **_: events.append(event)  # noqa: E731
     jnp.zeros(3).block_until_ready()

@@ -1,4 +1,4 @@
-"""The demo at toy size: every section, its checks, its pictures; and that a claim that does not hold fails it."""
+"""The demo at toy size: its sections, checks and pictures, and its exit code if a claim does not hold."""
 
 import re
 
@@ -56,7 +56,7 @@ def test_a_claim_that_does_not_hold_fails_it(here, capsys, monkeypatch):
 
 
 def test_the_comparison_notices_another_mask(monkeypatch):
-    """What sparse attention computes is compared with the mask's own truth: a wrong result cannot pass."""
+    """The demo compares sparse attention with the dense mask, so it detects a wrong result."""
     mask = ls.Causal() & (ls.Window(6, 0) | ls.Prefix(2))
     done = []
     right = compare_with_dense(mask, 101, done.append)

@@ -1,4 +1,4 @@
-"""Masks written as text: what they print is what they are read from, and nothing else is read."""
+"""Masks written as text: the repr of a mask is parsed as the same mask, and any other text is an error."""
 
 import re
 
@@ -114,7 +114,7 @@ def test_the_block_size_that_is_advised_works():
 
 
 def test_out_of_memory_is_not_called_nested(monkeypatch):
-    """Python's parser raises MemoryError where its stack is full; anything else that does is out of memory."""
+    """Python's parser raises MemoryError if its stack is full. Any other MemoryError means a lack of memory."""
     with pytest.raises(ValueError, match=r"^The expression is nested too deeply\.$"):
         parse("~" * 15_000 + "Causal()")
 

@@ -1,4 +1,4 @@
-"""Sizes without end, full disks, devices, closed streams: one line and an exit code, and no file is damaged."""
+"""Huge sizes, full disks, devices and closed streams give one line and an exit code, and damage no file."""
 
 import os
 import resource
@@ -72,7 +72,7 @@ def test_what_would_not_end_is_refused_before_it_begins(run, name, tmp_path, mon
     arguments, words = TOO_LARGE[name]
     start = time.monotonic()
     assert_one_line(run(*arguments), words)
-    assert time.monotonic() - start < 20  # each of them ran for minutes, or until memory was full
+    assert time.monotonic() - start < 20  # without the check, each would run for minutes or fill the memory
     assert list(tmp_path.iterdir()) == []
 
 
@@ -149,7 +149,7 @@ def test_a_file_keeps_its_permissions_and_a_link_its_target(tmp_path):
 def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch):
     path = tmp_path / "kept.txt"
     path.write_text("kept")
-    monkeypatch.setattr(os, "access", lambda where, mode: mode != os.W_OK)  # tests may run as a user who may all
+    monkeypatch.setattr(os, "access", lambda where, mode: mode != os.W_OK)  # tests may run as root
     with pytest.raises(
         PermissionError, match=r"kept\.txt is read-only\. Change its permissions, or name another file\."
     ):
@@ -186,7 +186,7 @@ def test_an_interrupt_that_python_drops_is_raised_again(monkeypatch):
     monkeypatch.setattr(library, "RETRY_SECONDS", 0.01)
     library.repeat_dropped_interrupts()
     sys.unraisablehook(SimpleNamespace(exc_type=ValueError))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
             sys.unraisablehook(SimpleNamespace(exc_type=KeyboardInterrupt))

@@ -1,4 +1,4 @@
-"""`longspan encode` and the module files of sentence-transformers: what it does not run it refuses, or names."""
+"""`longspan encode` and the module files of sentence-transformers: unsupported settings are refused or reported."""
 
 import json
 import shutil
@@ -197,7 +197,7 @@ def test_a_broken_file_is_named(name, tmp_path):
     "folder", ["../other", "/etc", "1_Pooling/../../other", "C:\\other", "..\\other", "link", "a\0b"]
 )
 def test_a_folder_outside_of_the_directory_is_not_opened(folder, tmp_path):
-    """The outside folder holds a good config: that it is refused shows that it was not read."""
+    """The outside folder has a valid config. The error shows that it was not read."""
     inside = tmp_path / "model"
     write(tmp_path / "other", **{"config.json": MEAN})
     modules = listed("Transformer", "Pooling")

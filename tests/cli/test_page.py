@@ -1,4 +1,4 @@
-"""What docs/command.md shows is what the command prints."""
+"""The output in docs/command.md is the output of the command."""
 
 import re
 import shlex

@@ -25,7 +25,7 @@ def start(*arguments, code=ENTRY, **options):
     environment |= {"COLUMNS": "100"} | options.pop("env", {})
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    # Ctrl-C as in a terminal: what a shell starts in the background ignores it, and so would this process.
+    # Enables Ctrl-C as in a terminal: a process that a shell starts in the background ignores it.
     listening = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, **(pipes | options), text=True, env=environment)
@@ -90,7 +90,7 @@ def test_interrupted_while_it_computes_it_leaves_nothing_behind(tmp_path):
 
 
 def interrupted(process):
-    """What it still said after Ctrl-C: once more every five seconds, for JAX drops one that comes while it traces."""
+    """The output after Ctrl-C, which is repeated every five seconds: JAX drops an interrupt while it traces."""
     for _ in range(12):
         process.send_signal(signal.SIGINT)
         try:
@@ -102,7 +102,7 @@ def interrupted(process):
 
 
 def test_an_interrupt_waits_for_the_library_to_be_loaded(request):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest may have been started without
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run without it, in the background
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     done = []
     with pytest.raises(KeyboardInterrupt), _uninterrupted():
@@ -113,7 +113,7 @@ def test_an_interrupt_waits_for_the_library_to_be_loaded(request):
 
 
 def wait_until_it_reads(process):
-    """Until the process sleeps in the read of its standard input, or for two seconds where the system does not tell."""
+    """Waits until the process reads its standard input; two seconds on systems without /proc."""
     what, until = Path(f"/proc/{process.pid}/wchan"), time.monotonic() + 20
     if not what.exists():
         return time.sleep(2)
@@ -131,7 +131,7 @@ def test_shells_complete_commands_without_jax(shell):
 
 
 def test_a_closed_or_full_standard_output_is_no_traceback():
-    closed = "import sys; sys.stdout = None; "  # as Python has it where a shell closed it, `>&-`
+    closed = "import sys; sys.stdout = None; "  # as Python does if the shell closed it with `>&-`
     assert run("show", "Causal()", "-T", "3", code=closed + ENTRY) == (0, "", "")
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:

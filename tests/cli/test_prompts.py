@@ -1,4 +1,4 @@
-"""`longspan generate` with several prompts, and with text that is none."""
+"""`longspan generate` with several prompts, and with input that is not text."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def generate(run, saved):
 
 
 def test_every_prompt_gets_its_answer(generate):
-    """Several at once answer as each does alone; plain text names the prompts, JSON is a list."""
+    """Each prompt gets the answer that it gets alone; text output has titles, JSON output is a list."""
     long = "a long prompt\nof two lines, whose title is cut after some sixty letters"
     options = ("--max-new-tokens", 5, "--temperature", 0)
     code, out, _ = generate("--prompt", "ab", "--prompt", long, *options, "--json")

@@ -1,4 +1,4 @@
-"""Who takes part in `bench`, and that everybody computes the same."""
+"""The implementations that `bench` times compute the same attention."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ LENGTH = 64
 
 
 class Numpy:
-    """PyTorch, as far as a table needs it."""
+    """The part of PyTorch that a mask table needs."""
 
     from_numpy = staticmethod(np.asarray)
 
@@ -43,7 +43,7 @@ def test_rules_stay_rules_and_what_is_too_large_for_a_table_is_left_out(monkeypa
 
 
 @pytest.mark.parity
-@pytest.mark.filterwarnings("ignore")  # PyTorch's own, as its compiler loads and traces
+@pytest.mark.filterwarnings("ignore")  # warnings of PyTorch's compiler
 @pytest.mark.parametrize("mask", [RULES[1], TABLES[0], TABLES[1]], ids=repr)
 def test_flex_attention_computes_what_we_do(mask):
     pytest.importorskip("torch")

@@ -213,7 +213,7 @@ def test_flax_s_decoding_works_where_the_query_s_position_does_not_matter(mask):
 
 @rule
 class BySlot(ls.Mask):
-    """A user's causal rule that compares slots, and says so."""
+    """A user's causal rule that declares that it compares slots."""
 
     reads = frozenset({"slot"})
 

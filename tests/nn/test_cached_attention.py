@@ -1,4 +1,4 @@
-"""`SelfAttention` with a cache: any way of cutting a text into calls gives what one call gives, in both kinds."""
+"""`SelfAttention` with a cache: a text split into several calls gives the result of one call, in linen and NNX."""
 
 import re
 
@@ -29,7 +29,7 @@ def empty(mask, dtype=jnp.float32):
 
 
 def kinds(**more):
-    """The calls of both kinds: (x, **arguments) -> what the module returns."""
+    """Functions (x, **arguments) that call the linen and the NNX module."""
     layer, params, twin = both("SelfAttention", **OPTIONS, **more)
     return (lambda x, **call: layer.apply({"params": params}, x, **call)), twin
 

@@ -138,7 +138,7 @@ def test_dropout_keeps_the_mean_over_keys(name):
     error = draws.std(0) / np.sqrt(len(keys)).astype(np.float32)
     assert error.max() > 0
     assert (np.abs(draws.mean(0) - wanted) < 6 * error + 1e-3).all()
-    first, second = twin(X, **call), twin(X, **call)  # an NNX stream moves on by itself
+    first, second = twin(X, **call), twin(X, **call)  # an NNX stream draws a new key at every call
     assert np.abs(first - second).max() > 0.01
     again = [twin(X, **call, rngs=nnx.Rngs(dropout=7)) for _ in range(2)]
     np.testing.assert_array_equal(*again)

@@ -1,4 +1,4 @@
-"""Rotary positions, norms of queries and keys, and sinks in the Flax modules: both kinds, against NumPy by hand."""
+"""Rotary positions, query/key norms and sinks in linen and NNX modules, compared with NumPy."""
 
 import re
 
@@ -82,7 +82,7 @@ def joined(params, out):
 
 
 def by_hand(params, positions, *, rope=True, interleaved=False, qk_norm=False, sinks=False):
-    """Dense softmax attention in float64, with everything before and behind it."""
+    """Dense softmax attention in float64, with projections, norms and rotations."""
     q, k, v = (projected(params, part) for part in ("query", "key", "value"))
     if qk_norm:
         q, k = normed(params, "query_norm", q), normed(params, "key_norm", k)

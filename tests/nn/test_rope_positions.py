@@ -1,4 +1,4 @@
-"""`rope_positions`: rotations by positions that the mask does not go by, in both kinds of modules."""
+"""`rope_positions`: rotations by other positions than the mask's, in linen and NNX modules."""
 
 import re
 
@@ -18,7 +18,7 @@ MASK = ls.Causal() & ls.Window(4, 0) & ls.Segments(IDS)
 
 
 class Noting(Engine):
-    """The reference engine, which notes how many tiles it was asked to visit."""
+    """The reference engine, which records the number of tiles to visit."""
 
     name = "noting"
 
@@ -55,10 +55,10 @@ def test_the_mask_goes_by_slots_or_by_positions_of_its_own():
     mask = ls.Causal() & ls.Window(4, 0)
     *calls, params = runs("SelfAttention", rope=YARN)
     for run in calls:
-        # With the same distances everywhere rotations are those of slots, and the mask is.
+        # The distances are those of slots, so the result is that of rotations by slots.
         got = run(X, mask=mask, rope_positions=np.arange(T) + 100)
         np.testing.assert_allclose(got, by_hand(params, np.arange(T)), rtol=0, atol=2e-5)
-        # The mask by one kind of positions, the rotation by another with the same distances.
+        # The mask compares `positions`; the rotation uses others with the same distances.
         got = run(X, mask=mask, positions=POSITIONS, rope_positions=POSITIONS + 7)
         np.testing.assert_allclose(got, by_hand(params, POSITIONS), rtol=0, atol=2e-5)
         other = run(X, mask=mask, positions=POSITIONS, rope_positions=np.arange(T))
@@ -108,7 +108,7 @@ def test_without_rope_they_are_refused(name):
         run(X, rope_positions=POSITIONS, rope=ls.rope.frequencies(YARN, H))
 
 
-def test_positions_beside_a_cache_are_refused_with_what_to_give_instead():
+def test_positions_with_a_cache_are_refused_with_a_remedy():
     mask = ls.Causal()
     assert X.shape[2] == D
     for run in runs("SelfAttention", rope=YARN)[:2]:
