@@ -357,9 +357,9 @@ class PerHead(_Composition):
         xp, parts = side.xp, [(of(mask), heads) for mask, heads in self._groups()]
         count = max(spans.low.shape[axis] for spans, _ in parts)
         # The first mask is for all heads that are not in another group, as in `_select`.
-        (first, _), *others = [(_padded(xp, spans, axis, count), heads) for spans, heads in parts]
-        low, high, common = first
-        for spans, heads in others:
+        padded = [(_padded(xp, spans, axis, count), heads) for spans, heads in parts]
+        low, high, common = padded[0][0]
+        for spans, heads in padded[1:]:
             mine = _is_one_of(side.head, heads)
             low, high = xp.where(mine, spans.low, low), xp.where(mine, spans.high, high)
             if common is not None or spans.common is not None:

@@ -273,6 +273,23 @@ def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
     )
 
 
+def check_lowered(rule: Any, lowered: Any) -> None:
+    """Checks the result of a user's `lower`: a mask other than the rule itself."""
+    from longspan.masks.base import Mask
+
+    label = f"{type(rule).__name__}.lower()"
+    if lowered is rule:
+        raise ValueError(f"{label} returned the rule itself. Return other masks, or define `allowed(q, kv)` instead.")
+    if isinstance(lowered, Mask):
+        return
+    cure = "Return a mask, for example `Compare(...)` or `ls.Full()`."
+    if is_array(lowered):
+        cure = "Return `ls.Dense(array)` for an array of bools."
+    elif callable(lowered):
+        cure = "Return `ls.Custom(fn)` for a function of positions."
+    raise TypeError(f"{label} must return a Mask, got {type(lowered).__name__}. {cure}")
+
+
 def check_bools(mask: Any, function: str, *dtypes: Any) -> None:
     """Checks that a user's function returned bools, not numbers meant for the scores."""
     for dtype in dtypes:

@@ -1,8 +1,8 @@
-"""`Compare`: a number of the query held against a number of the key. Nearly every rule is made of such comparisons."""
+"""`Compare`: compares a number of the query with a number of the key. Most leaves are made of such comparisons."""
 
 from dataclasses import replace
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,20 +26,25 @@ from longspan.masks.terms import (
     within_reach,
 )
 
-FLIPPED = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
-OPPOSITE = {"<=": (">",), ">=": ("<",), "<": (">=",), ">": ("<=",), "==": ("<", ">")}
+if TYPE_CHECKING:
+    Relation: TypeAlias = Literal["<=", ">=", "<", ">", "=="]
+else:
+    Relation = str  # `Compare` checks it, with a better message than the run-time checker
+
+FLIPPED: dict[str, Relation] = {"<=": ">=", ">=": "<=", "<": ">", ">": "<", "==": "=="}
+OPPOSITE: dict[str, Relation] = {"<=": ">", ">=": "<", "<": ">=", ">": "<="}  # `a == b` has two: a < b, a > b
 
 
 @rule
 class Compare(Mask):
-    """Allows a pair where the query's term is <=, >=, <, > or == the key's, and both are defined.
+    """Allows the pairs whose query term is <=, >=, <, > or == the key term, if both are valid.
 
     Args:
         q: the query's term: `position()`, `slot()`, `array(...)`, `number(...)` or `member(...)`.
         relation: "<=", ">=", "<", ">" or "==".
         kv: the key's term.
-        few: where one term is a number, whether few, scattered tokens of the other side are allowed, as global ones
-            are: those are then listed one by one. By default all between the first and the last are visited.
+        few: set it if one term is a number and few, scattered tokens of the other side are allowed, such as global
+            tokens: their tiles are then listed one by one. By default all tiles from the first to the last are visited.
 
     Example:
         >>> from longspan.masks import position
@@ -51,7 +56,7 @@ class Compare(Mask):
     """
 
     q: Term
-    relation: str
+    relation: Relation
     kv: Term
     few: bool = False
 
@@ -66,9 +71,12 @@ class Compare(Mask):
 
     @property
     def reads(self):
-        sources = {self.q.of, self.kv.of}
-        by_position = BY_POSITION if sources & {POSITION, MEMBER} else frozenset()
-        return by_position | (BY_SLOT if sources & {SLOT, ARRAY} else frozenset())
+        sources, found = {self.q.of, self.kv.of}, frozenset()
+        if sources & {POSITION, MEMBER}:
+            found = found | BY_POSITION
+        if sources & {SLOT, ARRAY}:
+            found = found | BY_SLOT
+        return found
 
     @property
     def reads_q_place(self):
@@ -88,12 +96,16 @@ class Compare(Mask):
 
     def allowed(self, q, kv):
         truth = _holds(self.relation, self.q.value(q), self.kv.value(kv))
-        # Of equal ids one is valid if the other is.
-        sides = ((self.q, q),) if self._of_ids else ((self.q, q), (self.kv, kv))
-        for term, slots in sides:
-            defined = term.defined(slots)
-            truth = truth if defined is None else truth & defined
-        return np.bool_(truth) if isinstance(truth, bool) else truth  # of two static numbers
+        defined = self.q.defined(q)
+        if defined is not None:
+            truth = truth & defined
+        if not self._of_ids:  # of two equal ids, one is valid if the other is
+            defined = self.kv.defined(kv)
+            if defined is not None:
+                truth = truth & defined
+        if isinstance(truth, bool):  # both terms are static numbers
+            return np.bool_(truth)
+        return truth
 
     def classify(self, q, kv):
         if self._by_distance and self.q.modulo is not None:
@@ -104,7 +116,8 @@ class Compare(Mask):
         if self.relation == "==":
             some = yes & (q_least <= kv_most) & (kv_least <= q_most)
             q_one, kv_one = yes & q_all & (q_least == q_most), yes & kv_all & (kv_least == kv_most)
-            if q.side.xp is np and not (q_one.any() and kv_one.any()):  # as where ids are shuffled: nothing to compare
+            # With shuffled ids no tile has a single id: there is nothing to compare.
+            if q.side.xp is np and not (q_one.any() and kv_one.any()):
                 return some, np.full((1, 1, 1, 1), False)
             return some, q_one & kv_one & (q_least == kv_least)
         if "<" in self.relation:
@@ -128,15 +141,19 @@ class Compare(Mask):
         return self.q.nearest(np.broadcast_to(at, key.shape), step, low, high)
 
     def inexact(self):
-        return () if self.q.is_static and self.kv.is_static else (self,)
+        if self.q.is_static and self.kv.is_static:
+            return ()
+        return (self,)
 
     def periodicity(self):
         if self.inexact():
             return Periodicity()
         if self.q.grows and self.kv.grows:
+            if self.q.divide != self.kv.divide:
+                return None
             unit = within_reach(self.q.divide)
             away = (within_reach(self.q.plus) - within_reach(self.kv.plus)) * unit
-            return Periodicity(unit, frozenset({away})) if self.q.divide == self.kv.divide else None
+            return Periodicity(unit, frozenset({away}))
         period = lcm(self.q.period, self.kv.period)
         if period > 1 and (self.q.grows or self.kv.grows):
             return None
@@ -145,9 +162,11 @@ class Compare(Mask):
     def pinned(self, length):
         from longspan.masks.by_position import Empty
 
+        # number <relation> term, where the term is the key's or the query's
         by_key = self.q.of == NUMBER
-        number, term = (self.q, self.kv) if by_key else (self.kv, self.q)
-        relation = self.relation if by_key else FLIPPED[self.relation]
+        number, relation, term = self.q, self.relation, self.kv
+        if not by_key:
+            number, relation, term = self.kv, FLIPPED[self.relation], self.q
         if number.of != NUMBER or not number.is_static or not term.is_plain:
             return Pinned(self)
         value = int(number.at(np.zeros(1, np.int64))[0])
@@ -158,35 +177,45 @@ class Compare(Mask):
             return Pinned(self)
         if term.of == MEMBER:
             inside = frozenset(place for place in term.data if 0 <= place < length)
-            return Pinned(Empty(), columns=inside) if by_key else Pinned(Empty(), rows=inside)
+            if by_key:
+                return Pinned(Empty(), columns=inside)
+            return Pinned(Empty(), rows=inside)
         if term.of == ARRAY and term.data.dtype == bool and term.data.ndim == 2:
-            flags = (term.data,)
-            return Pinned(Empty(), kv_flags=flags) if by_key else Pinned(Empty(), q_flags=flags)
+            if by_key:
+                return Pinned(Empty(), kv_flags=(term.data,))
+            return Pinned(Empty(), q_flags=(term.data,))
         return Pinned(self)
 
     def extents(self):
         for name, term, axis in (("q", self.q, "T"), ("kv", self.kv, "S")):
             for field, letters in term._letters():
-                for letter, size in zip(letters, getattr(term, field).shape, strict=True):
-                    yield Extent(f"Compare.{name}", axis if letter == "." else letter, size)
+                for letter, size in zip(letters.replace(".", axis), getattr(term, field).shape, strict=True):
+                    yield Extent(f"Compare.{name}", letter, size)
 
     def negated(self) -> Mask | None:
-        """What it does not allow; None if that is no comparison."""
+        """The negation as one or two comparisons; None if it is none."""
         if self.is_strided or self.kv.modulo is not None or self.q.valid != "all" or self.kv.valid != "all":
             return None
-        first, *others = (replace(self, relation=relation, few=False) for relation in OPPOSITE[self.relation])
-        return first | others[0] if others else first
+        if self.relation == "==":
+            return replace(self, relation="<", few=False) | replace(self, relation=">", few=False)
+        return replace(self, relation=OPPOSITE[self.relation], few=False)
 
     def _cut(self, q, kv, q_len, kv_len):
         mine, theirs = self.q.cut(q), self.kv.cut(kv)
-        return self if mine is self.q and theirs is self.kv else replace(self, q=mine, kv=theirs)
+        if mine is self.q and theirs is self.kv:
+            return self
+        return replace(self, q=mine, kv=theirs)
 
     def _count_pieces(self, q, kv):
         if self.relation == "==" and not (self.q.grows and self.kv.grows):
-            ids = [_line(term.value(side.slots()), side) for term, side in ((self.q, q), (self.kv, kv))]
+            q_ids, kv_ids = _line(self.q.value(q.slots()), q), _line(self.kv.value(kv.slots()), kv)
             mine, theirs = self.q.defined(q.slots()), self.kv.defined(kv.slots())
-            high = kv.length if mine is None else np.where(_line(mine, q), kv.length, 0)
-            return [CountPiece(0, high, *ids, keys=None if theirs is None or self._of_ids else _line(theirs, kv))]
+            high, keys = kv.length, None
+            if mine is not None:
+                high = np.where(_line(mine, q), kv.length, 0)
+            if theirs is not None and not self._of_ids:
+                keys = _line(theirs, kv)
+            return [CountPiece(0, high, q_ids, kv_ids, keys=keys)]
         if self.q.of == NUMBER:
             return [CountPiece(keys=_line(self.allowed(q.slots(0, 1), kv.slots()), kv))]
         if self.kv.of == NUMBER:
@@ -197,13 +226,13 @@ class Compare(Mask):
 
     @property
     def _of_ids(self) -> bool:
-        """Whether it asks for equal entries of two arrays, of which the same count."""
+        """Whether it compares the entries of two arrays for equality, and the same entries are valid in both."""
         plain = all(term.of == ARRAY and term.is_plain for term in (self.q, self.kv))
         return plain and self.relation == "==" and self.q.valid == self.kv.valid
 
     @property
     def _by_distance(self) -> bool:
-        """Whether it asks for a distance that is a multiple of a number: of tiles, distances say more than residues."""
+        """Whether it allows distances that are multiples of a number: distances bound tiles better than residues."""
         q, kv = self.q, self.kv
         if not (q.of == kv.of == POSITION and self.relation == "==" and is_static_number(q.divide, 1)):
             return False
@@ -215,11 +244,15 @@ class Compare(Mask):
 
 
 def _holds(relation: str, a: Any, b: Any) -> Any:
+    if relation == "<=":
+        return a <= b
+    if relation == ">=":
+        return a >= b
     if relation == "==":
         return a == b
-    if "<" in relation:
-        return a <= b if "=" in relation else a < b
-    return a >= b if "=" in relation else a > b
+    if relation == "<":
+        return a < b
+    return a > b
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -227,12 +260,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _line(array: Any, side: Any) -> np.ndarray:
-    """One entry for each slot of a side, of one batch row and head."""
+    """One entry per slot of a side, of one batch row and head."""
     return np.broadcast_to(np.asarray(array).reshape(-1), side.length)
 
 
 def _spans(row: Term, relation: str, other: Term, rows, others, few: bool) -> Spans:
-    """The slots of the other side that each tile of rows may see: those where row <= (>=, <, >, ==) other."""
+    """The slots of the other side that each tile of rows may see: those with row <= (>=, <, >, ==) other."""
     xp, side = rows.side.xp, others.side
     if relation == "==" and row.of == other.of == ARRAY:
         equal = hull_of_equals(row, other, rows)
@@ -242,9 +275,12 @@ def _spans(row: Term, relation: str, other: Term, rows, others, few: bool) -> Sp
     if other.of == NUMBER:
         return whole_or_nothing(xp, _inside(other.value(others), low, high), side.length)
     if few and row.of == NUMBER:
-        least, most, _ = other.range(others)
-        seen = _inside(most, low, None) if high is None else _inside(least, None, high)
-        return nothing(xp)._replace(common=seen if low is None or high is None else seen & _inside(most, low, None))
+        least, greatest, _ = other.range(others)
+        if high is None:
+            return nothing(xp)._replace(common=greatest >= low)
+        if low is None:
+            return nothing(xp)._replace(common=least <= high)
+        return nothing(xp)._replace(common=(least <= high) & (greatest >= low))
     if other.of == ARRAY:
         return hull_between(other, side, low, high)
     if not other.grows:
@@ -256,7 +292,7 @@ def _spans(row: Term, relation: str, other: Term, rows, others, few: bool) -> Sp
 
 
 def _bounds(xp, relation: str, row: Term, rows: Any) -> tuple[Any, Any]:
-    """The range of the other side's term that each tile of rows may see; None leaves an end open. Rank 4."""
+    """The range of the other side's term that each tile of rows may see, of rank 4; None is no bound."""
     low = high = None
     if relation in ("==", "<=", "<"):
         low = _rank_4(xp, row.least(rows))
@@ -270,10 +306,14 @@ def _bounds(xp, relation: str, row: Term, rows: Any) -> tuple[Any, Any]:
 
 
 def _rank_4(xp, end: Any) -> Any:
-    return xp.full((1, 1, 1, 1), end, np.int32) if isinstance(end, int) else end
+    if isinstance(end, int):
+        return xp.full((1, 1, 1, 1), end, np.int32)
+    return end
 
 
 def _inside(value: Any, low: Any, high: Any) -> Any:
-    if low is None or high is None:
-        return value >= low if high is None else value <= high
+    if high is None:
+        return value >= low
+    if low is None:
+        return value <= high
     return (low <= value) & (value <= high)

@@ -86,6 +86,14 @@ def rule(cls: Class) -> Class:
         dataclass_init(self, *args, **kwargs)
         # Decided once, here, because JAX rebuilds masks with placeholders (ints, None) instead of arrays.
         object.__setattr__(self, "_data", tuple(n for n in names if _is_data(getattr(self, n), n in made.static)))
+        for name in names:
+            if name not in self._data:
+                _check_hashable(self, name)
+
+    def structure(self):
+        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
+        # The names of bool fields, because True equals 1 and False equals 0 in Python.
+        return self._data, static, tuple(n for n, value in static if isinstance(value, bool))
 
     def flatten_with_keys(self):
         data = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self._data]
@@ -168,6 +176,20 @@ def _is_data(value: Any, static_if_numpy: bool = False) -> bool:
     if isinstance(value, jax.Array | Value | jax.ShapeDtypeStruct):
         return True
     return isinstance(value, tuple) and any(_is_data(v) for v in value)
+
+
+def _check_hashable(value: Value, name: str) -> None:
+    """Checks that a static field hashes: it is part of the key of compiled programs, so it must not change."""
+    entry = getattr(value, name)
+    if entry is None or isinstance(entry, int | str | np.ndarray):
+        return
+    try:
+        hash(entry)
+    except TypeError:
+        raise TypeError(
+            f"{type(value).__name__}.{name} must be an array, or a value that hashes, got {type(entry).__name__}. "
+            "Use a tuple for a list, for example."
+        ) from None
 
 
 def _hashable(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`Rule`: a mask that is said by other masks, and answers what they answer."""
+"""`Rule`: a mask defined by other masks, whose properties it has."""
 
 from functools import lru_cache
 from itertools import islice
@@ -6,37 +6,40 @@ from typing import Any
 
 from longspan.masks.base import NOT_INHERITED, Mask, Pinned
 
-MANY_PARTS = 16  # larger masks are lowered again: comparing them takes about as long
+MANY_PARTS = 16  # masks with this many parts are not cached: comparing them takes as long as lowering them
+MAX_REMEMBERED = 256  # lowered masks in the cache
+_remembered_atoms: dict[Mask, Mask] = {}
 
 
 def atoms_of(mask: Mask) -> Mask:
-    """`mask.atoms()`. Of small masks without arrays it is remembered: a trace asks several times."""
+    """`mask.atoms()`, cached for small masks without arrays: one trace needs it several times."""
     parts = list(islice(mask.walk(), MANY_PARTS))
     if len(parts) < MANY_PARTS and all(_is_of_numbers(part) for part in parts):
         return _remembered_atoms(mask)
     return mask.atoms()
 
 
-@lru_cache(maxsize=256)
-def _remembered_atoms(mask: Mask) -> Mask:
-    return mask.atoms()
+def _is_of_numbers(mask: Mask, parts: Iterable[Mask]) -> bool:
+    """Whether a mask holds only masks, ints and strings. The cache would keep arrays and functions alive."""
+    return all(map(_has_only_numbers, parts)) and not jax.tree.leaves(mask)
 
 
-def _is_of_numbers(mask: Mask) -> bool:
-    """Whether a mask holds masks, ints and strings alone: no array, and no function, which would be kept alive."""
-    if "_data" not in vars(mask):
-        return False  # not made by `rule`, so it may not compare by its contents
-    for value in vars(mask).values():
-        entries = value if isinstance(value, tuple) else (value,)
-        if not all(entry is None or isinstance(entry, int | str | Mask) for entry in entries):
+def _has_only_numbers(part: Mask) -> bool:
+    if "_data" not in vars(part):
+        return False  # not made by `rule`, so it may not compare by value
+    for value in vars(part).values():
+        entries = value
+        if not isinstance(value, tuple):
+            entries = (value,)
+        if not all(entry is None or isinstance(entry, int | str | Value) for entry in entries):
             return False
     return True
 
 
 class Rule(Mask):
-    """A rule that other masks say: define `lower`, and what they answer is its answer.
+    """Base of masks that are defined by other masks: subclass it with `@rule` and define `lower`.
 
-    It then skips tiles, has the cpu engine's native speed, and tells caches how long to keep keys.
+    Such a mask skips tiles, runs natively on the cpu engine, and lets caches evict keys, like the mask it lowers to.
 
     Example:
         >>> from longspan.masks import Compare, Rule, position, rule
@@ -56,45 +59,66 @@ class Rule(Mask):
         raise NotImplementedError(f"{type(self).__name__} must define `lower()`, or `allowed(q, kv)`.")
 
     def atoms(self):
-        # A subclass with an `allowed` of its own is not what its parent lowers to.
-        return self.lower().atoms() if type(self).allowed is Rule.allowed else self
+        if type(self).allowed is not Rule.allowed:  # a subclass that overrides `allowed` is not its parent's `lower()`
+            return self
+        return self.lower().atoms()
 
     def allowed(self, q, kv):
         return self.lower().allowed(q, kv)
 
     def extents(self):
         yield from super().extents()
-        yield from self.lower().extents()  # it may tell rows and heads apart of which its own arrays say nothing
+        yield from self.lower().extents()  # which may distinguish rows and heads that the rule's own arrays do not
 
     @property
     def is_strided(self):
         return any(part.is_strided for part in self.atoms().walk())
 
     def inexact(self):
-        return (self,) if self.lower().inexact() else ()
+        if self.lower().inexact():
+            return (self,)
+        return ()
 
     def pinned(self, length):
         found = self.lower().pinned(length)
-        return found if any(found[1:]) else Pinned(self)
+        if not any(found[1:]):
+            return Pinned(self)
+        return found
 
     def of_head(self, head):
-        return self.lower().of_head(head) if self.heads > 1 else self
+        if self.heads <= 1:
+            return self
+        return self.lower().of_head(head)
 
     def _cut(self, q, kv, q_len, kv_len):
         lowered = self.lower()
         cut = lowered._cut(q, kv, q_len, kv_len)
-        return self if cut is lowered else cut
+        if cut is lowered:
+            return self
+        return cut
 
 
 class Leaf(Rule):
-    """A rule of comparisons alone: its own arrays, by their `array_axes`, say all that there is to say of sizes."""
+    """A rule made of comparisons only: the `array_axes` of its own arrays fix all sizes."""
 
     def extents(self):
         return Mask.extents(self)
 
 
-def _asked_of_the_lowered(name: str) -> Any:
-    """A property or method of `Rule` that is its lowered rule's."""
+def _returning_a_mask(lower: Callable[[Any], Mask]) -> Callable[[Any], Mask]:
+    """Wraps a user's `lower` to check its result."""
+
+    @wraps(lower)
+    def checked(self):
+        mask = lower(self)
+        check_lowered(self, mask)
+        return mask
+
+    return checked
+
+
+def _delegated(name: str) -> Any:
+    """A property or method that calls the one of the lowered mask."""
     if isinstance(vars(Mask)[name], property) or not callable(vars(Mask)[name]):
         return property(lambda self: getattr(self.lower(), name))
     return lambda self, *args: getattr(self.lower(), name)(*args)
@@ -102,4 +126,4 @@ def _asked_of_the_lowered(name: str) -> Any:
 
 for _name in NOT_INHERITED:
     if _name not in vars(Rule):
-        setattr(Rule, _name, _asked_of_the_lowered(_name))
+        setattr(Rule, _name, _delegated(_name))

@@ -1,13 +1,14 @@
-"""`Term`: a number for each token of one side, which `Compare` holds against a number for each token of the other."""
+"""`Term`: a number for each token of one side. `Compare` compares it with a term of the other side."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspan.array_types import FAR, Number
+from longspan.array_types import FAR, Array, Number, no_type_check
 from longspan.checks import check_choice
 from longspan.masks.base import NO_QUERY
 from longspan.masks.checks import check_at_least, check_entries, check_indices, check_number
@@ -15,7 +16,7 @@ from longspan.masks.cut import gather
 from longspan.masks.pytree import Value, rule, short
 
 POSITION, SLOT, ARRAY, NUMBER, MEMBER = "position", "slot", "array", "number", "member"
-NEAR = 2**28  # a position and a few numbers up to this one add up to an int32
+NEAR = 2**28  # a position plus a few numbers of at most this size fits into an int32
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 VALID = {"all": None, ">=0": lambda ids: ids >= 0, "!=0": lambda ids: ids != 0}
 INVALID = {">=0": lambda ids: ids < 0, "!=0": lambda ids: ids == 0}
@@ -23,9 +24,9 @@ INVALID = {">=0": lambda ids: ids < 0, "!=0": lambda ids: ids == 0}
 
 @rule
 class Term(Value):
-    """source // divide % modulo + plus, a number for each token of a side.
+    """A number for each token of a side: source // divide % modulo + plus.
 
-    `position`, `slot`, `array`, `number` and `member` make one.
+    The functions `position`, `slot`, `array`, `number` and `member` make terms.
 
     Example:
         >>> from longspan.masks import position
@@ -33,12 +34,12 @@ class Term(Value):
         position // 4 + 1
     """
 
-    of: str  # POSITION, SLOT; ARRAY: an entry for each token; NUMBER: the same for all; MEMBER: 1 if listed, else 0
+    of: str  # the source: POSITION; SLOT; ARRAY, an entry per token; NUMBER, the same for all; MEMBER, 1 if listed
     data: Any = None  # ARRAY: int or bool [B or 1, L] or [B or 1, N or 1, L]; NUMBER: int, () or [B]; MEMBER: positions
     divide: Number = 1
     modulo: Number | None = None
     plus: Number = 0
-    valid: str = "all"  # ARRAY: which entries count; a comparison with any other is not allowed
+    valid: str = "all"  # ARRAY: the valid entries; comparisons with other entries are False
 
     def __post_init__(self):
         check_choice("valid", self.valid, tuple(VALID))
@@ -52,12 +53,17 @@ class Term(Value):
 
     def __floordiv__(self, divide: Number) -> "Term":
         if self.modulo is not None or not is_static_number(self.plus, 0) or not is_static_number(self.divide, 1):
-            raise ValueError(f"{self!r} cannot be divided: a term is source // divide % modulo + plus, in this order.")
+            raise ValueError(
+                f"{self!r} cannot be divided: a term is source // divide % modulo + plus, in this order. Divide first."
+            )
         return replace(self, divide=divide)
 
     def __mod__(self, modulo: Number) -> "Term":
         if self.modulo is not None or not is_static_number(self.plus, 0):
-            raise ValueError(f"{self!r} has no remainder: a term is source // divide % modulo + plus, in this order.")
+            raise ValueError(
+                f"{self!r} has no remainder: a term is source // divide % modulo + plus, in this order. Take the "
+                "remainder before adding."
+            )
         return replace(self, modulo=modulo)
 
     def __add__(self, more: Number) -> "Term":
@@ -68,122 +74,148 @@ class Term(Value):
 
     @property
     def array_axes(self):
-        tokens = ".".rjust(max(self.data.ndim - 1, 1), "N") if self.of == ARRAY else ""
-        return {"data": f"B{tokens}", "divide": "B", "modulo": "B", "plus": "B"}
+        data = "B"
+        if self.of == ARRAY:
+            data = "B" + "N" * (self.data.ndim - 2) + "."
+        return {"data": data, "divide": "B", "modulo": "B", "plus": "B"}
 
     @property
     def is_static(self) -> bool:
-        """Whether it is known without data."""
-        numbers = (self.divide, self.modulo, self.plus, self.data if self.of == NUMBER else 0)
-        return self.of != ARRAY and all(n is None or isinstance(n, int) for n in numbers)
+        """Whether it does not depend on data."""
+        if self.of == ARRAY or (self.of == NUMBER and not isinstance(self.data, int)):
+            return False
+        return all(n is None or isinstance(n, int) for n in (self.divide, self.modulo, self.plus))
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is its source and nothing else."""
+        """Whether it equals its source."""
         return is_static_number(self.divide, 1) and self.modulo is None and is_static_number(self.plus, 0)
 
     @property
     def period(self) -> int:
-        """After how many tokens a static term repeats; 1 if it does not."""
-        repeats = self.of in (POSITION, SLOT) and self.modulo is not None
-        return within_reach(self.divide) * within_reach(self.modulo) if repeats else 1
+        """The number of tokens after which a static term repeats; 1 if it does not."""
+        if self.of not in (POSITION, SLOT) or self.modulo is None:
+            return 1
+        return within_reach(self.divide) * within_reach(self.modulo)
 
     @property
     def grows(self) -> bool:
-        """Whether it never falls where positions, or slots, grow."""
+        """Whether it never decreases as positions (or slots) increase."""
         return self.of in (POSITION, SLOT) and self.modulo is None
 
     @property
     def _is_near(self) -> bool:
-        """Whether it is a position, or slot, plus a static number that is small beside the largest int32."""
+        """Whether it is a position (or slot) plus a static number of at most NEAR: differences fit into an int32."""
         plain = self.grows and is_static_number(self.divide, 1)
         return plain and isinstance(self.plus, int) and abs(self.plus) <= NEAR
 
     def value(self, slots: Any) -> Any:
-        """The term of single slots."""
-        if self.of == MEMBER:
-            nobody = slots.position != slots.position
-            return self._formed(slots, slots.is_one_of(self.data) if self.data else nobody)
+        """The term at single slots."""
+        if self.of == POSITION:
+            return self._formed(slots, slots.position)
+        if self.of == SLOT:
+            return self._formed(slots, slots.index)
         if self.of == NUMBER:
             return self._formed(slots, slots.number(self.data))
         if self.of == ARRAY:
             return self._formed(slots, slots.take(self.data))
-        return self._formed(slots, slots.position if self.of == POSITION else slots.index)
+        if not self.data:  # no position is listed
+            return self._formed(slots, slots.position != slots.position)
+        return self._formed(slots, slots.is_one_of(self.data))
 
     def defined(self, slots: Any) -> Any:
-        """Where it is defined; None: everywhere."""
+        """Whether the entry of each slot is valid; None if all are."""
         valid = VALID[self.valid]
-        return None if valid is None else valid(slots.take(self.data))
+        if valid is None:
+            return None
+        return valid(slots.take(self.data))
 
     def entries(self, side: Any) -> tuple[Any, Any] | None:
-        """An array's term, [B or 1, L] or [B or 1, N or 1, L], and where it is defined (None: everywhere).
+        """The term of an array, [B or 1, L] or [B or 1, N or 1, L], and which entries are valid (None: all).
 
-        None if what is added, say, differs from row to row.
+        None if `divide`, `modulo` or `plus` is an array.
         """
         numbers = (self.divide, self.modulo, self.plus)
         if not all(n is None or isinstance(n, int) for n in numbers):
             return None
         array, valid = side.table(self.data), VALID[self.valid]
-        divide, modulo, plus = (None if n is None else side.number(n) for n in numbers)
-        return self._form(array, divide, modulo, plus), None if valid is None else valid(array)
+        term = self._formed(side, array)
+        if valid is None:
+            return term, None
+        return term, valid(array)
 
     def range(self, tiles: Any) -> tuple[Any, Any, Any]:
-        """(least, greatest, whether it is defined everywhere) of each tile; least > greatest if it is nowhere."""
+        """(least, greatest, whether all are valid) of each tile; least > greatest if no entry is valid."""
         low, high, total = self._ends(tiles)
         if self.modulo is None:
             return self._formed(tiles, low), self._formed(tiles, high), total
         xp, plus = tiles.side.xp, tiles.number(self.plus)
-        divide, modulo = (no_less(tiles.number(n), 1) for n in (self.divide, self.modulo))
+        divide, modulo = no_less(tiles.number(self.divide), 1), no_less(tiles.number(self.modulo), 1)
         low, high = low // divide, high // divide
-        one_round = low // modulo == high // modulo
-        last = np.int32(modulo - 1) if isinstance(modulo, int) else modulo - 1
-        least, most = xp.where(one_round, low % modulo, np.int32(0)), xp.where(one_round, high % modulo, last)
-        return least + plus, most + plus, total
+        one_round = low // modulo == high // modulo  # no number in between is a multiple of `modulo`
+        last = modulo - 1
+        if isinstance(modulo, int):
+            last = np.int32(last)
+        least = xp.where(one_round, low % modulo, np.int32(0))
+        greatest = xp.where(one_round, high % modulo, last)
+        return least + plus, greatest + plus, total
 
     def least(self, tiles: Any) -> Any:
         """The least number of each tile."""
-        if self.grows:
-            return self._formed(tiles, tiles.first if self.of == POSITION else tiles.start)
-        return self.range(tiles)[0]
+        if not self.grows:
+            return self.range(tiles)[0]
+        if self.of == POSITION:
+            return self._formed(tiles, tiles.first)
+        return self._formed(tiles, tiles.start)
 
     def greatest(self, tiles: Any) -> Any:
         """The greatest number of each tile."""
-        if self.grows:
-            return self._formed(tiles, tiles.last if self.of == POSITION else tiles.stop - 1)
-        return self.range(tiles)[1]
+        if not self.grows:
+            return self.range(tiles)[1]
+        if self.of == POSITION:
+            return self._formed(tiles, tiles.last)
+        return self._formed(tiles, tiles.stop - 1)
 
     def source_range(self, side: Any, low: Any, high: Any, *, of: "Term") -> tuple[Any, Any]:
-        """The range of the source where the term, which grows, is in [low, high]; None leaves an end open.
+        """The range of the source for which the term, which grows, is in [low, high]; None is no bound.
 
-        Both ends are numbers of the term `of`. Where both terms are positions plus small static numbers, nothing can
+        Both bounds are numbers of the term `of`. If both terms are positions plus small static numbers, nothing can
         overflow, and a traced program needs no operations to prevent it.
         """
         if self._is_near and of._is_near:
-            if isinstance(self.plus, int) and self.plus == 0:
+            if is_static_number(self.plus, 0):
                 return low, high
-            return None if low is None else low - self.plus, None if high is None else high - self.plus
+            if low is not None:
+                low = low - self.plus
+            if high is not None:
+                high = high - self.plus
+            return low, high
         xp, plus, unit = side.xp, side.number(self.plus), no_less(side.number(self.divide), 1)
-        most = FAR // unit  # no position divided lies further: so that nothing overflows
+        limit = FAR // unit  # the largest |position // unit|: bounds beyond it are clipped, so that nothing overflows
         if low is not None:
-            low = (xp.clip(low, plus - most - 1, plus + most + 1) - plus) * unit
+            low = (xp.clip(low, plus - limit - 1, plus + limit + 1) - plus) * unit
         if high is not None:
-            high = (xp.clip(high, plus - most - 2, plus + most) - plus + 1) * unit - 1
+            high = (xp.clip(high, plus - limit - 2, plus + limit) - plus + 1) * unit - 1
         return low, high
 
     def cut(self, slots: Any) -> "Term":
-        """The term of some slots of its side."""
+        """The term cut to some slots of its side."""
         if slots is None or self.of not in (SLOT, ARRAY):
             return self
-        return replace(self, of=ARRAY, data=slots if self.of == SLOT else gather(self.data, slots))
+        if self.of == SLOT:
+            return replace(self, of=ARRAY, data=slots)
+        return replace(self, data=gather(self.data, slots))
 
     def at(self, token: np.ndarray) -> np.ndarray:
-        """A static term of tokens whose position and slot are one."""
+        """A static term at tokens whose position equals their slot."""
         if self.of == MEMBER:
             token = np.isin(token, self.data).astype(np.int64)
         if self.of == NUMBER:
             token = token * 0 + within_reach(self.data)
         value = token // within_reach(self.divide)
-        return (value if self.modulo is None else value % within_reach(self.modulo)) + within_reach(self.plus)
+        if self.modulo is not None:
+            value = value % within_reach(self.modulo)
+        return value + within_reach(self.plus)
 
     def nearest(self, at: np.ndarray, step: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """The token nearest to `at`, in direction `step`, whose static term is in [low, high]; else NO_QUERY * step."""
@@ -197,39 +229,50 @@ class Term(Value):
             return _nearest_residue(at, step, low, high, divide, within_reach(self.modulo))
         low = np.where(low <= -NO_QUERY // 2, -NO_QUERY, low * divide)
         high = np.where(high >= NO_QUERY // 2, NO_QUERY, high * divide + divide - 1)
-        found = np.minimum(at, high) if step < 0 else np.maximum(at, low)
+        if step < 0:
+            found = np.minimum(at, high)
+        else:
+            found = np.maximum(at, low)
         return np.where((found >= low) & (found <= high), found, NO_QUERY * step)
 
     def places(self, other: "Term") -> frozenset[int]:
-        """Where the comparison of a static term with a number, or with few of them, may change."""
+        """The tokens at which the comparison of a static term with a number, or a `member`, may change."""
         if self.of == MEMBER:
             return frozenset(place + side for place in self.data for side in (0, 1))
         if not self.grows:
             return frozenset()
         unit = within_reach(self.divide)
-        values = other.at(np.arange(1)) if other.of == NUMBER else other._of_members()
+        if other.of == NUMBER:
+            values = other.at(np.arange(1))
+        else:
+            values = other._of_members()
         starts = [(int(value) - within_reach(self.plus)) * unit for value in values]
         return frozenset(start + side for start in starts for side in (0, unit))
 
     def _nearest_member(self, at, step: int, low, high):
-        zero, one = ((low <= value) & (value <= high) for value in self._of_members())
+        """`nearest` of a `member` term: of the nearest member, the nearest token that is none, or both."""
+        without, with_member = self._of_members()
+        zero, one = (low <= without) & (without <= high), (low <= with_member) & (with_member <= high)
         members = np.unique(np.array(self.data, np.int64))
-        index = np.searchsorted(members, at, side="right") - 1 if step < 0 else np.searchsorted(members, at)
-        member = np.array([-NO_QUERY, *members, NO_QUERY])[index + 1]
-        # Members that are neighbours are a run, and the nearest token that is none is beside its end.
+        # Consecutive members are a run. The nearest token that is no member is next to the end of the run.
         runs = np.cumsum(np.diff(members, prepend=members[:1]) > 1)
-        last = np.searchsorted(runs, runs, "right") - 1
-        ends = members[np.searchsorted(runs, runs)] - 1 if step < 0 else members[last] + 1
+        if step < 0:
+            index = np.searchsorted(members, at, side="right") - 1
+            ends = members[np.searchsorted(runs, runs)] - 1
+        else:
+            index = np.searchsorted(members, at)
+            ends = members[np.searchsorted(runs, runs, "right") - 1] + 1
+        member = np.array([-NO_QUERY, *members, NO_QUERY])[index + 1]
         outside, inside = np.array(at), np.isin(at, members)
         outside[inside] = ends[np.searchsorted(members, outside[inside])]
         return np.where(zero & one, at, np.where(one, member, np.where(zero, outside, NO_QUERY * step)))
 
     def _of_members(self) -> np.ndarray:
-        """The term of a token that is not listed, and of one that is."""
+        """The term of a token that is not a member, and of one that is."""
         return replace(self, of=POSITION, data=None).at(np.arange(2))
 
     def _ends(self, tiles) -> tuple[Any, Any, Any]:
-        """The source's (least, greatest, whether all of it counts)."""
+        """(least, greatest, whether all are valid) of the source in each tile."""
         if self.of == POSITION:
             return tiles.first, tiles.last, True
         if self.of == SLOT:
@@ -241,37 +284,46 @@ class Term(Value):
             return (inside == tiles.last - tiles.first + 1).astype(np.int32), (inside > 0).astype(np.int32), True
         if self.valid == "all":
             return tiles.least(self.data), tiles.greatest(self.data), True
-        low, high = (bound(self.data, VALID[self.valid]) for bound in (tiles.least, tiles.greatest))
+        low, high = tiles.least(self.data, VALID[self.valid]), tiles.greatest(self.data, VALID[self.valid])
         return low, high, tiles.least(self.data, INVALID[self.valid]) == MOST
 
     def _formed(self, side, value):
-        """The term, of what its source is."""
-        modulo = None if self.modulo is None else side.number(self.modulo)
-        return self._form(value, side.number(self.divide), modulo, side.number(self.plus))
-
-    def _form(self, value: Any, divide: Any, modulo: Any, plus: Any) -> Any:
+        """The term, computed from the value of its source."""
+        divide, plus = side.number(self.divide), side.number(self.plus)
         if self.of in (ARRAY, MEMBER) and value.dtype == np.bool_:
             value = value.astype(np.int32)
         if not is_static_number(divide, 1):
             value = value // no_less(divide, 1)
-        if modulo is not None:
-            value = value % no_less(modulo, 1)
+        if self.modulo is not None:
+            value = value % no_less(side.number(self.modulo), 1)
         if is_static_number(plus, 0):
             return value
-        # Entries of an array may be any int32: those beyond all positions are as good as the last of these.
-        return (value.clip(-FAR, FAR) if self.of == ARRAY else value) + plus
+        if self.of == ARRAY:  # entries may be any int32: those beyond ±FAR are clipped, so that the sum fits
+            value = value.clip(-FAR, FAR)
+        return value + plus
 
     def __repr__(self):
-        source = self.of if self.data is None else short(self.data)
-        divided = "" if is_static_number(self.divide, 1) else f" // {short(self.divide)}"
-        rest = "" if self.modulo is None else f" % {short(self.modulo)}"
-        less = isinstance(self.plus, int) and self.plus < 0
-        more = "" if is_static_number(self.plus, 0) else f" - {-self.plus}" if less else f" + {short(self.plus)}"
-        return source + divided + rest + more
+        text = self.of
+        if self.data is not None:
+            text = short(self.data)
+        if not is_static_number(self.divide, 1):
+            text += f" // {short(self.divide)}"
+        if self.modulo is not None:
+            text += f" % {short(self.modulo)}"
+        if is_static_number(self.plus, 0):
+            return text
+        if isinstance(self.plus, int) and self.plus < 0:
+            return f"{text} - {-self.plus}"
+        return f"{text} + {short(self.plus)}"
 
 
 def position(*, divide: Number = 1, modulo: Number | None = None, plus: Number = 0) -> Term:
-    """Each token's position // divide % modulo + plus.
+    """The term position // divide % modulo + plus.
+
+    Args:
+        divide: an int >= 1, or an int array of shape () or [B].
+        modulo: likewise, or None.
+        plus: an int, or an int array of shape () or [B].
 
     Example:
         >>> position(divide=4)
@@ -281,7 +333,12 @@ def position(*, divide: Number = 1, modulo: Number | None = None, plus: Number =
 
 
 def slot(*, divide: Number = 1, modulo: Number | None = None, plus: Number = 0) -> Term:
-    """Each token's slot, which is its index along the array, // divide % modulo + plus.
+    """The term slot // divide % modulo + plus, where a slot is a token's index in the array.
+
+    Args:
+        divide: an int >= 1, or an int array of shape () or [B].
+        modulo: likewise, or None.
+        plus: an int, or an int array of shape () or [B].
 
     Example:
         >>> slot() + 1
@@ -290,17 +347,23 @@ def slot(*, divide: Number = 1, modulo: Number | None = None, plus: Number = 0) 
     return Term(SLOT, None, divide, modulo, plus)
 
 
+@no_type_check
 def array(
-    entries: Any, *, valid: str = "all", divide: Number = 1, modulo: Number | None = None, plus: Number = 0
+    entries: Array | jax.ShapeDtypeStruct | Sequence[Any],
+    *,
+    valid: Literal["all", ">=0", "!=0"] = "all",
+    divide: Number = 1,
+    modulo: Number | None = None,
+    plus: Number = 0,
 ) -> Term:
-    """An entry for each token // divide % modulo + plus.
+    """The term entry // divide % modulo + plus, with one array entry per token.
 
     Args:
         entries: int or bool [B or 1, L] or [B or 1, N or 1, L]; True is 1.
-        valid: which entries count: "all", ">=0" or "!=0". A comparison with any other is not allowed.
+        valid: the valid entries: "all", ">=0" or "!=0". Comparisons with other entries are False.
         divide: an int >= 1, or an int array of shape () or [B].
         modulo: likewise, or None.
-        plus: an int, or an int array of shape () or [B]; then entries beyond ±(2**30 - 1) are as good as these.
+        plus: an int, or an int array of shape () or [B]; if it is not 0, entries are clipped to ±(2**30 - 1).
 
     Example:
         >>> array(np.array([[3, 1, -1]]), valid=">=0")
@@ -310,7 +373,10 @@ def array(
 
 
 def number(value: Number) -> Term:
-    """The same number for every token: an int, or an int array of shape () or [B].
+    """The same number for every token.
+
+    Args:
+        value: an int, or an int array of shape () or [B].
 
     Example:
         >>> number(5)
@@ -319,8 +385,12 @@ def number(value: Number) -> Term:
     return Term(NUMBER, value)
 
 
-def member(positions: Any) -> Term:
-    """1 for the tokens at these positions, a tuple of ints; 0 for all others.
+@no_type_check
+def member(positions: Sequence[int] | int) -> Term:
+    """1 for the tokens at some positions, 0 for all others.
+
+    Args:
+        positions: the positions, a tuple of ints.
 
     Example:
         >>> member((0, 7))
@@ -330,32 +400,36 @@ def member(positions: Any) -> Term:
 
 
 def _nearest_residue(at: np.ndarray, step: int, low, high, divide: int, modulo: int) -> np.ndarray:
-    """The nearest token from `at` on in one direction where token // divide % modulo is in [low, high]."""
+    """The token nearest to `at`, in direction `step`, for which token // divide % modulo is in [low, high]."""
     low, high, unit = np.maximum(low, 0), np.minimum(high, modulo - 1), at // divide
     residue = unit % modulo
-    unit = unit + step * ((residue - high) % modulo if step < 0 else (low - residue) % modulo)
-    found = unit * divide + (divide - 1 if step < 0 else 0)
+    if step < 0:
+        found = (unit - (residue - high) % modulo) * divide + divide - 1
+    else:
+        found = (unit + (low - residue) % modulo) * divide
     found = np.where((low <= residue) & (residue <= high), at, found)
     return np.where(low <= high, found, NO_QUERY * step)
 
 
 def is_static_number(number: Any, value: Any) -> bool:
-    """Whether it is this number, and known to be."""
+    """Whether a number is a Python int of this value."""
     return isinstance(number, int) and number == value
 
 
 def within_reach(number: Any) -> int:
-    """A static number as far as it matters: further than FAR is further than any two positions lie apart."""
+    """A static number clipped to ±FAR, the largest position: larger numbers have the same effect."""
     return max(-FAR, min(FAR, number))
 
 
 def no_less(number: Any, least: int) -> Any:
-    """A number as rules read it. Only a traced one can be less than is legal: then it stands for the least that is."""
-    return number if isinstance(number, int) else derived(lambda xp, n: xp.maximum(n, np.int32(least)), number)
+    """A number, at least `least`. Static numbers were checked; a traced number below `least` is replaced by it."""
+    if isinstance(number, int):
+        return number
+    return derived(lambda xp, n: xp.maximum(n, np.int32(least)), number)
 
 
 def reach(count: Any, dilation: Any, sign: int = 1) -> Any:
-    """Count · dilation, or as many dilations as fit into FAR: small enough to be added to a position."""
+    """Count · dilation · sign. The product is limited to FAR, so that it can be added to a position."""
     count, dilation = no_less(count, 0), no_less(dilation, 1)
     if isinstance(count, int) and isinstance(dilation, int):
         return sign * min(FAR, count * dilation)
@@ -363,10 +437,12 @@ def reach(count: Any, dilation: Any, sign: int = 1) -> Any:
 
 
 def derived(function: Any, *numbers: Any) -> Any:
-    """A number made of others, of which only the shapes may be known."""
+    """function(namespace, *numbers), or only its shape if only the shapes of numbers are known."""
     if any(isinstance(n, jax.ShapeDtypeStruct) for n in numbers):
         return jax.ShapeDtypeStruct(np.broadcast_shapes(*(getattr(n, "shape", ()) for n in numbers)), np.int32)
     if any(isinstance(n, jax.Array) for n in numbers):
         return function(jnp, *numbers)
     found = function(np, *numbers)
-    return found if isinstance(found, int) else np.asarray(found)  # NumPy makes scalars of arrays of shape ()
+    if isinstance(found, int):
+        return found
+    return np.asarray(found)  # because NumPy turns arrays of shape () into scalars
