@@ -16,7 +16,7 @@ from longspan.masks.compare import Compare
 from longspan.masks.cut import gather
 from longspan.masks.pytree import short
 from longspan.masks.rules import Leaf
-from longspan.masks.terms import Term, array, member, number, slot
+from longspan.masks.terms import Term, Valid, array, member, number, slot
 
 
 class BySlot(Mask):
@@ -101,7 +101,7 @@ class EqualIds(Leaf):
         raise NotImplementedError
 
     @property
-    def _valid(self) -> str:
+    def _valid(self) -> Valid:
         return ">=0"
 
     def lower(self):

@@ -55,6 +55,11 @@ class Rule(Mask):
         ...#
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "lower" in vars(cls):
+            cls.lower = _returning_a_mask(cls.lower)  # type: ignore[method-assign]
+
     def lower(self) -> Mask:
         raise NotImplementedError(f"{type(self).__name__} must define `lower()`, or `allowed(q, kv)`.")
 

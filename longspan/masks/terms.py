@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,11 @@ from longspan.masks.base import NO_QUERY
 from longspan.masks.checks import check_at_least, check_entries, check_indices, check_number
 from longspan.masks.cut import gather
 from longspan.masks.pytree import Value, rule, short
+
+if TYPE_CHECKING:
+    Valid: TypeAlias = Literal["all", ">=0", "!=0"]
+else:
+    Valid = str  # `Term` checks it, with a better message than the run-time checker
 
 POSITION, SLOT, ARRAY, NUMBER, MEMBER = "position", "slot", "array", "number", "member"
 NEAR = 2**28  # a position plus a few numbers of at most this size fits into an int32
@@ -39,7 +44,7 @@ class Term(Value):
     divide: Number = 1
     modulo: Number | None = None
     plus: Number = 0
-    valid: str = "all"  # ARRAY: the valid entries; comparisons with other entries are False
+    valid: Valid = "all"  # ARRAY: the valid entries; comparisons with other entries are False
 
     def __post_init__(self):
         check_choice("valid", self.valid, tuple(VALID))
@@ -351,7 +356,7 @@ def slot(*, divide: Number = 1, modulo: Number | None = None, plus: Number = 0) 
 def array(
     entries: Array | jax.ShapeDtypeStruct | Sequence[Any],
     *,
-    valid: Literal["all", ">=0", "!=0"] = "all",
+    valid: Valid = "all",
     divide: Number = 1,
     modulo: Number | None = None,
     plus: Number = 0,
