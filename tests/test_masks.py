@@ -1,6 +1,8 @@
 """Masks: small pictures, pytrees, comparison and hashing by value, and no retracing."""
 
+import ast
 import copy
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +100,13 @@ def test_dense_has_the_batch_rows_and_heads_that_the_mask_distinguishes():
     assert ls.Causal(jnp.arange(4)).dense(3, 5).shape == (4, 1, 3, 5)
     assert ls.Causal().dense(3, 5, q_positions=np.zeros((2, 3), int)).shape == (2, 1, 3, 5)
     assert ls.Causal().dense(0, 5).shape == (1, 1, 0, 5)
+
+
+def test_every_export_of_ls_masks_has_an_example():
+    tree = ast.parse(Path(ls.masks.__file__).read_text("utf-8"))
+    names = [name.asname for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert {"Rule", "Compare", "rule", "Spans", "Term", "position", "Causal"} <= set(names)
+    assert not [name for name in names if ">>>" not in (getattr(ls.masks, name).__doc__ or "")]
 
 
 def test_without_kv_len_there_are_as_many_keys_as_queries():

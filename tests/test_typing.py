@@ -43,6 +43,16 @@ out.at[0].set(0.0), lse.shape
 class Strided(ls.Mask):
     stride: int
 assert_type(Strided(2) & ls.masks.Causal(), ls.Mask)
+@ls.masks.rule
+class Diagonal(ls.masks.Rule):
+    shift: int
+    def lower(self) -> ls.Mask:
+        return ls.masks.Compare(ls.masks.position() + self.shift, "==", ls.masks.position())
+assert_type(Diagonal(1).lower(), ls.Mask)
+assert_type(ls.masks.Compare(ls.masks.slot() // 2 % 3, "<=", ls.masks.number(4)), ls.masks.Compare)
+assert_type(ls.masks.array(ids, valid=">=0") - 1, ls.masks.Term)
+assert_type(ls.masks.member((0, 7)), ls.masks.Term)
+assert_type(Diagonal(1).unbounded(), tuple[ls.Mask, ...])
 assert_type(ls.engines.choose("xla", Request.of(q=q, k=k, v=v))[0], Engine)
 assert_type(ls.mask_to_segment_ids(ids), tuple[jax.Array, jax.Array])
 assert_type(ls.maskinfo.mask_to_segment_ids(ids), tuple[jax.Array, jax.Array])
@@ -54,6 +64,9 @@ assert_type(ls.Causal().dense(3, 4), jax.Array)
 assert_type(ls.Causal().show(3), str)
 assert_type(ls.Causal().show(3, 4), str)
 assert_type(ls.Causal().layout(3, 4), ls.BlockLayout)
+assert_type(ls.Causal().dense(3), jax.Array)
+assert_type(ls.Causal().show(3), str)
+assert_type(ls.Causal().layout(3), ls.BlockLayout)
 assert_type(ls.Causal() & ls.Chunk(4), ls.Mask)
 assert_type(info.apply_causal().apply_sliding_window((3, 0)), ls.MaskInfo)
 assert_type(info.replace(q_segment_ids=ids), ls.MaskInfo)
@@ -103,7 +116,14 @@ ls.merge(q)
 ls.merge([q], [q], sinks="none")
 ls.Causal().dense("3", 4)
 ls.Causal().show("3")
+ls.Causal().show()
+ls.Causal().layout(kv_len=3)
 ls.Causal() & 3
+ls.masks.Compare(ls.masks.position(), "=", ls.masks.position())
+ls.masks.Compare(3, "<=", ls.masks.position())
+ls.masks.array(ids, valid="positive")
+ls.masks.number("3")
+ls.masks.member("07")
 ls.Window(3)
 ls.PerHead(3)
 info.apply_causal(ofset=1)
