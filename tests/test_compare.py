@@ -76,6 +76,34 @@ def test_invalid_terms_raise_errors_with_a_fix(unchecked, make, error, message):
         make()
 
 
+@rule
+class Returning(Rule):
+    lowered: object
+
+    def lower(self):
+        return self if self.lowered == "itself" else self.lowered
+
+
+@pytest.mark.parametrize(
+    ("lowered", "message"),
+    [
+        (None, r"Returning.lower\(\) must return a Mask, got NoneType. Return a mask"),
+        (lambda q, k: q >= k, r"must return a Mask, got function. Return `ls.Custom\(fn\)`"),
+        (jnp.ones((3, 3), bool), r"must return a Mask, got \w+. Return `ls.Dense\(array\)`"),
+        ("itself", r"Returning.lower\(\) returned the rule itself"),
+    ],
+)
+def test_what_lower_must_return(lowered, message):
+    for use in (lambda mask: mask.show(3, 3), lambda mask: (mask & ls.Causal()).layout(3, 3)):
+        with pytest.raises((TypeError, ValueError), match=message):
+            use(Returning(lowered))
+
+
+def test_fields_that_could_change_are_refused():
+    with pytest.raises(TypeError, match=r"Returning.lowered must be an array, or a value that hashes, got list"):
+        Returning([ls.Causal()])
+
+
 def test_a_rule_of_one_line_skips_tiles_runs_natively_and_bounds_caches():
     mask = Diagonal(-2)
     assert supports(mask) and supports(~mask) and not mask.unbounded() and not (~mask).inexact()
@@ -216,6 +244,44 @@ def test_lowering_is_remembered_for_small_masks_of_numbers_alone():
     for kept_apart in (ls.Causal(jnp.int32(1)), ls.Custom(lambda q, k: q == k), ls.Dense(np.ones((3, 3), bool))):
         mask = ls.Window(3, 0) & kept_apart
         assert atoms_of(mask) is not atoms_of(mask)
+
+
+@rule
+class OddKeys(Rule):
+    """It holds an int alone, and lowers to an array, which inside `jit` is a tracer."""
+
+    length: int
+
+    def lower(self):
+        return Compare(number(1), "<=", array(jnp.arange(self.length)[None] % 2))
+
+
+@every_engine
+def test_arrays_that_lowering_makes_inside_jit_do_not_outlive_it(engine):
+    q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=2, K=1, H=5), jnp.float32)
+    want = ls.attention(q, k, v, mask=ls.Dense(np.arange(7)[None] % 2 == 1), engine="reference")
+    for queries in (7, 4, 3):
+        run = jax.jit(lambda q: ls.attention(q, k, v, mask=OddKeys(7), engine=engine))
+        np.testing.assert_allclose(run(q[:, :queries]), want[:, :queries], atol=1e-5)
+
+
+@rule
+class Near(Rule):
+    """`False` is no window, 0 is a window of one key: Python takes them for equal."""
+
+    left: int | bool
+
+    def lower(self):
+        return ls.Causal() if self.left is False else ls.Window(self.left, 0)
+
+
+def test_bools_and_ints_in_masks_are_not_equal():
+    assert Near(False) != Near(0) and Near(True) != Near(1) and Near(True) == Near(True)
+    assert [Near(left).layout(64, 64, q_tile=4, kv_tile=4).visits() for left in (False, 0)] == [136, 16]
+    q, k, v = make_qkv(Shape(B=1, T=7, S=7, N=2, K=1, H=5), jnp.float32)
+    for left, same in ((False, ls.Causal()), (0, ls.Window(0, 0))):
+        got = ls.attention(q, k, v, mask=Near(left), engine="xla")
+        np.testing.assert_allclose(got, ls.attention(q, k, v, mask=same, engine="reference"), atol=1e-5)
 
 
 def test_numbers_at_the_ends_of_int32_are_planned_without_overflow():

@@ -96,16 +96,13 @@ def rule(cls: Class) -> Class:
         return self._data, static, tuple(n for n, value in static if isinstance(value, bool))
 
     def flatten_with_keys(self):
-        data = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self._data]
-        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
-        return data, (self._data, static)
+        return [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self._data], structure(self)
 
     def flatten(self):
-        static = tuple((n, _hashable(getattr(self, n))) for n in names if n not in self._data)
-        return [getattr(self, n) for n in self._data], (self._data, static)
+        return [getattr(self, n) for n in self._data], structure(self)
 
     def unflatten(aux, children):
-        data, static = aux
+        data, static, _ = aux
         self = object.__new__(made)
         for name, value in (*zip(data, children, strict=True), *static):
             if isinstance(value, StaticArray):

@@ -1,10 +1,15 @@
 """`Rule`: a mask defined by other masks, whose properties it has."""
 
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import wraps
 from itertools import islice
 from typing import Any
 
+import jax
+
 from longspan.masks.base import NOT_INHERITED, Mask, Pinned
+from longspan.masks.checks import check_lowered
+from longspan.masks.pytree import Value
 
 MANY_PARTS = 16  # masks with this many parts are not cached: comparing them takes as long as lowering them
 MAX_REMEMBERED = 256  # lowered masks in the cache
@@ -14,9 +19,17 @@ _remembered_atoms: dict[Mask, Mask] = {}
 def atoms_of(mask: Mask) -> Mask:
     """`mask.atoms()`, cached for small masks without arrays: one trace needs it several times."""
     parts = list(islice(mask.walk(), MANY_PARTS))
-    if len(parts) < MANY_PARTS and all(_is_of_numbers(part) for part in parts):
-        return _remembered_atoms(mask)
-    return mask.atoms()
+    if len(parts) == MANY_PARTS or not _is_of_numbers(mask, parts):
+        return mask.atoms()
+    atoms = _remembered_atoms.get(mask)
+    if atoms is None:
+        atoms = mask.atoms()
+        # Arrays that `lower` makes inside `jit` are tracers, which must not outlive the trace.
+        if _is_of_numbers(atoms, atoms.walk()):
+            while len(_remembered_atoms) >= MAX_REMEMBERED:
+                _remembered_atoms.pop(next(iter(_remembered_atoms)), None)
+            _remembered_atoms[mask] = atoms
+    return atoms
 
 
 def _is_of_numbers(mask: Mask, parts: Iterable[Mask]) -> bool:
