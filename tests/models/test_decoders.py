@@ -103,7 +103,7 @@ def test_the_text_part_of_a_multimodal_model_agrees_with_hugging_face(case, capl
     assert any("vision_tower" in key for key in arrays)
     with caplog.at_level("INFO", logger="longspan.hf"):
         model = hf.load(directory(peers.VISION))
-    assert "of the larger model that this one is a part of" in caplog.text
+    assert "of the larger model that contains this one" in caplog.text
     assert_close(real(logits(model, inputs), inputs), want[f"logits.{case}"])
 
 

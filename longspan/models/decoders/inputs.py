@@ -37,8 +37,8 @@ def check_inputs(
     if cache is not None:
         if sharding.mesh is not None:
             raise ValueError(
-                "`cache` and `mesh` were both given, but a mesh shards whole sequences and a cache decodes without "
-                "one. Give one of them."
+                "`cache` and `mesh` were both given, but decoding with a cache runs on one device, and `mesh` shards "
+                "whole sequences. Give one of them."
             )
         _check_cache(config, cache, shape, attention_mask)
         for name, array in (("positions", positions), ("segment_ids", segment_ids)):
