@@ -137,6 +137,42 @@ def test_the_design_page_shows_the_tree_as_it_is():
         assert not missing, f"the line of {name} does not name {sorted(missing)}"
 
 
+def test_a_class_name_occurs_once_in_the_package():
+    places: dict[str, list[str]] = {}
+    for name, tree in trees_of(PACKAGE):
+        if name == "longspan.nn.linen":
+            continue  # it mirrors longspan.nn.nnx, name by name
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    repeated = {name: found for name, found in places.items() if len(found) > 1}
+    assert not repeated
+
+
+def test_conditional_expressions_are_few_and_never_nested():
+    found, nested, lines = 0, [], 0
+    for name, tree in trees_of(PACKAGE):
+        lines += len(modules_of(PACKAGE)[name].read_text("utf-8").splitlines())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.IfExp):
+                found += 1
+                inside = [other for child in ast.iter_child_nodes(node) for other in ast.walk(child)]
+                nested += [f"{name}:{node.lineno}" for other in inside if isinstance(other, ast.IfExp)]
+    assert not nested, f"Write an `if` statement: {nested}"
+    assert 1000 * found / lines <= 18, f"{found} conditional expressions in {lines} lines: at most 18 per 1,000 lines."
+
+
+def test_no_names_are_unpacked_from_a_generator_or_a_comprehension():
+    unpacked = [
+        f"{name}:{node.lineno}"
+        for name, tree in trees_of(PACKAGE)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+        if isinstance(node.value, ast.GeneratorExp | ast.ListComp)
+    ]
+    assert not unpacked, f"Write one line per name: {unpacked}"
+
+
 def test_no_top_level_module_has_the_name_of_a_public_function():
     longspan = importlib.import_module("longspan")
     modules = {room(name) for name in modules_of(PACKAGE)}
@@ -202,6 +238,11 @@ def modules_of(package: Path) -> dict[str, Path]:
     paths = sorted(package.rglob("*.py"))
     parts = [path.relative_to(package.parent).with_suffix("").parts for path in paths]
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for p, path in zip(parts, paths, strict=True)}
+
+
+def trees_of(package: Path) -> list[tuple[str, ast.Module]]:
+    """The package's modules by dotted name, parsed."""
+    return [(name, ast.parse(path.read_text("utf-8"))) for name, path in modules_of(package).items()]
 
 
 def imports_of(package: Path) -> list[Import]:
