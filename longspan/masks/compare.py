@@ -1,4 +1,4 @@
-"""`Compare`: compares a number of the query with a number of the key. Most leaves are made of such comparisons."""
+"""`Compare`: compares an integer of the query with one of the key. Most leaves are made of such comparisons."""
 
 from dataclasses import replace
 from math import lcm
