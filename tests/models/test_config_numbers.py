@@ -115,7 +115,7 @@ def test_a_wrong_number_of_a_rope_is_an_error_that_names_file_and_key(kind, spel
         ("gemma3_text", dict(full_attention={}, sliding_attention="x"), "rope_parameters.sliding_attention='x'"),
         ("gemma3_text", dict(full_attention={}, sliding_attention=dict(rope_theta=0)), "attention.rope_theta=0"),
         ("gemma3_text", dict(full_attention=dict(factor="")), "rope_parameters.full_attention.factor=''"),
-        ("gemma3_text", dict(rope_type="default"), "must have 'full_attention' and 'sliding_attention'"),
+        ("gemma3_text", dict(rope_type="default"), "must have the keys 'full_attention' and 'sliding_attention'"),
         ("phi3", dict(rope_type="longrope", short_factor="x", long_factor=[1.0] * 3), "short_factor"),
         ("phi3", dict(rope_type="longrope", short_factor=[True] * 3, long_factor=[1.0] * 3), "short_factor"),
         ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 3, long_factor=[1.0, NAN, 2.0]), "long_factor"),
