@@ -1,6 +1,6 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer: the first run builds .venv from requirements.lock.
+# `make demo` and `make test` only need Python 3.11 or newer. The first run creates .venv from requirements.lock.
 PYTHON ?= python3
-# Processes that pytest starts; 0 runs everything in one.
+# The number of pytest processes; 0 runs all tests in one process.
 JOBS ?= 2
 # More arguments for pytest, e.g. make test ARGS="-k window -x"
 ARGS ?=
@@ -18,24 +18,24 @@ PIP_FLAGS := -qq --disable-pip-version-check
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       what Longspan is for, in three minutes: masks, 32k tokens, an encoder, a decoder"
-	@echo "make quick      what breaks first: masks, laws, layout, errors, structure, doctests, a dozen cases of the matrix"
-	@echo "make test       every engine, mask, public function and model family, on one device and on eight (ARGS=... goes to pytest)"
-	@echo "make check      make test, then the other tests that are not slow, then make optimised"
-	@echo "make optimised  a selection on one device with XLA's default flags, as users run it"
-	@echo "make slow       the long suite: property tests with 2000 examples, sanitizers, the parity matrix"
-	@echo "make matrix     the whole parity matrix of engines, masks, shapes, features and dtypes (about an hour on two cores)"
-	@echo "make parity     compare with PyTorch, transformers and a real checkpoint, installed into $(PARITY)"
-	@echo "make accelerators  what sequence parallel attention sends on TPUs, compiled for them in $(ACCELERATORS)"
-	@echo "make native     compile the cpu engine's kernel again after a change in native/"
-	@echo "make native-test  the kernel against a naive loop and with damaged calls, under sanitizers"
-	@echo "make native-arm64  the same comparison, compiled for arm64 and emulated"
+	@echo "make demo       a demonstration: masks, 32k tokens sparse and dense, an encoder, a decoder, 8 devices"
+	@echo "make quick      the fast tests: masks, laws, layouts, errors, structure, doctests, a dozen cases of the parity matrix"
+	@echo "make test       tests of every engine, mask, public function and model family, on one device and on eight; ARGS=... are passed to pytest"
+	@echo "make check      make test, the remaining tests that are not slow, and make optimised"
+	@echo "make optimised  selected tests on one device with XLA's default flags"
+	@echo "make slow       the long tests: property tests with 2,000 examples, sanitizers, the parity matrix"
+	@echo "make matrix     the whole parity matrix: engines, masks, shapes, features and dtypes"
+	@echo "make parity     comparisons with PyTorch, Transformers and a real checkpoint, installed into $(PARITY)"
+	@echo "make accelerators  the bytes that sequence-parallel attention sends, in programs compiled for TPUs in $(ACCELERATORS)"
+	@echo "make native     compiles the native kernel again, after a change in native/"
+	@echo "make native-test  tests the kernel against a naive loop and with damaged calls, under sanitizers"
+	@echo "make native-arm64  the same tests, compiled for arm64 and emulated"
 	@echo "make lint       ruff, pyright and clang-format"
-	@echo "make format     let ruff and clang-format rewrite the files"
+	@echo "make format     formats all files with ruff and clang-format"
 	@echo "make bench      the benchmarks"
-	@echo "make docs       the site, built into build/site without warnings by what is installed into $(DOCS)"
-	@echo "make lock       pin the newest versions that pyproject.toml allows"
-	@echo "make clean      remove caches and build products; distclean also removes $(VENV)"
+	@echo "make docs       builds the site into build/site, with the packages in $(DOCS); a warning is an error"
+	@echo "make lock       pins the newest versions that pyproject.toml allows"
+	@echo "make clean      removes caches and build products; make distclean also removes $(VENV)"
 
 setup: $(READY)
 
@@ -51,7 +51,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The library goes where an editable installation looks for it: longspan/engines/cpu/_longspan.so
+# The path where an editable installation finds the library: longspan/engines/cpu/_longspan.so
 native: $(READY)
 	cmake -S . -B build/native -DSKBUILD_STATE=editable -DPython_EXECUTABLE=$(abspath $(BIN))/python
 	cmake --build build/native
@@ -74,16 +74,17 @@ native-arm64: $(READY)
 demo: $(READY)
 	@$(BIN)/python -m longspan demo $(ARGS)
 
-# Compiling takes most of the time, and the compiled code runs for microseconds: LLVM's optimisations are off, fusions
-# take XLA's older, quicker way to LLVM, and a program is one LLVM module, because all cores are busy already.
-# `make optimised` and `make slow` compile as users do.
+# Compilation takes most of the time, and the compiled code runs for microseconds. So LLVM's optimisations are off, XLA
+# uses its older and faster fusion code, and each program is one LLVM module, because the tests already use all cores.
+# `make optimised` and `make slow` use XLA's default flags.
 QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
   --xla_cpu_parallel_codegen_split_count=1"
-# Neighbours share programs: each process gets tests in a row, and takes from the end of another's when it is done.
+# Neighbouring tests share compiled programs, so each process gets consecutive tests. A process that has finished takes
+# tests from the end of another's list.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-# A run that ARGS narrows may have nothing to do on one device, or on eight.
+# With ARGS, pytest may select no test on one device, or none on eight. That is not a failure.
 NONE_IS_FINE = $(if $(ARGS),|| [ $$? -eq 5 ])
-# What no command below runs unless it says so.
+# Tests that the commands below do not run, unless they name the marker.
 ELSEWHERE := not slow and not parity and not checkpoint and not accelerators and not optimised
 
 quick: $(READY)
@@ -98,7 +99,7 @@ check: test
 	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and check and mesh" $(ARGS) $(NONE_IS_FINE)
 	$(MAKE) optimised
 
-# The same tests as parts that do not wait for each other, for CI on several machines.
+# The same tests in independent parts, for CI on several machines.
 MODELS := tests/models tests/golden tests/nn tests/cli
 part-core: $(READY)
 	$(QUICKLY) $(PYTEST) -m "$(ELSEWHERE) and not mesh" $(addprefix --ignore=,$(MODELS)) $(ARGS)
@@ -119,7 +120,7 @@ slow: $(READY)
 matrix: $(READY)
 	$(QUICKLY) $(PYTEST) -m slow tests/test_parity.py $(ARGS)
 
-# In an environment of their own: the package must never come to need them.
+# A separate environment, because the package must never depend on these.
 $(PARITY)/.ready: requirements.lock pyproject.toml
 	@$(PYTHON) -m venv --clear $(PARITY)
 	@echo "Installing torch, transformers, a checkpoint and requirements.lock into $(PARITY) (some minutes, once)"
@@ -130,7 +131,7 @@ $(PARITY)/.ready: requirements.lock pyproject.toml
 	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The libtpu of this JAX, for its compiler: nothing runs on a TPU.
+# libtpu for this version of JAX. Only its compiler is used; nothing runs on a TPU.
 $(ACCELERATORS)/.ready: requirements.lock pyproject.toml
 	@$(PYTHON) -m venv --clear $(ACCELERATORS)
 	@echo "Installing libtpu and requirements.lock into $(ACCELERATORS) (some minutes, once)"
@@ -162,7 +163,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Needs neither JAX nor the package: the reference is read from the sources.
+# Needs neither JAX nor the installed package, because mkdocstrings reads the sources.
 $(DOCS)/.ready: pyproject.toml
 	@$(PYTHON) -m venv --clear $(DOCS)
 	@echo "Installing the docs extra into $(DOCS) (a minute, once)"
@@ -174,7 +175,7 @@ $(DOCS)/.ready: pyproject.toml
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/mkdocs build --strict
 
-# From an empty environment, so that nothing installed by hand gets pinned.
+# Resolved in an empty environment, so that packages installed by hand are not pinned.
 lock:
 	@echo "Resolving pyproject.toml in build/lock"
 	@$(PYTHON) -m venv --clear build/lock
