@@ -71,7 +71,9 @@ def facts(request: Request, is_known: bool, shared: bool) -> tuple[str, ...]:
     if not is_known:
         notes.append("the values of the mask's arrays are not known here, and the skipped tiles depend on them")
     if request.has_positions:
-        notes.append("where the given positions do not increase with the slots, tiles are not found by bisection")
+        notes.append(
+            "if the given positions do not increase along the row, rules that compare positions visit every tile"
+        )
     if not shared:
         notes += _inside_shard_map(request)
     return tuple(notes)
@@ -99,7 +101,8 @@ def estimate(counts: Counts | None) -> tuple[str, ...]:
         return ()
     return (
         f"useful FLOPs are an estimate from the pairs of {counts.sampled:,} of {counts.partial:,} partial tiles. The "
-        "count is exact if every rule is an interval of keys, ids or flags, or if fewer tiles are partial",
+        "number is exact if all rules of the mask are intervals of keys, equal ids or flags, or if fewer "
+        "tiles are partial",
     )
 
 
@@ -158,10 +161,11 @@ def sorted_by_id(call: PlannedCall) -> str | None:
     flops = call.lowered_to(plan_layout(mask, T, S, call.layout.q_tile, call.layout.kv_tile, **positions, xp=np))
     if flops is None:
         return None
-    with_positions = ", and pass their positions" if positions else ""
+    with_positions = " and their positions" if positions else ""
     return (
-        f"{call.ratio}: ids recur after others, so tiles hold tokens of many documents. Sort the tokens by id, "
-        f"`order = np.argsort(ids, kind='stable')` and `mask.cut(order, order)`{with_positions}: that executes {flops}"
+        f"{call.ratio}: ids appear again after other ids, so tiles contain tokens of many documents. Sort the tokens "
+        f"by id with `order = np.argsort(ids, kind='stable')`, and pass `mask.cut(order, order)`{with_positions}: that "
+        f"executes {flops}"
     )
 
 
@@ -182,8 +186,8 @@ def smaller_tiles(call: PlannedCall) -> str | None:
         arguments = [str(T), str(S), *arguments, *given]
     code = f"{_mask_code(call.given)}.layout({', '.join(arguments)})"
     return (
-        f"{call.ratio}: the mask forbids most pairs of the visited tiles, as it does if documents or windows are "
-        f"shorter than a tile. Smaller tiles, `mask={code}`, execute {flops}; compare times"
+        f"{call.ratio}: the mask forbids most pairs of the visited tiles. This happens if documents or windows are "
+        f"shorter than a tile. Smaller tiles, `mask={code}`, execute {flops}, but may take longer: compare the times"
     )
 
 

@@ -77,8 +77,8 @@ def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = Tru
     max_distance = check_static_size("max_distance", max_distance, 1)
     if max_distance <= exact:
         raise ValueError(
-            f"`max_distance` must be greater than {exact}, up to which each of the {table.shape[0]} buckets holds one "
-            f"distance, got {max_distance}."
+            f"`max_distance` must be greater than {exact}, got {max_distance}. With {table.shape[0]} buckets, "
+            f"each distance below {exact} has its own bucket, and larger distances share the other buckets."
         )
     return Relative(table, bidirectional, max_distance)
 

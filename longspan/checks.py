@@ -92,7 +92,7 @@ def check_extents(
             in_all = whole["BN".index(axis)]
             if size not in (wanted, in_all):
                 raise ValueError(
-                    f"{name} has {size} {names[axis]}, but the call has {wanted} of {in_all}. Give one, {wanted} or "
+                    f"{name} has {size} {names[axis]}, but this shard has {wanted} of {in_all}. Give 1, {wanted} or "
                     f"{in_all}."
                 )
             continue

@@ -91,7 +91,7 @@ def bind_mask(mask, **sizes):
 
 
 WASTEFUL = {
-    "ids recur after others": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 1024))),
+    "ids appear again after other ids": ls.Segments(np.random.default_rng(0).integers(0, 50, (3, 1024))),
     "shorter than a tile": ls.Causal() & ls.Segments(np.arange(1024)[None] // 9),
 }
 

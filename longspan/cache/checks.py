@@ -83,14 +83,14 @@ def check_rollback(cache: "Cache", n: Any) -> tuple[Any, jax.Array]:
 
 def _refuse_rollback(cache: "Cache", row: int, count: int) -> None:
     plan, length, furthest = cache.plan, int(cache.length[row]), int(cache.furthest[row])
-    remaining, positions = length - count, np.asarray(cache.positions[row])
+    remaining = length - count
     if count > length:
         raise ValueError(f"Row {row} has {length} tokens, so {count} cannot be rolled back. Roll back fewer.")
     if plan.evicts and remaining < furthest - plan.slack:
         raise ValueError(
-            f"A rollback to {remaining} tokens needs keys that were evicted: this cache was planned with "
-            f"slack={plan.slack}, row {row} has had {furthest} tokens, and the oldest position that it still holds is "
-            f"{int(positions.min(initial=length))}. Plan with `slack={furthest - remaining}` or more."
+            f"A rollback to {remaining} tokens needs keys that were evicted: row {row} has had {furthest} tokens, and "
+            f"with slack={plan.slack} it can be rolled back to {furthest - plan.slack} tokens or more. Plan with "
+            f"`slack={furthest - remaining}` or more."
         )
     raise ValueError(
         f"{plan.mask!r} lets position {remaining - 1} attend to position {remaining}, so a rollback cannot separate "
@@ -125,8 +125,8 @@ def check_mask(plan: CachePlan, mask: Any, batch: int) -> None:
         )
     if (given.tied & ~planned.tied).any():
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, but {mask!r} lets queries attend to later keys that this plan "
-            "does not append together. Plan with the mask that you attend with."
+            f"This cache was planned for {plan.mask!r}, but {mask!r} lets queries attend to later keys, which must be "
+            "appended together with the queries. Plan with the mask that you attend with."
         )
 
 

@@ -178,8 +178,8 @@ def _plan_from(mask: Mask, length: int, slack: int, needs: Lifetimes) -> CachePl
     """The plan from lifetimes; None if their outline does not decide it."""
     if length > 1 and needs.tied[1:].all():
         raise ValueError(
-            f"{mask!r} lets queries attend to later keys, so every position must be appended together with the next, "
-            f"and none can be decoded before the last. Decode with `({mask!r}) & Causal()`."
+            f"{mask!r} lets queries attend to later keys, so all positions must be appended together, and none "
+            f"can be decoded step by step. Decode with `({mask!r}) & Causal()`."
         )
     outline, end = needs.outline, np.where(needs.last < 0, -1, np.minimum(needs.last + slack, length - 1))
     slots = allocate(end, outline)

@@ -74,7 +74,7 @@ def forward_mode_refused(engine: Engine):
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            f"engine={engine.name!r} has no forward-mode derivatives (jvp, jacfwd, linearize): it has a backward pass. "
+            f"engine={engine.name!r} has no forward-mode derivatives (jvp, jacfwd, linearize), only a backward pass. "
             "Use engine='reference', or differentiate in reverse (grad, vjp, jacrev)."
         ) from error
 

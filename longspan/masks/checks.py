@@ -116,16 +116,16 @@ def check_entries(term: Any, name: str) -> None:
     if isinstance(array, list | tuple):
         array = np.asarray(array)
     if not is_array(array):
-        raise TypeError(f"array: its entries must be an array of ints or bools, got {type(array).__name__}.")
+        raise TypeError(f"masks.array: `entries` must be an array of ints or bools, got {type(array).__name__}.")
     if not is_int(array) and not _is_bool(array.dtype):
-        raise TypeError(f"array: its entries must be an array of ints or bools, got dtype {array.dtype}.")
+        raise TypeError(f"masks.array: `entries` must be an array of ints or bools, got dtype {array.dtype}.")
     if array.ndim not in (2, 3):
         raise ValueError(
-            f"array: its entries must have shape [B or 1, L] or [B or 1, N or 1, L], got {tuple(array.shape)}. Add an "
-            "axis, e.g. `entries[None]`."
+            f"masks.array: `entries` must have shape [B or 1, L] or [B or 1, N or 1, L], got {tuple(array.shape)}. Add "
+            "an axis, e.g. `entries[None]`."
         )
     if not _is_bool(array.dtype):
-        array = ids_as_int32("array: its entries", array)
+        array = ids_as_int32("masks.array: `entries`", array)
     elif term.valid != "all" and isinstance(array, jax.ShapeDtypeStruct):
         array = jax.ShapeDtypeStruct(array.shape, np.int32)
     elif term.valid != "all":

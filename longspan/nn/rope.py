@@ -79,8 +79,8 @@ def select_rope_positions(rope: Any, positions: Any, rope_positions: Any) -> Any
         )
     if positions is not None and rope_positions is not None:
         raise ValueError(
-            "`positions` and `rope_positions` were both given, and here both are positions for `rope`: windows and "
-            "blocks compare slots. Give one of them."
+            "`positions` and `rope_positions` were both given, but both mean the positions for `rope`: windows and "
+            "blocks of this module compare slots. Give one of them."
         )
     if rope_positions is None:
         return positions

@@ -97,8 +97,8 @@ def unshard(
     whole = x.shape[1]
     if padded(whole, axes.shards, order) != whole:
         raise ValueError(
-            f"`x` has {whole} tokens, which is no length of a batch from `shard_batch` for {axes.shards} devices and "
-            f"order={order!r}. Pass an array of such a batch, with the same mesh and order."
+            f"`x` has {whole} tokens, but a batch that `shard_batch` made for {axes.shards} devices and "
+            f"order={order!r} cannot have this length. Pass an array of such a batch, with the same mesh and order."
         )
     if length is None:
         length = whole
@@ -137,10 +137,10 @@ def _check_fill(name: str, dtype: Any, padding: Any) -> None:
 
 def _check_names(batch: Any, fill: Mapping[str, int]) -> None:
     if not isinstance(batch, Mapping):
-        raise TypeError(f"`batch` must be arrays by name, got {type(batch).__name__}.")
+        raise TypeError(f"`batch` must be a dict from names to arrays, got {type(batch).__name__}.")
     missing = next((name for name, x in batch.items() if x is None), None)
     if missing is not None:
-        raise TypeError(f"`batch` must be arrays by name, but {missing!r} is None. Leave it out.")
+        raise TypeError(f"`batch` must be a dict from names to arrays, but {missing!r} is None. Leave it out.")
     unknown = next((name for name in fill if name not in batch), None)
     if unknown is not None:
         names = ", ".join(map(repr, batch))

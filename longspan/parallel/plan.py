@@ -448,7 +448,7 @@ def _token_transfers(tokens: GlobalTokens, blocks: Exchange | None) -> list[Tran
         who = "most devices need" if blocks is not None and blocks.popular else "every device needs"
         steps.append(Transfer("columns", columns, f"keys that {who}"))
     if queries := len(tokens.queries) + tokens.capacity * tokens.by_flags[1]:
-        steps.append(Transfer("queries", queries, "with keys on every device, and their outputs"))
+        steps.append(Transfer("queries", queries, "sent to all devices; their outputs are sent back"))
     return steps
 
 

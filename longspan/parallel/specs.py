@@ -35,7 +35,7 @@ class Axes:
         if axis not in mesh.axis_names:
             listed = ", ".join(repr(name) for name in mesh.axis_names)
             raise ValueError(
-                f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the axis that shares the sequence."
+                f"axis={axis!r} is not in the mesh, whose axes are {listed}. Name the axis that shards the sequence."
             )
         batch = tuple(name for name in axis_names("batch_axes", batch_axes) if name in mesh.axis_names)
         heads = tuple(name for name in axis_names("head_axis", head_axis) if name in mesh.axis_names)
@@ -124,12 +124,12 @@ def check_zigzag(mask: Mask, bias: Any = None) -> None:
     bad = rule_by_slot(mask)
     if bad is not None:
         raise ValueError(
-            f"order='zigzag' moves tokens to other slots, but {bad!r} is a rule by slot. Use order='contiguous', or a "
-            "rule by position or by ids."
+            f"order='zigzag' moves tokens to other slots, but {bad!r} is indexed by slot. Use order='contiguous', or "
+            "a rule that compares positions or ids."
         )
     for term in terms(bias):
         if not isinstance(term, Bias) and min(term.shape[2:]) > 1:
             raise ValueError(
-                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} is by slot. "
-                "Use order='contiguous', or a `Bias` by position."
+                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} is indexed "
+                "by slot. Use order='contiguous', or a `Bias`, which is computed from positions."
             )

@@ -409,6 +409,6 @@ def _check_legacy_length(seq_len: int, max_seq_len: Any) -> None:
     max_seq_len = check_static_size("max_seq_len", max_seq_len, 1)
     if seq_len > max_seq_len:
         raise ValueError(
-            f"seq_len={seq_len} is a legacy length, whose blocks are drawn for max_seq_len={max_seq_len}: it must not "
-            "be longer. Raise `max_seq_len`, or remove the length from `legacy_lengths`."
+            f"seq_len={seq_len} is in `legacy_lengths`, so its blocks are drawn for max_seq_len={max_seq_len} tokens. "
+            "It must not be longer than that. Raise `max_seq_len`, or remove the length from `legacy_lengths`."
         )

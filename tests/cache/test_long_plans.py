@@ -228,5 +228,5 @@ def test_masks_are_compared_with_those_of_a_long_plan():
         view.of(ls.Causal() & ls.Chunk(11))
     with pytest.raises(ValueError, match=r"needs key 268435001 until query 268435010, but .* until query 268435455"):
         view.of(ls.Causal() & (ls.Window(9, 0) | ls.Global((268435001,), rows=False)))
-    with pytest.raises(ValueError, match="lets queries attend to later keys that this plan does not append together"):
+    with pytest.raises(ValueError, match="lets queries attend to later keys, which must be appended together"):
         view.of(ls.Window(9, 1) & ls.Chunk(10))

@@ -135,7 +135,7 @@ def test_layers_that_do_not_belong_together_are_refused():
         empty.with_layers([1, 2, 3])
     with pytest.raises(ValueError, match=r"Layer 0 has the plan CachePlan\(4 of 20"):
         model.init_cache(2, 30).with_layers(layers)
-    with pytest.raises(ValueError, match="Layers 0 and 2 are of one kind, 'sliding_attention', but hold different"):
+    with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but contain different"):
         empty.with_layers([*layers[:2], empty[2]])
 
 

@@ -72,7 +72,7 @@ REFUSED = {
     "3 batch rows cannot be split over 2 devices": dict(a=np.zeros((3, 41))),
     "'labels' is uint8, which cannot hold -100": dict(labels=np.zeros((2, 41), np.uint8)),
     "but 'mask' is None. Leave it out": dict(a=np.zeros((2, 41)), mask=None),
-    "must be arrays by name, got list": [np.zeros((2, 41))],
+    "must be a dict from names to arrays, got list": [np.zeros((2, 41))],
 }
 
 
@@ -101,7 +101,7 @@ def test_explicit_axes_too(order):
 
 def test_unshard_refuses_lengths_that_shard_batch_does_not_return():
     mesh = ls.parallel.mesh(sp=4)
-    with pytest.raises(ValueError, match=r"7 tokens, which is no length of a batch .* 4 devices and order='zigzag'"):
+    with pytest.raises(ValueError, match=r"7 tokens, but a batch .* 4 devices and order='zigzag' cannot have"):
         ls.parallel.unshard(jnp.zeros((1, 7)), mesh, order="zigzag")
     with pytest.raises(ValueError, match="`length` must be at most the 8 tokens of the array, got 9"):
         ls.parallel.unshard(jnp.zeros((1, 8)), mesh, length=9)

@@ -240,14 +240,14 @@ REFUSED = {
     "zigzag of a length that is not padded": (
         lambda: call(length=41, order="zigzag"), "order='zigzag' needs a multiple of 8 tokens, got 41",
     ),
-    "zigzag of blocks": (lambda: call(ls.Blocks(TABLE, 2), order="zigzag"), r"Blocks\(.*\) is a rule by slot"),
-    "zigzag of bools": (lambda: call(np.ones((48, 48), bool), order="zigzag"), r"Dense\(.*\) is a rule by slot"),
+    "zigzag of blocks": (lambda: call(ls.Blocks(TABLE, 2), order="zigzag"), r"Blocks\(.*\) is indexed by slot"),
+    "zigzag of bools": (lambda: call(np.ones((48, 48), bool), order="zigzag"), r"Dense\(.*\) is indexed by slot"),
     "zigzag of intervals": (
-        lambda: call(ls.Between(np.arange(48), np.arange(48)), order="zigzag"), r"Between\(.*\) is a rule by slot",
+        lambda: call(ls.Between(np.arange(48), np.arange(48)), order="zigzag"), r"Between\(.*\) is indexed by slot",
     ),
-    "zigzag of firsts": (lambda: call(ls.FirstOfSegment(IDS, 1), order="zigzag"), "FirstOfSegment.* is a rule by slot"),
+    "zigzag of firsts": (lambda: call(ls.FirstOfSegment(IDS, 1), order="zigzag"), "FirstOfSegment.* is indexed by"),
     "zigzag of a bias": (
-        lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) is by slot",
+        lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) is indexed by slot",
     ),
     "a plan that is none": (lambda: call(plan="halo"), "must be a ParallelPlan from `ls.parallel.plan`, got str"),
     "batch axes that are no names": (lambda: call(batch_axes=3), "`batch_axes` must be the name of a mesh axis"),
@@ -259,7 +259,7 @@ REFUSED = {
         "calls shard_map itself, but is called inside a shard_map over 'dp', 'fsdp', 'sp', 'tp'",
     ),
     "a plan in zigzag order of blocks": (
-        lambda: ls.parallel.plan(ls.Blocks(TABLE, 2), 48, 4, "zigzag"), r"Blocks\(.*\) is a rule by slot",
+        lambda: ls.parallel.plan(ls.Blocks(TABLE, 2), 48, 4, "zigzag"), r"Blocks\(.*\) is indexed by slot",
     ),
     "an order without a mesh": (
         lambda: ls.explain(*operands(48), order="zigzag"), "order='zigzag' is an order of tokens on the devices of",

@@ -122,7 +122,7 @@ CASES = {
     "legacy too long": (
         lambda: blocks(4096, 64, max_seq_len=2048),
         ValueError,
-        "seq_len=4096 is a legacy length, whose blocks are drawn for max_seq_len=2048: it must not be longer.",
+        "seq_len=4096 is in `legacy_lengths`, so its blocks are drawn for max_seq_len=2048 tokens. It must not be",
     ),
     "legacy too coarse": (
         lambda: blocks(1024, 128, 5, max_seq_len=1024),

@@ -165,9 +165,9 @@ def counted_from_0(mask, **options):
 
 
 def test_masks_that_fit_neither_a_shard_nor_the_whole_are_refused(unchecked):
-    with pytest.raises(ValueError, match=r"PerHead.masks has 3 query heads, but the call has 2 of 4. Give one, 2 or 4"):
+    with pytest.raises(ValueError, match=r"PerHead.masks has 3 query heads, but this shard has 2 of 4. Give 1, 2 or 4"):
         whole(lambda: (ls.PerHead((ls.Full(),) * 3), None, 0.0), engine="xla")
-    with pytest.raises(ValueError, match=r"Segments.q_ids has 3 batch rows, but the call has 2 of 4"):
+    with pytest.raises(ValueError, match=r"Segments.q_ids has 3 batch rows, but this shard has 2 of 4"):
         whole(lambda: (ls.Segments(IDS[:3]), None, 0.0), engine="xla")
     with pytest.raises(ValueError, match="The mesh axis 'x' is named twice, as `batch_axes` or `head_axis`"):
         ls.attention(Q, K, V, batch_axes=("x", "y"), head_axis="x")

@@ -239,7 +239,7 @@ def _check_layers(cache: DecoderCache, places: Sequence[_Place], layers: Sequenc
         both_known = is_known(layer.positions) and is_known(layers[first].positions)
         if both_known and not np.array_equal(layer.positions, layers[first].positions):
             raise ValueError(
-                f"Layers {first} and {number} are of one kind, '{kind}', but hold different positions. Give the layers "
+                f"Layers {first} and {number} are both of kind '{kind}', but contain different positions. Give layers "
                 "of one cache, after the same tokens."
             )
 

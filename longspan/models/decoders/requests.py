@@ -39,9 +39,9 @@ def check_cache(config: DecoderConfig, cache: DecoderCache) -> None:
     for kind, slots in cache.slots.items():
         if np.asarray(slots.overflowed).any():
             raise ValueError(
-                f"{config.mask(kind)!r} allows a token to attend to later tokens, which must be computed together with "
-                "it. A prompt must contain the whole prefix in one chunk (`prefill_chunk`), and new tokens are decoded "
-                "one at a time. Give the layers a mask with `& Causal()`."
+                f"{config.mask(kind)!r} lets tokens attend to later tokens, but `generate` decodes new tokens one at a "
+                "time. In a prompt, such tokens must be in the same chunk (`prefill_chunk`). Give the layers a mask "
+                "with `& Causal()`."
             )
 
 
