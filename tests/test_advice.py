@@ -124,7 +124,7 @@ def test_tokens_sorted_as_advised_lower_the_executed_flops(name):
     names = dict(np=np, ids=ids, mask=mask)
     exec(statement, names)
     places = {}
-    if ", and pass their positions" in note:
+    if " and their positions" in note:
         places = dict(q_positions=names["order"], kv_positions=names["order"])
     after = explained(eval(cut, names), **places)
     assert after.executed_flops < before.executed_flops and after.useful_flops == before.useful_flops

@@ -44,11 +44,11 @@ def _check_positions(path: Any, plan: CachePlan, row: int, length: int, furthest
     misplaced = used[slot_of(slots, stored[used]) != used]
     if misplaced.size:
         slot = misplaced[0]
-        _refuse(path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, which is not that key's slot")
+        _refuse(path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, which belongs to other keys")
     needed = _needed(plan, length, furthest)
     missing = needed[stored[slot_of(slots, needed)] != needed]
     if missing.size:
-        _refuse(path, plan, f"`positions` of row {row} lacks position {missing[0]}, which is still needed at {length}")
+        _refuse(path, plan, f"`positions` of row {row} lacks position {missing[0]}, which later queries need")
 
 
 def _needed(plan: CachePlan, length: int, furthest: int) -> np.ndarray:

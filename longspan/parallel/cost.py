@@ -126,10 +126,10 @@ class Cost:
 
     def _rule_of_thumb(self) -> str:
         if self.more_shards_pay:
-            return "more shards pay: compute takes longer than communication"
+            return "more shards help: compute takes longer than communication"
         if self.link_seconds >= self.compute_seconds:
-            return "more shards do not pay: communication takes at least as long as compute"
-        return f"more shards do not pay: a device receives {self.halo_rows:,} rows and holds {self.rows:,}"
+            return "more shards do not help: communication takes at least as long as compute"
+        return f"more shards do not help: a device receives {self.halo_rows:,} rows and holds {self.rows:,}"
 
 
 def _duration(seconds: float) -> str:
@@ -169,7 +169,7 @@ def cost(
         memory             36 MB of q, k, v and out, 1023 kB of received rows
         estimated time     1.53 ms of compute and 0.0419 ms of communication, forward and backward
         twice the devices  0.763 ms of compute and 0.0419 ms of communication, 19 MB of memory each
-        rule of thumb      more shards pay: compute takes longer than communication
+        rule of thumb      more shards help: compute takes longer than communication
     """
     if not isinstance(plan, ParallelPlan):
         raise TypeError(f"`plan` must be a ParallelPlan from `ls.parallel.plan`, got {type(plan).__name__}.")

@@ -99,7 +99,7 @@ def test_keys_in_the_slots_of_others_are_refused(tmp_path, name):
     held = arrays["positions"][0]
     one, other = np.flatnonzero(held != FREE_SLOT)[:2]
     held[[one, other]] = held[[other, one]]
-    message = rf"`positions` of row 0 has {held[one]} in slot {one}, which is not that key's slot"
+    message = rf"`positions` of row 0 has {held[one]} in slot {one}, which belongs to other keys"
     refused(tmp_path / "cache", PLANS[name], arrays, message)
 
 
@@ -108,9 +108,7 @@ def test_missing_keys_are_refused(tmp_path, name):
     arrays = tensors(PLANS[name])
     slot = int(np.argmax(np.where(arrays["positions"][0] == FREE_SLOT, -1, arrays["positions"][0])))
     arrays["positions"][0, slot] = FREE_SLOT
-    refused(
-        tmp_path / "cache", PLANS[name], arrays, "`positions` of row 0 lacks position 23, which is still needed at 24"
-    )
+    refused(tmp_path / "cache", PLANS[name], arrays, "`positions` of row 0 lacks position 23, which later queries need")
 
 
 def test_arrays_of_other_types_and_shapes_are_refused_before_they_are_read(tmp_path):
