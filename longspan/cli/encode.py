@@ -106,9 +106,9 @@ def _refuse(directory: Path, not_run: list[str]) -> None:
     """Raises a ValueError if the vectors would differ from those of sentence-transformers."""
     if not_run:
         raise ValueError(
-            f"{directory} is a sentence-transformers directory, and the vectors of `longspan encode` would differ: it "
-            f"runs a Transformer with mean pooling, but {'; '.join(not_run)}. To ignore these settings, give "
-            "--pooling mean or --pooling cls."
+            f"{directory} is a sentence-transformers directory, and the vectors of `longspan encode` would differ, "
+            f"because it supports only a Transformer with mean pooling: {'; '.join(not_run)}. To ignore these "
+            "settings, give --pooling mean or --pooling cls."
         )
 
 

@@ -98,7 +98,7 @@ def number_of_labels(raw: Mapping[str, Any], where: str) -> Any:
     """The number of labels: of those in `id2label`, otherwise `num_labels`, otherwise 2."""
     labels = raw.get("id2label")
     if labels is not None and not isinstance(labels, dict):
-        raise ValueError(f"{where} has id2label={labels!r:.200}, which must be an object from numbers to labels.")
+        raise ValueError(f"{where} has id2label={labels!r:.200}, which must be an object that maps numbers to labels.")
     if labels:
         return len(labels)
     count = raw.get("num_labels")

@@ -129,7 +129,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     listed = read_object(path).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ValueError(
-            f"{path} must have a `weight_map`, an object from names of tensors to names of files, got {listed!r:.200}."
+            f"{path} must have a `weight_map`, an object that maps tensor names to file names, got {listed!r:.200}."
         )
     names = sorted(set(listed.values()))
     outside = [name for name in names if not _is_inside(name)]
@@ -160,8 +160,8 @@ def _raise_no_weights(directory: Path) -> None:
     pickles = [name for name in listing if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if pickles:
         raise ValueError(
-            f"{directory} has {', '.join(pickles)}, a pickle. Longspan does not read pickles, because they can run any "
-            f"program. Convert it once where torch is installed:\n{_CONVERT}"
+            f"{directory} has {', '.join(pickles)}, a pickle. Longspan does not read pickles, because loading one can "
+            f"run arbitrary code. Convert it once where torch is installed:\n{_CONVERT}"
         )
     raise FileNotFoundError(
         f"{directory} has neither {WEIGHTS} nor {INDEX}. It contains: {', '.join(listing) or 'nothing'}."

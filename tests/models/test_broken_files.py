@@ -63,7 +63,7 @@ def test_a_tensor_comes_from_the_shard_that_the_index_names(shards, caplog):
     save_file(stale, where / "b.safetensors")
     got = hf.load(where).embeddings.norm.bias[...]
     np.testing.assert_array_equal(got, hf.load(GOLDEN / "bertModel").embeddings.norm.bias[...])
-    assert f"ignored {name} (b.safetensors) (in a shard that the index does not list for them)" in caplog.text
+    assert f"ignored {name} (b.safetensors) (the index lists another shard or none)" in caplog.text
 
 
 def test_a_tensor_that_is_not_in_the_shard_that_the_index_names_is_an_error(shards):
@@ -87,7 +87,7 @@ def test_an_index_cannot_lead_out_of_its_directory(how, shards, tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "must contain a JSON object, {...}, but contains a list"),
-        ("{}", "must have a `weight_map`, an object from names of tensors to names of files, got None"),
+        ("{}", "must have a `weight_map`, an object that maps tensor names to file names, got None"),
         ('{"weight_map": ["a"]}', "got ['a']"),
         ('{"weight_map": {"a": 3}}', "got {'a': 3}"),
         ("[" * 100_000, "is not JSON"),
@@ -160,7 +160,7 @@ def test_a_size_that_the_file_does_not_have_allocates_nothing(copy):
         (dict(hidden_act=["gelu"]), "hidden_act=['gelu'] is not one of 'gelu'"),
         (dict(model_type=["bert"]), "has model_type=['bert'], but Longspan supports 'bert'"),
         (dict(architectures="BertModel"), "has architectures='BertModel', which must be a list of names"),
-        (dict(id2label=["a"]), "has id2label=['a'], which must be an object from numbers to labels"),
+        (dict(id2label=["a"]), "has id2label=['a'], which must be an object that maps numbers to labels"),
         (dict(num_labels="3", id2label=None), "`num_labels` must be an int from 1 to 2147483647, got '3'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

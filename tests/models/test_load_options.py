@@ -151,7 +151,7 @@ def test_a_rope_is_overridden_whole_whatever_spellings_the_file_has(both, checkp
         ("rope_scaling", dict(type="linear", factor=2.0)),
         ("rope_scaling", None),
     ):
-        with pytest.raises(ValueError, match=rf"`{key}` is overridden, but `rope_parameters` contains this number too"):
+        with pytest.raises(ValueError, match=rf"`{key}` is overridden, but the config also has `rope_parameters`"):
             hf.load(where, config={key: value})
     with pytest.raises(ValueError, match="has rope_parameters without `rope_theta`"):
         hf.load(where, config=dict(rope_parameters=dict(rope_type="linear", factor=2.0)))

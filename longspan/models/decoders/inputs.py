@@ -44,8 +44,8 @@ def check_inputs(
         for name, array in (("positions", positions), ("segment_ids", segment_ids)):
             if array is not None:
                 raise ValueError(
-                    f"`{name}` and `cache` were both given, but a cache counts the positions of each row, which is one "
-                    f"document. Leave `{name}` out."
+                    f"`{name}` and `cache` were both given, but a cache counts the positions itself, and each of its "
+                    f"rows is one document. Leave `{name}` out."
                 )
     return shape
 

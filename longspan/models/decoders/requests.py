@@ -52,7 +52,7 @@ def check_prompts(config: DecoderConfig, prompts: Any) -> list[np.ndarray]:
     rows = [_token_ids(number, prompt) for number, prompt in enumerate(prompts)]
     for number, row in enumerate(rows):
         if not len(row):
-            raise ValueError(f"Prompt {number} is empty. Give at least one token, such as the one that begins a text.")
+            raise ValueError(f"Prompt {number} is empty. Give at least one token, such as the BOS token.")
         outside = row[(row < 0) | (row >= config.vocab_size)]
         if len(outside):
             raise ValueError(

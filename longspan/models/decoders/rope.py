@@ -69,8 +69,8 @@ def override_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], where: s
     old_spelling = [key for key in OLD_SPELLING if key in overrides]
     if old_spelling and new.get(parameters):
         raise ValueError(
-            f"{where}: `{old_spelling[0]}` is overridden, but `{parameters}` contains this number too. Override only "
-            f"`{parameters}`, with `rope_type` and `rope_theta`."
+            f"{where}: `{old_spelling[0]}` is overridden, but the config also has `{parameters}`, which "
+            f"contains the same setting. Override only `{parameters}`, with `rope_type` and `rope_theta`."
         )
     if overrides.get(parameters) is None:
         return new

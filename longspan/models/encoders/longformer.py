@@ -182,8 +182,9 @@ def _read(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     has_all_layers = not is_list or not is_count(layers) or len(given) == layers
     if not has_all_layers or not all(is_count(w, 2) and w % 2 == 0 for w in windows):
         raise ValueError(
-            f"{where} has attention_window={given!r:.200}, which must be even, half on each side: one int from 2 to "
-            f"{MAX_INT32 - 1}, or a list of them, one for each of num_hidden_layers={layers!r:.200}."
+            f"{where} has attention_window={given!r:.200}, which must be even, because each side of the window has "
+            f"half of it. Give one int from 2 to {MAX_INT32 - 1}, or a list with one for each of "
+            f"num_hidden_layers={layers!r:.200} layers."
         )
     if is_list:
         return dict(window=tuple(w // 2 for w in windows))
