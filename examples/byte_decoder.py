@@ -1,4 +1,4 @@
-"""A decoder of bytes with a custom mask: trains for a minute on Python's standard library, then generates text.
+"""A byte-level decoder with a custom mask: trains for a minute on Python's standard library, then generates text.
 
 Every token attends to a window and to the first four tokens of its document. The same rule masks packed documents in
 training and sizes the caches, which store the window and the pinned tokens for answers of any length.

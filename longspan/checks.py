@@ -41,7 +41,9 @@ def check_lengths(q_len: Any, kv_len: Any) -> None:
     """Checks that both lengths are Python ints from 0 to FAR, so that adding slot indices never overflows int32."""
     for name, value in (("q_len", q_len), ("kv_len", kv_len)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a Python int (it fixes shapes), got {value!r} ({type(value).__name__}).")
+            raise TypeError(
+                f"{name} must be a Python int (it sets array shapes), got {value!r} ({type(value).__name__})."
+            )
         if value < 0:
             raise ValueError(f"{name} must be >= 0, got {value}.")
         if value > FAR:
@@ -80,7 +82,7 @@ def check_extents(
                     covers = f"{size} blocks of {unit} {names[axis]}"
                 raise ValueError(
                     f"{name} covers {covers}, but the call has {lengths[axis]}. "
-                    "Bind the mask to arrays of this length, or slice it."
+                    "Create the mask with arrays of this length, or slice it."
                 )
             continue
         wanted = heads
@@ -157,8 +159,8 @@ def _check_range(name: str, positions: Any) -> None:
     least, greatest = int(np.min(values, initial=0)), int(np.max(values, initial=0))
     if least < -FAR or greatest > FAR:
         raise ValueError(
-            f"{name} must lie within ±{FAR} (2**30 - 1), got positions from {least} to {greatest}. Subtract an offset: "
-            "rules compare positions only with each other."
+            f"{name} must lie within ±{FAR} (2**30 - 1), got positions from {least} to {greatest}. If the mask depends "
+            "only on distances (Causal, Window), subtract the same number from the positions of queries and keys."
         )
 
 
@@ -360,11 +362,11 @@ def check_bound_lengths(what: str, mine: Sequence[int], call: Sequence[int]) -> 
 
 
 def check_static_size(name: str, value: Any, least: int) -> int:
-    """Checks a Python int that fixes shapes, and returns it."""
+    """Checks a Python int that sets array shapes, and returns it."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"`{name}` fixes shapes, so it must be a Python int, got an array. Convert it with `int(...)` outside jit, "
-            "or name it in `static_argnames`."
+            f"`{name}` sets array shapes, so it must be a Python int, got an array. Convert it with `int(...)` outside "
+            "jit, or name it in `static_argnames`."
         )
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{name}` must be a Python int >= {least}, got {value!r}.")

@@ -110,12 +110,12 @@ def test_rows_within_max_blocks_visit_only_their_blocks():
 
 
 WRONG = [
-    (TypeError, "Blocks.table must list the numbers of kv blocks, got bools", lambda: ls.Blocks(bools(1), SIZE)),
+    (TypeError, "Blocks.table must list the indices of key blocks, got bools", lambda: ls.Blocks(bools(1), SIZE)),
     (TypeError, "to `Blocks.from_bool(table, block_size)`", lambda: ls.Blocks(jnp.asarray(bools(1)), SIZE)),
     (TypeError, "to `Blocks.from_bool(table, block_size)`", lambda: ls.Blocks(bools(1).tolist(), SIZE)),
     (
         TypeError,
-        "`table` must hold bools, got dtype int64. For a table that lists the numbers of kv blocks use `Blocks(table",
+        "`table` must hold bools, got dtype int64. For a table that lists the indices of key blocks, use `Blocks(table",
         lambda: ls.Blocks.from_bool(np.zeros((1, 2, 2), int), 4),
     ),
     (TypeError, "`table` must be an array of bools, got str", lambda: ls.Blocks.from_bool("all", 4)),

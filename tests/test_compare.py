@@ -100,7 +100,7 @@ def test_what_lower_must_return(lowered, message):
 
 
 def test_fields_that_could_change_are_refused():
-    with pytest.raises(TypeError, match=r"Returning.lowered must be an array, or a value that hashes, got list"):
+    with pytest.raises(TypeError, match=r"Returning.lowered must be an array or a hashable value, got list"):
         Returning([ls.Causal()])
 
 

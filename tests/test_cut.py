@@ -368,7 +368,7 @@ def bad(error, words, call):
 def test_invalid_slots_are_errors(unchecked):
     mask = ls.Segments(np.zeros((3, 9), int))
     bad(TypeError, "`q` must be the slots to keep, ints [n] or [B, n], got int.", lambda: mask.cut(3))
-    bad(TypeError, "`kv` must hold the numbers of the slots to keep, got dtype bool", lambda: mask.cut(None, [True]))
+    bad(TypeError, "`kv` must hold the indices of the slots to keep, got dtype bool", lambda: mask.cut(None, [True]))
     bad(ValueError, "`q` must be slots [n] or [B, n], got shape (1, 1, 1)", lambda: mask.cut(np.zeros((1, 1, 1), int)))
     bad(ValueError, "`q` keeps slots from 2 to 9, but they are numbered from 0 to 8.", lambda: mask.cut([2, 9]))
     bad(ValueError, "`kv` keeps slots from -1 to 2, but they are", lambda: Near(3).cut(None, [2, -1]))

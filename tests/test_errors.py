@@ -86,7 +86,7 @@ MASKS = [
     (TypeError, "got dtype bool. Count flags, e.g. `mask.sum(-1)`", lambda: ls.KvLengths(np.ones(2, bool))),
     (
         TypeError,
-        "Blocks.table must list the numbers of kv blocks, ints, got float64. To use scores, list the best blocks",
+        "Blocks.table must list the indices of key blocks, ints, got float64. To use scores, list the best blocks",
         lambda: ls.Blocks(np.ones((1, 2, 2)), 4),
     ),
     (TypeError, "Dense.array must hold bools, got dtype int64. Compare it", lambda: ls.Dense(np.ones((2, 2), int))),
@@ -121,7 +121,7 @@ MASKS = [
         "Blocks.table has 3 batch rows, but Segments.q_ids has 2",
         lambda: (ls.Segments(IDS) & ls.Blocks(np.zeros((3, 1, 2, 1), int), 3)).dense(5, 5),
     ),
-    (TypeError, "Blocks.block_size fixes shapes", lambda: ls.Blocks(np.zeros((1, 2, 2), int), jnp.ones((), int))),
+    (TypeError, "Blocks.block_size sets array shapes", lambda: ls.Blocks(np.zeros((1, 2, 2), int), jnp.ones((), int))),
     (TypeError, "Global.indices must be a tuple of Python ints, got a JAX array", lambda: ls.Global(jnp.arange(2))),
     (TypeError, "Global.indices must be a tuple of ints, got ('a',)", lambda: ls.Global(("a",))),
     (
@@ -159,7 +159,7 @@ MASKS = [
         lambda: ls.Custom(lambda q, k: jnp.ones(5, bool)).dense(7, 7),
     ),
     (TypeError, "unsupported operand", lambda: ls.Causal() & np.ones((2, 2), bool)),
-    (TypeError, "q_len must be a Python int (it fixes shapes)", lambda: ls.Causal().dense(2.0, 3)),
+    (TypeError, "q_len must be a Python int (it sets array shapes)", lambda: ls.Causal().dense(2.0, 3)),
     (ValueError, "kv_len must be >= 0, got -1", lambda: ls.Causal().dense(2, -1)),
     (ValueError, "q_tile must be a Python int >= 1, got 0", lambda: ls.Causal().layout(4, 4, q_tile=0)),
     (ValueError, "Segments.q_ids covers 5 queries, but the call has 6", lambda: ls.Segments(IDS).dense(6, 6)),

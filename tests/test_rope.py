@@ -152,7 +152,7 @@ def test_sizes_of_frequencies_are_checked():
             ls.rope.frequencies(plain, head_dim)
     with pytest.raises(ValueError, match="`seq_len` must be a Python int >= 1, got 0"):
         ls.rope.frequencies(plain, 8, seq_len=0)
-    with pytest.raises(TypeError, match="`seq_len` fixes shapes, so it must be a Python int, got an array"):
+    with pytest.raises(TypeError, match="`seq_len` sets array shapes, so it must be a Python int, got an array"):
         jax.jit(lambda n: ls.rope.frequencies(plain, 8, seq_len=n)[0])(3)
 
 

@@ -90,7 +90,7 @@ def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: d
         raise ValueError(f"{path} is not a cache that `Cache.save` wrote.")
     if metadata.get("plan") != plan.digest:
         raise ValueError(
-            f"{path} was saved by a cache of another plan than {plan!r}. Restore it with the plan of the same mask, "
+            f"{path} was saved with another plan than {plan!r}. Restore it with the plan of the same mask, "
             "length and slack."
         )
     dtype = metadata["dtype"]

@@ -249,11 +249,11 @@ def _why(mask: Mask, slots: SlotAllocation, end: np.ndarray, outline: Outline) -
         return "no query attends to any key"
     if slots.capacity >= number_alive(alive, outline):
         rules = ", ".join(map(repr, _rules_that_keep_all(mask, outline.length)))
-        return f"no key can be evicted: every key stays needed under {rules}"
+        return f"no key can be evicted: every key is needed until the end because of {rules}"
     note = ""
     inexact = list(dict.fromkeys(map(repr, mask.inexact())))
     if inexact:
-        note = f"; {', '.join(inexact)} may need fewer"
+        note = f"; {', '.join(inexact)} may need fewer keys"
     if slots.table is None and _is_steady(end, slots, outline):
         forever = ""
         if slots.pinned:

@@ -32,9 +32,7 @@ def bench(
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also time the other libraries that are installed.")] = True,
     backward: Annotated[bool, typer.Option("--backward", help="Time the forward and the backward pass.")] = False,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=10**6, help="Number of timed rounds, of which the median is printed.")
-    ] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=10**6, help="Number of timed rounds; the median is printed.")] = 3,
     save: Annotated[
         Path | None,
         typer.Option(

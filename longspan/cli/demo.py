@@ -196,8 +196,8 @@ def _clues(stage: Stage, sizes: DemoSizes) -> None:
 
 
 def _decoder(stage: Stage, sizes: DemoSizes, seconds: float) -> None:
-    """Trains a decoder of bytes, and generates text with a cache of constant size."""
-    stage.title(f"A decoder of bytes, trained for {seconds:g} s on the source of Python's standard library")
+    """Trains a byte-level decoder, and generates text with a cache of constant size."""
+    stage.title(f"A byte-level decoder, trained for {seconds:g} s on the source of Python's standard library")
     example = _example(stage, "byte_decoder")
     if example is None:
         return
@@ -241,7 +241,7 @@ def _draw_losses(stage: Stage, losses: list[float]) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(losses)
-    axes.set(xlabel="step", ylabel="bits per byte", title="A decoder of bytes")
+    axes.set(xlabel="step", ylabel="bits per byte", title="A byte-level decoder")
     axes.grid(alpha=0.3)
     stage.save("training", figure)
 

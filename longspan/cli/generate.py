@@ -42,7 +42,7 @@ def generate(
         ),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(min=0.0, help="Values over 1 make tokens that already occurred less likely.")
+        float, typer.Option(min=0.0, help="Values above 1 lower the probability of tokens that already occurred.")
     ] = 1.0,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random sampling; unused at temperature 0.")

@@ -67,7 +67,7 @@ def check_ids(
 def check_size(name: str, value: Any, least: int = 0) -> int:
     """A static size as a Python int of at least `least`."""
     if is_traced(value):
-        raise ValueError(f"{name} fixes shapes, so it must be a Python int, got a traced value. Make it static.")
+        raise ValueError(f"{name} sets array shapes, so it must be a Python int, got a traced value. Make it static.")
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError

@@ -127,7 +127,9 @@ def check_total(name: str, size: Any, offsets: jax.Array) -> int:
             raise ValueError(f"{name} must be >= {int(offsets[-1])}, the last offset, got {size}.")
         return size
     if is_traced(offsets):
-        raise ValueError(f"{name} must be given if the offsets are traced, because it fixes shapes. Pass a Python int.")
+        raise ValueError(
+            f"{name} must be given if the offsets are traced, because it sets array shapes. Pass a Python int."
+        )
     return int(offsets[-1])
 
 

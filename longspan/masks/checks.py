@@ -44,12 +44,12 @@ def check_number(mask: Any, name: str) -> None:
 def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) -> None:
     """Checks a number with a lower bound. Traced numbers are not checked: they are clipped when they are read.
 
-    A `static` number fixes shapes, and also has an upper bound.
+    A `static` number sets array shapes, and also has an upper bound.
     """
     if static and is_array(getattr(mask, name)):
         raise TypeError(
-            f"{type(mask).__name__}.{name} fixes shapes, so it must be a Python int, got an array. Convert it with "
-            "`int(...)` outside jit."
+            f"{type(mask).__name__}.{name} sets array shapes, so it must be a Python int, got an array. Convert it "
+            "with `int(...)` outside jit."
         )
     check_number(mask, name)
     value = getattr(mask, name)
@@ -61,8 +61,8 @@ def check_at_least(mask: Any, name: str, least: int, *, static: bool = False) ->
         raise ValueError(f"{type(mask).__name__}.{name} must be >= {least}, got {found}.{cure}")
     if static and value > FAR:
         raise ValueError(
-            f"{type(mask).__name__}.{name} must be at most {FAR} (2**30 - 1), got {value}. A block as long as the "
-            "sequence covers all slots."
+            f"{type(mask).__name__}.{name} must be at most {FAR} (2**30 - 1), got {value}. Give at most the length of "
+            "the sequence."
         )
 
 
@@ -141,12 +141,12 @@ def check_listing(mask: Any, name: str) -> None:
         dtype = np.asarray(value).dtype
     if dtype is not None and _is_bool(dtype):
         raise TypeError(
-            f"{type(mask).__name__}.{name} must list the numbers of kv blocks, got bools. Give bools "
+            f"{type(mask).__name__}.{name} must list the indices of key blocks, got bools. Give bools "
             "[N or 1, q blocks, kv blocks] to `Blocks.from_bool(table, block_size)`."
         )
     if dtype is not None and not np.issubdtype(dtype, np.integer):
         raise TypeError(
-            f"{type(mask).__name__}.{name} must list the numbers of kv blocks, ints, got {dtype}. To use scores, list "
+            f"{type(mask).__name__}.{name} must list the indices of key blocks, ints, got {dtype}. To use scores, list "
             "the best blocks, e.g. `jnp.argsort(-scores, axis=-1)[..., :r]`."
         )
 
@@ -159,8 +159,8 @@ def check_block_bools(table: Any, max_blocks: Any) -> tuple[Any, int]:
         raise TypeError(f"Blocks.from_bool: `table` must be an array of bools, got {type(table).__name__}.")
     if table.dtype != bool:
         raise TypeError(
-            f"Blocks.from_bool: `table` must hold bools, got dtype {table.dtype}. For a table that lists the numbers "
-            "of kv blocks use `Blocks(table, block_size)`; compare scores first, e.g. `scores > 0`."
+            f"Blocks.from_bool: `table` must hold bools, got dtype {table.dtype}. For a table that lists the indices "
+            "of key blocks, use `Blocks(table, block_size)`. For scores, compare them first, e.g. `scores > 0`."
         )
     if table.ndim not in (3, 4):
         raise ValueError(
@@ -207,7 +207,7 @@ def check_indices(mask: Any, name: str) -> None:
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{label} must be a tuple of Python ints, got a JAX array. "
-            "For global tokens that are data, use `q_flags` and `kv_flags`."
+            "For global tokens that change from batch to batch, use `q_flags` and `kv_flags`."
         )
     if not np.iterable(value):
         value = (value,)
@@ -333,7 +333,7 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
         slots = np.asarray(slots)
     if not is_int(slots):
         raise TypeError(
-            f"`{name}` must hold the numbers of the slots to keep, got dtype {slots.dtype}. Convert flags with "
+            f"`{name}` must hold the indices of the slots to keep, got dtype {slots.dtype}. Convert flags with "
             "`np.flatnonzero`."
         )
     if slots.ndim not in (1, 2):

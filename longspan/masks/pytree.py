@@ -184,8 +184,8 @@ def _check_hashable(value: Value, name: str) -> None:
         hash(entry)
     except TypeError:
         raise TypeError(
-            f"{type(value).__name__}.{name} must be an array, or a value that hashes, got {type(entry).__name__}. "
-            "Use a tuple for a list, for example."
+            f"{type(value).__name__}.{name} must be an array or a hashable value, got {type(entry).__name__}. "
+            "For example, pass a tuple instead of a list."
         ) from None
 
 

@@ -54,7 +54,7 @@ def test_an_empty_plan_is_saved_too(tmp_path):
 )
 def test_the_file_of_another_plan_is_refused(tmp_path, other):
     filled().save(tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"was saved by a cache of another plan than CachePlan\(.*same mask"):
+    with pytest.raises(ValueError, match=r"was saved with another plan than CachePlan\(.*same mask"):
         ls.cache.restore(tmp_path / "cache", other)
 
 

@@ -212,22 +212,25 @@ def test_bytes_are_those_of_the_arrays():
 @pytest.mark.parametrize(
     ("mask", "why"),
     [
-        (ls.Causal(), "no key can be evicted: every key stays needed under Causal()"),
+        (ls.Causal(), "no key can be evicted: every key is needed until the end because of Causal()"),
         (
             ls.Causal() & (ls.Window(3, 0) | ls.Full()),
-            "no key can be evicted: every key stays needed under Causal(), Full()",
+            "no key can be evicted: every key is needed until the end because of Causal(), Full()",
         ),
-        (ls.PerHead((WINDOW, ls.Causal(-1))), "no key can be evicted: every key stays needed under Causal(-1)"),
-        (ls.Causal() | ls.Prefix(9), "no key can be evicted: every key stays needed under Causal()"),
+        (
+            ls.PerHead((WINDOW, ls.Causal(-1))),
+            "no key can be evicted: every key is needed until the end because of Causal(-1)",
+        ),
+        (ls.Causal() | ls.Prefix(9), "no key can be evicted: every key is needed until the end because of Causal()"),
         (
             ls.Causal() & ls.Window(100, 0),
-            "no key can be evicted: every key stays needed under Causal(), Window(100, 0)",
+            "no key can be evicted: every key is needed until the end because of Causal(), Window(100, 0)",
         ),
         (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "each key is kept for up to 4 steps"),
-        (WINDOW & ~ls.Window(1, 0, dilation=2), "; ~Window(1, 0, dilation=2) may need fewer"),
+        (WINDOW & ~ls.Window(1, 0, dilation=2), "; ~Window(1, 0, dilation=2) may need fewer keys"),
         (
             WINDOW & ls.Window(2, 0, dilation=2) & ls.Window(2, 0, dilation=3),
-            "; Window(2, 0, dilation=2), Window(2, 0, dilation=3) may need fewer",
+            "; Window(2, 0, dilation=2), Window(2, 0, dilation=3) may need fewer keys",
         ),
         (WINDOW, "each key is kept for 4 steps"),
         (PINNED, "each key is kept for 4 steps; 2 keys are kept forever"),
@@ -243,7 +246,7 @@ def test_why_names_the_rules_that_keep_keys(mask, why):
 def test_a_users_rule_is_assumed_to_allow_everything_and_named():
     mine = ls.Custom(lambda q, k: (q - k) % 2 == 0)
     assert ls.cache.plan(WINDOW & mine, 30).capacity == 4
-    assert "; Custom(<lambda>) may need fewer" in ls.cache.plan(WINDOW & mine, 30).why
+    assert "; Custom(<lambda>) may need fewer keys" in ls.cache.plan(WINDOW & mine, 30).why
 
     @rule
     class Odd(ls.Window):
@@ -296,7 +299,7 @@ def test_arguments_are_checked():
             ls.cache.plan(WINDOW, length)
     with pytest.raises(ValueError, match="`slack` must be a Python int >= 0"):
         ls.cache.plan(WINDOW, 9, slack=-1)
-    with pytest.raises(TypeError, match="`length` fixes shapes"):
+    with pytest.raises(TypeError, match="`length` sets array shapes"):
         ls.cache.plan(WINDOW, jnp.array(9))
 
 

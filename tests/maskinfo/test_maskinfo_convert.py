@@ -193,7 +193,7 @@ ERRORS = [
         "reduce_heads='mean' is not one of 'any', 'all', 'first'",
     ),
     (lambda: attention_mask_to_qkv_cu_seqlens(np.ones(3)), ValueError, "attention_mask must have shape (B, L)"),
-    (lambda: jax.jit(cu_seqlens_to_mask)(np.array([0, 1]), 3), ValueError, "max_len fixes shapes"),
+    (lambda: jax.jit(cu_seqlens_to_mask)(np.array([0, 1]), 3), ValueError, "max_len sets array shapes"),
 ]
 
 

@@ -142,7 +142,7 @@ ERRORS = [
     ),
     (lambda: SELF.apply_kv_lengths(3, q_len=6), ValueError, "q_len must be at most 5, the number of queries, got 6"),
     (lambda: SELF.apply_kv_lengths(3, q_len=1, sliding_window=-1), ValueError, "sliding_window must be >= 0, got -1"),
-    (traced(lambda n: SELF.apply_kv_lengths(3, q_len=n).shape), ValueError, "q_len fixes shapes"),
+    (traced(lambda n: SELF.apply_kv_lengths(3, q_len=n).shape), ValueError, "q_len sets array shapes"),
     # reading
     (
         lambda: MaskInfo.from_segments(np.arange(6).reshape(1, 6)).get_or_compute_qkv_cu_seqlens(max_segments=4),

@@ -61,7 +61,7 @@ CASES = {
         ValueError,
         "got 12 queries and 10 keys. Use it for self-attention only.",
     ),
-    "traced block size": (traced(lambda n: bigbird(block_size=n)), TypeError, "`block_size` fixes shapes"),
+    "traced block size": (traced(lambda n: bigbird(block_size=n)), TypeError, "`block_size` sets array shapes"),
     "block size": (lambda: bigbird(block_size=0), ValueError, "`block_size` must be a Python int >= 1, got 0."),
     "block size float": (
         lambda: bigbird(block_size=2.0),
