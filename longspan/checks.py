@@ -183,8 +183,8 @@ def ids_as_int32(label: str, ids: Any) -> Any:
         return jax.ShapeDtypeStruct(ids.shape, np.int32, sharding=ids.sharding)
     if ids.dtype.itemsize >= 4 and not is_known(ids):
         raise TypeError(
-            f"{label} must be int32 if it is traced, got traced {ids.dtype}: ids that differ only beyond 32 bits would "
-            "become equal. Renumber them before jit, or cast with `.astype('int32')` if they fit."
+            f"{label} must be int32 where its values are unknown, as inside jit, got {ids.dtype}: ids that differ only "
+            "beyond 32 bits would become equal. Renumber them before jit, or cast with `.astype('int32')` if they fit."
         )
     if ids.dtype.itemsize >= 4 and ids.size:
         known = np.asarray(ids)  # NumPy, because JAX may be tracing

@@ -116,7 +116,7 @@ def test_ids_beyond_32_bits_never_become_one_document():
     with jax.enable_x64(True):
         for make in makers:
             with pytest.raises(
-                TypeError, match="got traced int64: ids that differ only beyond 32 bits would become equal"
+                TypeError, match="inside jit, got int64: ids that differ only beyond 32 bits would become equal"
             ):
                 jax.jit(make)(WIDE)
             jax.jit(lambda ids, make=make: make(ids.astype("int32")))(WIDE)
