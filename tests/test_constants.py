@@ -10,16 +10,16 @@ import pytest
 import longspan as ls
 from longspan.constants import constant, in_a_program, on_host, unfolded
 from longspan.engines import ENGINES
-from tests.hlo_constants import MOST_FOLDED, assert_nothing_is_folded, assert_same_operations, folded
+from tests.hlo_constants import MAX_FOLDED, assert_nothing_is_folded, assert_same_operations, folded
 
-LONG = MOST_FOLDED + 64
+LONG = MAX_FOLDED + 64
 DRAW = np.random.default_rng(0)
 IDS = np.sort(DRAW.integers(0, 9, (1, LONG)), axis=1).astype(np.int32)
 FLAGS = DRAW.random((1, LONG)) < 0.1
 TABLE = DRAW.integers(0, LONG // 16, (1, LONG // 16, 20)).astype(np.int32)
 ENDS = DRAW.integers(0, LONG, (2, LONG)).astype(np.int32)
 
-# The masks that a function closes over, by leaf: each holds an array of more than MOST_FOLDED elements.
+# The masks that a function closes over, by leaf: each holds an array of more than MAX_FOLDED elements.
 LEAVES = {
     "Dense": lambda xp: ls.Dense(xp.asarray(np.tri(LONG, dtype=bool))),
     "Dense at an offset": lambda xp: ls.Dense(xp.asarray(np.tri(80, LONG, dtype=bool)), q_offset=3),
@@ -93,7 +93,7 @@ def test_the_check_finds_folded_constants():
     found = list(folded(lambda: jnp.argsort(ids)[:, 1:].sum() + jax.lax.cond(True, jnp.max, jnp.min, ids)))
     assert [each.split("(")[0] for each in found] == ["sort", "reduce_sum", "reduce_min", "reduce_max"]
     assert not list(folded(lambda x: jnp.argsort(ids + x), 1))
-    assert not list(folded(lambda: jnp.argsort(ids[:, :MOST_FOLDED])))
+    assert not list(folded(lambda: jnp.argsort(ids[:, :MAX_FOLDED])))
     assert not list(folded(lambda: jnp.arange(LONG).sum()))
     assert list(folded(lambda: jax.lax.scan(lambda c, _: (c + ids.sum(), None), 0, None, 3)))
 

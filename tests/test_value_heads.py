@@ -64,6 +64,6 @@ def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="`k` and `v` must have the same batch, length and heads"):
         ls.attention(q, k, v[:, :-1])
     wide = jnp.ones((2, 37, 3, 257))
-    with pytest.raises(NotImplementedError, match="at most 256 elements, not 257"):
+    with pytest.raises(NotImplementedError, match="a head dimension of at most 256, not 257"):
         ls.attention(q, k, wide, engine="cpu")
     assert ls.attention(q, k, wide).shape == (2, 37, 6, 257)

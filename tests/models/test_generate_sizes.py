@@ -113,7 +113,7 @@ def test_rows_that_fill_a_batch_take_no_step_and_stream_nothing(monkeypatch):
     burst = generation.decode_burst
 
     def counted(*arguments):
-        left.append(np.asarray(arguments[3].left).tolist())
+        left.append(np.asarray(arguments[3].remaining).tolist())
         return burst(*arguments)
 
     monkeypatch.setattr(generation, "decode_burst", counted)

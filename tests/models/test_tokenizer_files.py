@@ -131,7 +131,9 @@ def test_labels_come_along_or_are_given(source, tmp_path):
         assert raw["label2id"] == {f"kind {i}": i for i in range(count)}
     hf.save(hf.load(tmp_path / "named"), tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["id2label"] == raw["id2label"]
-    with pytest.raises(ValueError, match=f"`id2label` must name the {count} labels, 0 to {count - 1}, with strings"):
+    with pytest.raises(
+        ValueError, match=f"`id2label` must have a string for each of the {count} labels, 0 to {count - 1}, got"
+    ):
         hf.save(model, tmp_path / "named", id2label=["one"])
     with pytest.raises(ValueError, match=f"`id2label` must have {count} different names"):
         hf.save(model, tmp_path / "named", id2label=["one"] * count)
