@@ -135,7 +135,7 @@ MASKS = [
     (TypeError, "PerHead.masks must be a non-empty sequence of masks", lambda: ls.PerHead((ls.Full(), 3))),
     (
         ValueError,
-        "Blocks.block_size must be at most 1073741823 (2**30 - 1), got 2147483648. A block as long as the sequence",
+        "Blocks.block_size must be at most 1073741823 (2**30 - 1), got 2147483648. Give at most the length",
         lambda: ls.Blocks(np.zeros((1, 2, 2), int), 2**31),
     ),
     (

@@ -1,5 +1,7 @@
 """Random masks for Hypothesis: compositions of every rule."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,7 +132,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
         return [
             lambda: position(**steps),
             lambda: slot(**steps),
-            lambda: array(entries, valid=str(rng.choice(["all", ">=0", "!=0"])), **steps),
+            lambda: array(entries, valid=_choice(rng, ["all", ">=0", "!=0"]), **steps),
             lambda: array(rng.random(shape) < 0.4),
             lambda: constant(int(rng.integers(-3, 9)) if rng.random() < 0.5 else rng.integers(-3, 9, batch)),
             lambda: member(places),
@@ -138,7 +140,7 @@ def _rules(st, q_len: int, kv_len: int, batch: int, heads: int):
 
     def compare(p):
         rng, mine, theirs = p
-        relation = str(rng.choice(["<=", ">=", "<", ">", "=="]))
+        relation = _choice(rng, ["<=", ">=", "<", ">", "=="])
         return Compare(term(rng, q_len, mine), relation, term(rng, kv_len, theirs), few=bool(rng.random() < 0.3))
 
     def custom(rng):
@@ -196,3 +198,8 @@ def _by_row_and_head(b, h, q, k):
 def _bounds_by_head(b, h, q, kv):
     far, low, high = b + 2 * h, q.first - kv.last, q.last - kv.first
     return (low <= far) & (high >= -far), (low >= -far) & (high <= far)
+
+
+def _choice(rng, words: list[str]) -> Any:
+    """One of some words, each with the same probability."""
+    return str(rng.choice(words))
