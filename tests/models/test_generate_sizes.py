@@ -48,7 +48,7 @@ def test_twenty_calls_of_one_bucket_compile_at_most_eight_programs_of_the_model(
             assert len(answers) == len(options["prompts"])
             assert all(1 <= len(tokens) <= options["max_new_tokens"] for tokens in answers)
     # Batches of 1, 2, 4 and 8 rows; the other program allocates caches.
-    assert found == {"jit(start)": 4, "jit(prefill)": 4, "jit(burst)": 4}
+    assert found == {"jit(allocate)": 4, "jit(prefill)": 4, "jit(decode_burst)": 4}
     with programs() as found:
         for options in calls(seed=1):
             ls.generate(model, **options)
