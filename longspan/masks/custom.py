@@ -25,9 +25,10 @@ class Custom(Mask):
     at most two parameters, and an error otherwise.
 
     `batch` and `heads` are the numbers of distinct rows and heads: 1, or all of the call's. With 1, all rows (or heads)
-    share one mask, and `b` (or `h`) is 0. The indices are global over a batch that `jit` shards; inside `shard_map` and
-    `vmap` they count within one shard or example. There, pass the first index as data:
-    `Custom(lambda b, h, q, k, first: rule(b + first, h, q, k), first, batch=B)`.
+    share one mask, and `b` (or `h`) is 0. The indices are global over a batch that `jit` shards. Inside `shard_map`
+    they are global if `batch` and `heads` count all rows and heads, and `batch_axes` and `head_axis` name
+    the mesh axes. With the numbers of one shard, and under `vmap`, they count within one shard or example. There, pass
+    the first index as data: `Custom(lambda b, h, q, k, first: rule(b + first, h, q, k), first, batch=B)`.
 
     Without `bounds` no tile is skipped (`explain` reports this).
 
