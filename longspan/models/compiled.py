@@ -27,8 +27,8 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
     `nnx.jit(model)` returns all parameters from its program at each call, in case the call changed them. Here they are
     arguments only. Each call reads the model's current parameters, so training and `nnx.update` take effect. A change
     of the structure, such as `model.train()`, compiles a new program. Models of one structure share their programs,
-    also if they were loaded from different directories. Each call checks the ids before it runs the program: ids outside
-    of their tables raise an error, as they do without `jit`.
+    also if they were loaded from different directories. Each call checks the ids before it runs the program. Ids
+    outside of their tables raise an error, as they do without `jit`.
 
     Args:
         model: an `Encoder` or a model with a head.
