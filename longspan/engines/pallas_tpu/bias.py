@@ -18,7 +18,6 @@ from longspan.biases import Bias, terms
 from longspan.engines.door import ENTRIES, PAIRS, Answer
 from longspan.engines.pallas_tpu.plan import TpuPlan
 from longspan.engines.pallas_tpu.places import Visit, place_in, tile_slice
-from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 from longspan.masks.sides import KEYS, QUERIES
 
@@ -31,19 +30,19 @@ class KernelBias:
     terms: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of_request(cls, request: Request, layout: BlockLayout, first_place: int) -> "KernelBias":
-        """The bias of a request; `first_place` is the number of the mask's answers."""
-        bias = cls()
-        for term in terms(request.bias):
-            place = first_place + len(bias.answers)
+    def of(cls, bias: Any, plan: TpuPlan, layout: BlockLayout, first_place: int) -> "KernelBias":
+        """The terms of a bias; `first_place` is the number of the mask's answers."""
+        found = cls()
+        for term in terms(bias):
+            place = first_place + len(found.answers)
             if isinstance(term, Bias):
                 raise NotImplementedError(repr(term))
-            answer = _array_answer(term, request.dims["S"])
-            bias.answers.append(answer)
-            bias.terms.append(ArrayTerm(place, answer.kind, answer.axis, tuple(term.shape)))
-        return bias
+            answer = _array_answer(term, plan.S)
+            found.answers.append(answer)
+            found.terms.append(ArrayTerm(place, answer.kind, answer.axis, tuple(term.shape)))
+        return found
 
-    def of(self, walk: Any, j: Any, slot: Any) -> jax.Array:
+    def tile(self, walk: Any, j: Any, slot: Any) -> jax.Array:
         """The sum of all terms for a visit, in float32."""
         total = self.terms[0].of(walk, j, slot)
         for term in self.terms[1:]:
