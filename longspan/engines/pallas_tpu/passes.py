@@ -108,7 +108,7 @@ def _forward_by_head(
 ) -> tuple[Any, Any, Any]:
     """(out [B, T, N, Hv], lse [B, T, N], its residual or None), of keys and values by head."""
     mask = record(layout, plan.B, plan.N)
-    kernel_bias = KernelBias.of(bias, plan, layout, len(mask.answers))
+    kernel_bias = KernelBias(bias, plan, layout, len(mask.answers))
     operands = Operands.of(plan, layout, QUERIES, mask, kernel_bias, garbage, layer)
     words = arrange.dropout_words(plan, x.dropout, layout)
     out, lse, residual = forward(operands, arrange.queries_by_head(plan, x.q), k, v, words)
@@ -119,7 +119,7 @@ def _forward_by_head(
 
 def _differentiate(plan: TpuPlan, fused: bool, x: PassArrays, bias: Any, layout: BlockLayout) -> tuple:
     mask = record(layout, plan.B, plan.N)
-    kernel_bias = KernelBias.of(bias, plan, layout, len(mask.answers))
+    kernel_bias = KernelBias(bias, plan, layout, len(mask.answers))
     garbage = garbage_of(plan, x.q, x.k, x.v, x.dout)
     k, v = _keys_and_values(plan, x)
     q, dout = arrange.queries_by_head(plan, x.q), arrange.queries_by_head(plan, x.dout)
@@ -127,7 +127,7 @@ def _differentiate(plan: TpuPlan, fused: bool, x: PassArrays, bias: Any, layout:
     operands_of = partial(_operands_of_pass, plan, layout, mask, kernel_bias, garbage)
     sums, dk, dv, dbias = backward_over_keys(operands_of(KEYS), arrays, fused=fused)
     if fused:
-        dq = sums * plan.scale
+        dq = (sums * plan.scale).astype(x.q.dtype)
     else:
         dq = backward_over_queries(operands_of(QUERIES), arrays)
     dk, dv = arrange.keys_back(plan, dk, x.k.dtype), arrange.keys_back(plan, dv, x.v.dtype)
