@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -71,3 +72,13 @@ def _shape_struct(shape: tuple[int, ...], dtype: Any, varying: frozenset[str]) -
         return jax.ShapeDtypeStruct(shape, dtype)
     kind = jax.sharding.ManualAxisType(varying=varying)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def vmem(shape: Sequence[int], dtype: Any = np.float32) -> Any:
+    """A buffer in vector memory."""
+    return pltpu.VMEM(tuple(shape), np.dtype(dtype))
+
+
+def smem(shape: Sequence[int], dtype: Any = np.int32) -> Any:
+    """A buffer in scalar memory."""
+    return pltpu.SMEM(tuple(shape), np.dtype(dtype))
