@@ -61,7 +61,7 @@ REFUSED = [
     (ValueError, "`slopes` must be finite, got [nan  1.]", lambda: ls.alibi(np.array([np.nan, 1.0]))),
     (TypeError, "`table` must hold floats, got int32", lambda: ls.relative_bias(np.ones((32, 4), np.int32))),
     (ValueError, "`table` must be [buckets, N]", lambda: ls.relative_bias(np.ones(32))),
-    (ValueError, "`table` holds NaN", lambda: ls.relative_bias(np.full((32, 4), np.nan))),
+    (ValueError, "`table` contains NaN", lambda: ls.relative_bias(np.full((32, 4), np.nan))),
     (ValueError, "at least 4 buckets for two directions", lambda: ls.relative_bias(np.ones((3, 4)))),
     (ValueError, "at least 2 buckets for one direction", lambda: ls.relative_bias(np.ones((1, 4)), bidirectional=False)),  # noqa: E501
     (ValueError, "`max_distance` must be greater than 8", lambda: ls.relative_bias(np.ones((32, 4)), max_distance=8)),
@@ -117,7 +117,9 @@ def test_distances_that_do_not_fit_are_errors(distances, got):
         def by_distance(self):
             return distances
 
-    with pytest.raises(ValueError, match=rf"by_distance\(\) gives {got}, expected slopes \[N\].*N = 4 query heads"):
+    with pytest.raises(
+        ValueError, match=rf"by_distance\(\) returned {got}. It must return slopes \[N\].*N = 4 query heads"
+    ):
         ls.attention(Q, K, V, bias=Odd())
 
 

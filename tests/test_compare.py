@@ -57,8 +57,12 @@ def test_terms_are_written_as_they_are_read():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: (position() + 1) // 2, ValueError, r"position \+ 1 cannot be divided: a term is source // divide"),
-        (lambda: (position() % 2) % 2, ValueError, "has no remainder"),
+        (
+            lambda: (position() + 1) // 2,
+            ValueError,
+            r"position \+ 1 cannot be divided. In a term, `//` must come before",
+        ),
+        (lambda: (position() % 2) % 2, ValueError, "cannot be followed by `%`"),
         (lambda: position() // 0, ValueError, r"Term.divide must be >= 1, got 0"),
         (lambda: position(modulo=-1), ValueError, r"Term.modulo must be >= 1"),
         (lambda: position() + 1.5, TypeError, r"Term.plus must hold integers"),

@@ -88,13 +88,13 @@ def _refuse_rollback(cache: "Cache", row: int, count: int) -> None:
         raise ValueError(f"Row {row} has {length} tokens, so {count} cannot be rolled back. Roll back fewer.")
     if plan.evicts and remaining < furthest - plan.slack:
         raise ValueError(
-            f"A rollback to {remaining} tokens needs keys that were evicted: row {row} has had {furthest} tokens, and "
-            f"with slack={plan.slack} it can be rolled back to {furthest - plan.slack} tokens or more. Plan with "
+            f"Row {row} cannot be rolled back to {remaining} tokens: it once held {furthest}, and a cache with "
+            f"slack={plan.slack} keeps the keys only for a rollback to {furthest - plan.slack} or more. Plan with "
             f"`slack={furthest - remaining}` or more."
         )
     raise ValueError(
-        f"{plan.mask!r} lets position {remaining - 1} attend to position {remaining}, so a rollback cannot separate "
-        "them. Roll back whole chunks, and a prefix as a whole."
+        f"{plan.mask!r} lets position {remaining - 1} attend to position {remaining}, so a rollback must keep both or "
+        "remove both. Roll back whole chunks, and a prefix as a whole."
     )
 
 

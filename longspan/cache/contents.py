@@ -44,7 +44,9 @@ def _check_positions(path: Any, plan: CachePlan, row: int, length: int, furthest
     misplaced = used[slot_of(slots, stored[used]) != used]
     if misplaced.size:
         slot = misplaced[0]
-        _refuse(path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, which belongs to other keys")
+        _refuse(
+            path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, which is reserved for other keys"
+        )
     needed = _needed(plan, length, furthest)
     missing = needed[stored[slot_of(slots, needed)] != needed]
     if missing.size:

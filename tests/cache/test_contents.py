@@ -99,7 +99,7 @@ def test_keys_in_the_slots_of_others_are_refused(tmp_path, name):
     held = arrays["positions"][0]
     one, other = np.flatnonzero(held != FREE_SLOT)[:2]
     held[[one, other]] = held[[other, one]]
-    message = rf"`positions` of row 0 has {held[one]} in slot {one}, which belongs to other keys"
+    message = rf"`positions` of row 0 has {held[one]} in slot {one}, which is reserved for other keys"
     refused(tmp_path / "cache", PLANS[name], arrays, message)
 
 

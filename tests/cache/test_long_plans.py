@@ -146,7 +146,7 @@ LISTED = ls.Causal() & (ls.Window(3, 0) | ls.Global((5, 20)))
 
 def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
     message = (
-        r"33,554,433 positions lists each of them, .* about 4,294,967,424 bytes. The limit is 33,554,432 positions"
+        r"33,554,433 positions lists every position, .* about 4,294,967,424 bytes. The limit is 33,554,432 positions"
     )
     with pytest.raises(ValueError, match=message):
         ls.cache.plan(LISTED, 2**25 + 1)
@@ -159,7 +159,7 @@ def test_plans_that_list_positions_have_a_limit_with_the_bytes_needed():
         def nearest_query(self, key, at, step):
             return np.where((at - key) * step <= 0, key, 2**62 * step)
 
-    with pytest.raises(ValueError, match=r"A plan of Causal\(\) & Own\(\) for 268,435,456 positions lists each"):
+    with pytest.raises(ValueError, match=r"A plan of Causal\(\) & Own\(\) for 268,435,456 positions lists every"):
         ls.cache.plan(ls.Causal() & Own(), 2**28)
     assert ls.cache.plan(ls.Causal() & Own(), 3000).capacity == 1
     assert ls.cache.plan(LISTED, 3000).form == "a table"
