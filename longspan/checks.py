@@ -279,7 +279,7 @@ def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     ranks = [len(x.shape) for x in (q, k, v) if hasattr(x, "shape")]
     if len(ranks) == 3 and 3 in ranks and len(set(ranks)) > 1:
         raise ValueError(
-            f"`q`, `k` and `v` must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none, got shapes "
+            "Either all of `q`, `k` and `v` must have a batch axis, or none of them, got shapes "
             f"{', '.join(str(tuple(x.shape)) for x in (q, k, v))}. Add the axis with `x[None]`."
         )
     if ranks != [3, 3, 3]:

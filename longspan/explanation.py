@@ -197,7 +197,7 @@ class Explanation:
         if self.cache_bytes is None:
             return []
         kept, full = short(self.cache_bytes, "B", 1024), short(self.full_cache_bytes, "B", 1024)
-        return [("KV cache for decoding", f"{kept}; {full} if it kept all keys")]
+        return [("KV cache for decoding", f"{kept}; a cache of all keys takes {full}")]
 
     def _sent(self) -> list[tuple[str, str]]:
         if self.sent_bytes is None:

@@ -187,7 +187,7 @@ MASKS = [
 
 CALLS = [
     (ValueError, "`q` must have shape [B, T, N, H], got rank 2", dict(q=Q[0, 0])),
-    (ValueError, "must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none", dict(q=Q[0])),
+    (ValueError, "Either all of `q`, `k` and `v` must have a batch axis, or none of them, got shapes", dict(q=Q[0])),
     (ValueError, "got shapes (5, 6, 4), (7, 3, 4), (2, 7, 3, 4). Add the axis", dict(q=Q[0], k=K[0])),
     (ValueError, "`q` has 5 heads and `k` has 3", dict(q=Q[0, :, :5], k=K[0], v=V[0])),
     (ValueError, "q_positions has 2 batch rows, but the call has 1", dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS)),

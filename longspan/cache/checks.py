@@ -118,15 +118,16 @@ def check_mask(plan: CachePlan, mask: Any, batch: int) -> None:
     longer = given.last > planned.last
     if longer.any():
         at = int(np.argmax(longer))
+        key = planned.outline.keys[at]
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, which needs key {planned.outline.keys[at]} until query "
-            f"{planned.last[at]}, but {mask!r} may attend to it until query {given.last[at]}. Plan with the mask that "
-            "you attend with."
+            f"This cache was planned for {plan.mask!r}, which needs key {key} until query {planned.last[at]}. With "
+            f"{mask!r}, later queries up to {given.last[at]} may attend to key {key}. Plan with the mask that you "
+            "attend with."
         )
     if (given.tied & ~planned.tied).any():
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, but {mask!r} lets queries attend to later keys, which must be "
-            "appended together with the queries. Plan with the mask that you attend with."
+            f"{mask!r} lets queries attend to later keys. These keys must be appended together with the queries, but "
+            f"this cache was planned for {plan.mask!r}. Plan with the mask that you attend with."
         )
 
 

@@ -74,8 +74,8 @@ def _check_activation(old) -> None:
     given = old.family.lm_activation or old.hidden_act
     if ACTIVATIONS[given] is not ACTIVATIONS[expected]:
         raise ValueError(
-            f"A Longformer's masked-LM head has the activation {expected!r}, but this model's has {given!r}. Extend "
-            "only its encoder: `extend(model.encoder)`."
+            f"A Longformer's masked-LM head has the activation {expected!r}, but this model's head has {given!r}. "
+            "Extend only the encoder: `extend(model.encoder)`."
         )
 
 

@@ -131,6 +131,6 @@ def check_zigzag(mask: Mask, bias: Any = None) -> None:
     for term in terms(bias):
         if not isinstance(term, Bias) and min(term.shape[2:]) > 1:
             raise ValueError(
-                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} is indexed "
-                "by slot. Use order='contiguous', or a `Bias`, which is computed from positions."
+                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} depends on the "
+                "slots. Use order='contiguous', or a `Bias`, which is computed from positions."
             )

@@ -389,9 +389,9 @@ def _check_random_plan(blocks: int, num_random_blocks: int) -> None:
     least = 2 * num_random_blocks + 6
     if blocks < least:
         raise ValueError(
-            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got {blocks} "
-            "(with fewer, the original fails or repeats blocks). Use full attention for this length, or fewer random "
-            "blocks."
+            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got "
+            f"{blocks}. With fewer, the original code fails or repeats blocks. Use full attention for this length, or "
+            "fewer random blocks."
         )
 
 

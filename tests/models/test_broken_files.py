@@ -173,9 +173,9 @@ def test_a_config_error_names_the_key_and_its_value(changes, message, copy):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("longformerModel", dict(attention_window="8"), "has attention_window='8', which must be even"),
-        ("longformerModel", dict(attention_window=[8, 2.0]), "has attention_window=[8, 2.0], which must be even"),
-        ("longformerModel", dict(attention_window=[4]), "has attention_window=[4], which must be even"),
+        ("longformerModel", dict(attention_window="8"), "has attention_window='8'. A window must be even"),
+        ("longformerModel", dict(attention_window=[8, 2.0]), "has attention_window=[8, 2.0]. A window must be even"),
+        ("longformerModel", dict(attention_window=[4]), "has attention_window=[4]. A window must be even"),
         ("longformerModel", dict(attention_window=[]), "one for each of num_hidden_layers=2"),
         ("big_birdModel", dict(block_size=0), "`block_size` must be an int from 1"),
         ("big_birdModel", dict(num_random_blocks=-1), "`num_random_blocks` must be an int from 0"),

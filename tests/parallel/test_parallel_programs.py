@@ -247,7 +247,7 @@ REFUSED = {
     ),
     "zigzag of firsts": (lambda: call(ls.FirstOfSegment(IDS, 1), order="zigzag"), "FirstOfSegment.* depends on the"),
     "zigzag of a bias": (
-        lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) is indexed by slot",
+        lambda: call(bias=jnp.zeros((48, 48)), order="zigzag"), r"a bias of shape \(1, 1, 48, 48\) depends on",
     ),
     "a plan that is none": (lambda: call(plan="halo"), "must be a ParallelPlan from `ls.parallel.plan`, got str"),
     "batch axes that are no names": (lambda: call(batch_axes=3), "`batch_axes` must be the name of a mesh axis"),

@@ -181,7 +181,7 @@ CASES = {
     "lengths": (
         lambda: longformer(X, X[:, :9], X[:, :9], X, X[:, :9], X[:, :9]),
         ValueError,
-        "`q` has 12 tokens and `k` has 9, they must agree. For other lengths use `attention`",
+        "`q` has 12 tokens and `k` has 9. For different lengths use `attention`",
     ),
     "no global queries": (
         lambda: longformer(X, X, X, None, X, X, token_kinds=np.zeros((2, 12), int)),

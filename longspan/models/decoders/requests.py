@@ -86,16 +86,20 @@ def check_lengths(config: DecoderConfig, rows: Sequence[np.ndarray], max_new_tok
     longest = int(np.argmax([len(row) for row in rows]))
     count = len(rows[longest])
     needed = count + max_new_tokens
-    request = f"Prompt {longest} has {count} tokens, and with max_new_tokens={max_new_tokens} it needs {needed}"
+    request = (
+        f"Prompt {longest} has {count} tokens, so with max_new_tokens={max_new_tokens} it needs {needed} positions"
+    )
     if config.longest is not None and needed > config.longest:
         raise ValueError(
-            f"{request}, but the model has max_position_embeddings={config.longest}. Shorten the prompt, or ask for "
-            "fewer new tokens."
+            f"{request}. The model has only max_position_embeddings={config.longest}. Shorten the prompt, or ask "
+            "for fewer new tokens."
         )
     if max_length is not None:
         max_length = check_static_size("max_length", max_length, 1)
         if needed > max_length:
-            raise ValueError(f"{request}, more than max_length={max_length}. Give a larger one, or leave it out.")
+            raise ValueError(
+                f"{request}, more than max_length={max_length}. Give a larger `max_length`, or leave it out."
+            )
         return max_length
     rounded = bucket(needed, *LENGTHS)
     if config.longest is None:
