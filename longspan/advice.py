@@ -212,7 +212,9 @@ def _cost(mask: Mask, part: Mask) -> str:
         effect = "no tile is known to be full, so every visited tile is masked pair by pair"
     else:
         effect = "tiles that depend on this rule are masked pair by pair"
-    return f"{type(part).__name__} without bounds ({part!r} does not define `classify`): {effect}"
+    if isinstance(part, Custom):
+        return f"{part!r} has no `bounds`: {effect}"
+    return f"{type(part).__name__} does not define `classify` ({part!r}): {effect}"
 
 
 @rule

@@ -68,8 +68,8 @@ REFUSED = [
     (ValueError, "`max_distance` must be a Python int", lambda: ls.relative_bias(np.ones((32, 4)), max_distance=1.5)),
     (TypeError, "`bidirectional` must be a Python bool", lambda: ls.relative_bias(np.ones((32, 4)), bidirectional=1)),
     (TypeError, "ScoreBias needs a function of (q, k) or (b, h, q, k), got int", lambda: ls.ScoreBias(3)),
-    (TypeError, "so 2 or 4 required positional parameters, got 3", lambda: ls.ScoreBias(lambda b, q, k: 0)),
-    (TypeError, "so 3 or 5 required positional parameters, got 2", lambda: ls.ScoreBias(lambda q, k: 0, np.ones(2))),
+    (TypeError, "ScoreBias must have 2 required positional parameters, `(q, k)`, or 4, `(b, h, q, k)`", lambda: ls.ScoreBias(lambda b, q, k: 0)),  # noqa: E501
+    (TypeError, "<lambda> has 2 required positional parameters. With 1 array, the function of ScoreBias must have 3", lambda: ls.ScoreBias(lambda q, k: 0, np.ones(2))),  # noqa: E501
     (TypeError, "`*args` and keywords do not count", lambda: ls.ScoreBias(lambda *places: 0)),
     (TypeError, "ScoreBias: array 1 must be an array, got float", lambda: ls.ScoreBias(lambda q, k, a, b: 0, np.ones(2), 1.0)),  # noqa: E501
 ]  # fmt: skip

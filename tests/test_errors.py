@@ -160,12 +160,23 @@ MASKS = [
     ),
     (TypeError, "unsupported operand", lambda: ls.Causal() & np.ones((2, 2), bool)),
     (TypeError, "q_len must be a Python int (it sets array shapes)", lambda: ls.Causal().dense(2.0, 3)),
+    (TypeError, "q_len must be a Python int (it sets array shapes), got '5'", lambda: ls.Causal().show("5")),
     (ValueError, "kv_len must be >= 0, got -1", lambda: ls.Causal().dense(2, -1)),
     (ValueError, "q_tile must be a Python int >= 1, got 0", lambda: ls.Causal().layout(4, 4, q_tile=0)),
-    (ValueError, "Segments.q_ids covers 5 queries, but the call has 6", lambda: ls.Segments(IDS).dense(6, 6)),
     (
         ValueError,
-        "Blocks.table covers 2 blocks of 4 queries, but the call has 9",
+        "Segments.q_ids covers 5 queries, but the call has 6 queries. Create the mask with an array for 6 queries.",
+        lambda: ls.Segments(IDS).dense(6, 6),
+    ),
+    (
+        ValueError,
+        "Create the mask with an array for 4 queries, or cut the mask with `mask.cut(...)`.",
+        lambda: ls.Segments(IDS).dense(4, 4),
+    ),
+    (
+        ValueError,
+        "Blocks.table covers 2 blocks of 4 queries, but the call has 9 queries. Create the mask with an array for 3 "
+        "blocks of 4 queries.",
         lambda: ls.Blocks(np.zeros((1, 2, 1), int), 4).dense(9, 9),
     ),
     (
@@ -190,7 +201,11 @@ CALLS = [
     (ValueError, "Either all of `q`, `k` and `v` must have a batch axis, or none of them, got shapes", dict(q=Q[0])),
     (ValueError, "got shapes (5, 6, 4), (7, 3, 4), (2, 7, 3, 4). Add the axis", dict(q=Q[0], k=K[0])),
     (ValueError, "`q` has 5 heads and `k` has 3", dict(q=Q[0, :, :5], k=K[0], v=V[0])),
-    (ValueError, "q_positions has 2 batch rows, but the call has 1", dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS)),
+    (
+        ValueError,
+        "q_positions has 2 batch rows, but the call has 1. Give 1.",
+        dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS),
+    ),
     (ValueError, "`PerHead` of shifted masks instead, for example", dict(q_positions=np.ones((2, 6, 5), int))),
     (TypeError, "`k` must be an array [B, S, K, H], got list", dict(k=[1])),
     (TypeError, "`q` must be one of float16, bfloat16, float32, float64, got int32", dict(q=Q.astype(int))),
@@ -272,7 +287,8 @@ CALLS = [
     (ValueError, "PerHead.masks has 2 query heads, but the call has 6", dict(mask=ls.PerHead((ls.Full(), ls.Full())))),
     (
         ValueError,
-        "This BlockLayout is for 4 queries and 7 keys, but the call has 5 and 7",
+        "This BlockLayout is for 4 queries and 7 keys, but the call has 5 queries and 7 keys. Make a "
+        "BlockLayout for the lengths of the call.",
         dict(mask=ls.Causal().layout(4, 7)),
     ),
     (

@@ -121,13 +121,13 @@ def check_mask(plan: CachePlan, mask: Any, batch: int) -> None:
         key = planned.outline.keys[at]
         raise ValueError(
             f"This cache was planned for {plan.mask!r}, which needs key {key} until query {planned.last[at]}. With "
-            f"{mask!r}, later queries up to {given.last[at]} may attend to key {key}. Plan with the mask that you "
-            "attend with."
+            f"{mask!r}, later queries up to {given.last[at]} may attend to key {key}. Plan the cache with the mask "
+            "of the call."
         )
     if (given.tied & ~planned.tied).any():
         raise ValueError(
             f"{mask!r} lets queries attend to later keys. These keys must be appended together with the queries, but "
-            f"this cache was planned for {plan.mask!r}. Plan with the mask that you attend with."
+            f"this cache was planned for {plan.mask!r}. Plan the cache with the mask of the call."
         )
 
 

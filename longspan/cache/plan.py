@@ -260,7 +260,8 @@ def _why(mask: Mask, slots: SlotAllocation, end: np.ndarray, outline: Outline) -
             forever = f"; {_counted(len(slots.pinned), 'key is', 'keys are')} kept forever"
         return f"each key is kept for {_counted(slots.ring, 'step')}{forever}{note}"
     longest = int((end - key + 1)[alive].max())
-    return f"each key is kept for up to {_counted(longest, 'step')}, at most {slots.capacity:,} keys at a time{note}"
+    most = f"the cache never holds more than {_counted(slots.capacity, 'key')}"
+    return f"each key is kept for up to {_counted(longest, 'step')}; {most}{note}"
 
 
 def _rules_that_keep_all(mask: Mask, length: int) -> list[Mask]:

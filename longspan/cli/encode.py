@@ -126,7 +126,7 @@ def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
             numbered = enumerate(text.splitlines(), start=1)
             texts += [(f"{path}, line {number},", line) for number, line in numbered if line.strip()]
         elif not text.strip():
-            raise ValueError(f"{path} is empty, and an empty document has no vector. Leave it out.")
+            raise ValueError(f"{path} is empty, and an empty document has no vector. Leave the file out.")
         else:
             texts.append((str(path), text))
     if not texts:
@@ -146,7 +146,9 @@ def _check_global_tokens(encoder: Any, pooling: Pooling, given: int | None) -> i
     """The number of first tokens that are global; None if the model has no global tokens."""
     if not encoder.config.family.attention.has_globals:
         if given:
-            raise ValueError(f"--global-tokens: a {encoder.config.model_type} has no global tokens. Leave it out.")
+            raise ValueError(
+                f"--global-tokens: a {encoder.config.model_type} has no global tokens. Leave the option out."
+            )
         return None
     if given is None:
         return int(pooling is Pooling.cls)
@@ -161,13 +163,13 @@ def _pieces(
     for number, (name, text) in enumerate(texts):
         whole = tokenizer.encode(text)
         if not whole.ids:
-            raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave it out.")
+            raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave this document out.")
         parts = [whole]
         if len(whole.ids) > max_tokens:
             if not (split or truncate):
                 raise ValueError(
-                    f"{name} has {len(whole.ids):,} tokens, but the model takes at most {max_tokens:,}. Encode it in "
-                    "parts with --split, or only its beginning with --truncate."
+                    f"{name} has {len(whole.ids):,} tokens, but the model takes at most {max_tokens:,}. Encode the "
+                    "document in parts with --split, or only its beginning with --truncate."
                 )
             parts = _parts(tokenizer, text, max_tokens)
             if truncate:

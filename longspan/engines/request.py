@@ -40,7 +40,7 @@ class Request:
     """One checked call of `attention`: its arrays and numbers. `Request.of` makes one from the arguments.
 
     The arrays may be `jax.ShapeDtypeStruct`s where an engine only inspects a request (`unsupported`, `tiles`, `notes`).
-    When an engine runs it, `layout` is set, `dropout` has its random words and the numbers of rows and heads, and `q`
+    When an engine runs it, `layout` is set, `dropout` has its random words and the indices of rows and heads, and `q`
     is already multiplied by `q_scale`.
 
     Example:
@@ -64,7 +64,7 @@ class Request:
     dropout: Dropout | None = None
     q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
     kv_positions: Any = None
-    # int32 [B], [N]: the numbers of batch rows and heads in the whole batch, where these are one shard; None: from 0.
+    # int32 [B], [N]: the indices of batch rows and heads in the whole batch, where these are one shard; None: from 0.
     # Engines read them from the layout (`layout.sides`) and the dropout.
     rows: Any = None
     heads: Any = None

@@ -22,7 +22,7 @@ def check_number(mask: Any, name: str) -> None:
         if not is_int(value):
             cure = "Cast it with `.astype('int32')`"
             if _is_bool(value.dtype):  # a cast would give the numbers 0 and 1
-                cure = "Count flags, e.g. `mask.sum(-1)`"
+                cure = "To get a number from a padding mask, count its True entries, e.g. `mask.sum(-1)`"
             raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. {cure}.")
         if value.ndim > 1:
             raise ValueError(
@@ -264,14 +264,35 @@ def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
         return False
     if fits_four and not fits_two:
         return True
+    label = getattr(fn, "__name__", repr(fn))
     problem = f"accepts both {2 + arrays} and {4 + arrays} arguments"
     if not fits_two:
-        problem = f"requires {required} parameters and takes at most {accepted:g}"
+        problem = f"has {counted(required, 'required parameter')}"
+        if accepted < 2 + arrays:
+            problem = f"takes at most {counted(len(named), 'parameter')}"
     raise TypeError(
-        f"Custom.{name}: {getattr(fn, '__name__', repr(fn))} {problem}. It must take (q, k) or (b, h, q, k), and then "
-        f"one parameter for each of the {arrays} arrays given: {2 + arrays} or {4 + arrays} in all. Wrap it in a "
-        "function with exactly these parameters, for example `lambda b, h, q, k: ...`."
+        f"Custom.{name}: {label} {problem}. With {counted(arrays, 'array')}, the function must take "
+        f"{parameter_forms(arrays)}. Wrap {label} in such a function."
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: "1 array", "2 arrays"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def parameter_forms(arrays: int, noun: str = "parameters") -> str:
+    """The two lists of parameters that a user's function may have, in words.
+
+    Example:
+        >>> parameter_forms(0), parameter_forms(1)
+        ('2 parameters, `(q, k)`, or 4, `(b, h, q, k)`', '3 parameters, `(q, k, array)`, or 5, `(b, h, q, k, array)`')
+    """
+    names = ["array"]
+    if arrays != 1:
+        names = [f"array{i}" for i in range(1, arrays + 1)]
+    two, four = ", ".join(["q", "k", *names]), ", ".join(["b", "h", "q", "k", *names])
+    return f"{2 + arrays} {noun}, `({two})`, or {4 + arrays}, `({four})`"
 
 
 def check_lowered(rule: Any, lowered: Any) -> None:

@@ -141,7 +141,7 @@ def _check_names(batch: Any, fill: Mapping[str, int]) -> None:
         raise TypeError(f"`batch` must be a dict from names to arrays, got {type(batch).__name__}.")
     missing = next((name for name, x in batch.items() if x is None), None)
     if missing is not None:
-        raise TypeError(f"`batch` must be a dict from names to arrays, but {missing!r} is None. Leave it out.")
+        raise TypeError(f"`batch` must be a dict from names to arrays, but {missing!r} is None. Leave {missing!r} out.")
     unknown = next((name for name in fill if name not in batch), None)
     if unknown is not None:
         names = ", ".join(map(repr, batch))

@@ -146,8 +146,9 @@ def attention(
     prints this communication. A length that the axis does not divide is padded internally. First derivatives are exact;
     second derivatives raise a NotImplementedError.
 
-    Arrays [B, T] of the mask and given positions are sharded like the tokens and sent with the keys. A ring gathers
-    them, which takes a few bytes per token.
+    Arrays [B, T] of the mask and given positions are sharded like the tokens and sent with the keys. If the plan
+    contains a ring, an exchange of blocks or flags of global tokens, each device gathers the whole arrays instead,
+    which takes a few bytes per token.
 
     Args:
         q: queries [B, T, N, H], or [T, N, H] if keys and values lack the batch axis too.
@@ -167,7 +168,7 @@ def attention(
             default 128, and at most an eighth of a device's tokens.
         plan: a plan from `ls.parallel.plan` for the same mask, length, number of devices and order. By default the call
             makes its plan; the last 64 plans of masks without arrays are cached.
-        bias: as in `ls.attention`; rows of arrays are sharded like the queries.
+        bias: as in `ls.attention`; the query axis of a bias array is sharded like the queries.
         scale: as in `ls.attention`.
         soft_cap: as in `ls.attention`.
         sinks: one logit per query head, [N].
@@ -383,7 +384,7 @@ def _known(request: Request) -> tuple[Any, ...]:
 
 
 def _numbered(request: Request, axes: Axes) -> Request:
-    """One device's part of a call, with the numbers of its rows and heads."""
+    """One device's part of a call, with the indices of its rows and heads."""
     batch, heads = request.dims["B"], request.dims["N"]
     row_numbers = axes.number(axes.batch) * np.int32(batch) + jnp.arange(batch, dtype=np.int32)
     head_numbers = axes.number(axes.heads) * np.int32(heads) + jnp.arange(heads, dtype=np.int32)

@@ -85,7 +85,8 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
     cell = max(1, -(-plan.length // max_cells))
     rows = [("device", "holds", "pairs", "load", numbers_above(plan.length, cell, count=4))]
     received = [["receives"]]
-    for one in _shown(plan, devices):
+    shown = _shown(plan, devices)
+    for one in shown:
         if one is None:
             rows.append(("...", f"{plan.shards - devices:,} more", "", "", ""))
             received.append([])
@@ -100,7 +101,8 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
         cells += [number.rjust(width) for number, width in zip(numbers, widths[2:4], strict=True)]
         table += _folded("  ".join([*cells, strip.ljust(widths[4])]), texts)
     ink = "".join(row[4] for row in rows[1:])
-    legend = ", ".join(f"{INK[level]} {meaning}" for level, meaning in MEANING.items() if INK[level] in ink)
+    meaning = _meaning(shown)
+    legend = ", ".join(f"{INK[level]} {text}" for level, text in meaning.items() if INK[level] in ink)
     if cell > 1:
         legend = f"cells of {cell:,} tokens: {legend}"
     return "\n".join(text.rstrip() for text in (*_head(plan), *table, legend, _about_pairs(plan)))
@@ -227,6 +229,14 @@ def _shown(plan: "ParallelPlan", max_devices: int) -> list[DeviceTokens | None]:
 def _head(plan: "ParallelPlan") -> list[str]:
     first, *others = plan._lines([f"{letter}  " for letter in ascii_letters])
     return [first.replace(plan.text, shortened(plan.text), 1), *others]
+
+
+def _meaning(shown: Sequence[DeviceTokens | None]) -> dict[int, str]:
+    """The legend of the characters. Tokens that are known only at run time are not drawn, which the legend states."""
+    letters = sorted({ascii_letters[rows.step] for one in shown if one is not None for rows in one.others})
+    if not letters:
+        return MEANING
+    return {**MEANING, NEITHER: f"not held; tokens received in {', '.join(letters)} are not drawn"}
 
 
 def _work(plan: "ParallelPlan", device: int) -> tuple[str, str]:

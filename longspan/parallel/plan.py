@@ -90,6 +90,11 @@ class ParallelPlan:
         return load(self.pairs)
 
     @property
+    def bound_is_worst_case(self) -> bool:
+        """Whether the mask's arrays decide which keys are needed; `bound_rows` is then that of the worst case."""
+        return self.pairs is None or any(self.by_flags)
+
+    @property
     def ring(self) -> Transfer | None:
         return next((step for step in self.steps if step.kind == "ring"), None)
 
@@ -139,7 +144,9 @@ class ParallelPlan:
         return step.rows + gradient_hops(self, step) * self.rows
 
     def show(self, *, max_cells: int = 32, devices: int = 12) -> str:
-        """A text picture of the tokens that each device holds and receives, the sender, and the pairs it computes.
+        """A text picture of each device: the tokens that it holds and receives, and the pairs that it computes.
+
+        For received tokens, the picture also names the device that sends them.
 
         Args:
             max_cells: the largest number of cells (characters) across.
@@ -180,7 +187,10 @@ class ParallelPlan:
         sent = f"{at_most}{_rows(self.sent_rows)} forward and {self.sent_rows_backward:,} backward"
         lines.append(f"  each device receives {sent}; a row is the key and value of one token")
         required, gathered = _rows(self.bound_rows), f"{self.gather_rows:,}"
-        lines.append(f"  the mask requires at least {required} forward; an all-gather sends {gathered}")
+        needed = f"the mask requires at least {required} forward"
+        if self.bound_is_worst_case:
+            needed = f"in the worst case, the mask requires {required} forward"
+        lines.append(f"  {needed}; an all-gather sends {gathered}")
         if self.fallback is not None:
             lines.append(f"  if {self.beyond}, each device receives {_rows(self.fallback.sent_rows)} forward")
         return lines
@@ -455,7 +465,8 @@ def _token_transfers(tokens: GlobalTokens, blocks: Exchange | None) -> list[Tran
         who = "most devices need" if blocks is not None and blocks.popular else "every device needs"
         steps.append(Transfer("columns", columns, f"keys that {who}"))
     if queries := len(tokens.queries) + tokens.capacity * tokens.by_flags[1]:
-        steps.append(Transfer("queries", queries, "sent to all devices; their outputs are sent back"))
+        outputs = "its outputs" if queries == 1 else "the outputs of these queries"
+        steps.append(Transfer("queries", queries, f"sent to all devices, which send back {outputs}"))
     return steps
 
 
@@ -507,5 +518,5 @@ def _why_ring(rest: Mask, data: bool) -> str:
     if unbounded:
         return f"{unbounded[0]!r} has no bounds"
     if data:
-        return "worst case: the mask's arrays decide how many shards are sent"
-    return "keys of each of these shards are needed"
+        return "in the worst case, because the mask's arrays decide how many shards are sent"
+    return "at least one device needs keys from each of these distances"

@@ -27,7 +27,9 @@ def sending(request: Request, axes: Axes, order: str, global_capacity: int | Non
     return dict(
         sent_bytes=bytes_of.forward,
         sent_bytes_backward=bytes_of.backward,
+        sent_is_worst_case=plan.data,
         bound_bytes=bytes_of.bound,
+        bound_is_worst_case=plan.bound_is_worst_case,
         gather_bytes=bytes_of.gather,
         sending=tuple(lines),
     )

@@ -94,7 +94,7 @@ class Axes:
 def rule_specs(axes: Axes, rule: Bias) -> Any:
     """The spec of each array of a `Bias`: batch rows and heads are split, the sequence is not.
 
-    Arrays of unknown axes are replicated; rules read them by the numbers of rows and heads.
+    Arrays of unknown axes are replicated; rules read them by the indices of rows and heads.
     """
     leaves, tree = jax.tree.flatten(rule)
     return tree.unflatten([axes.spec(names, np.shape(leaf)) for names, leaf in zip(axes_of(rule), leaves, strict=True)])

@@ -351,7 +351,10 @@ def _check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int,
     if not np.ndim(dilation):
         return values[0]
     if heads is not None and len(values) != heads:
-        raise ValueError(f"`dilation` has {len(values)} entries, but `q` has {heads} heads. Give one int, or {heads}.")
+        raise ValueError(
+            f"`dilation` has {len(values)} entries, but `q` has {heads} heads. Give one int for all heads, or {heads} "
+            "ints, one per head."
+        )
     return values
 
 

@@ -160,7 +160,7 @@ def test_a_mask_that_allows_more_than_the_planned_one_is_refused_and_a_narrower_
         r"Causal\(\) & Window\(3, 0\), which needs key 0 until query 3",
         r"With Causal\(\), later queries up to 19 may attend to key 0",
     )
-    with pytest.raises(ValueError, match=rf"planned for {needs}. {sees}. Plan with the mask that you attend with"):
+    with pytest.raises(ValueError, match=rf"planned for {needs}. {sees}. Plan the cache with the mask of the call"):
         view.of(ls.Causal())
     with pytest.raises(ValueError, match="later queries up to 4 may attend to key"):
         view.of(ls.Causal() & ls.Window(4, 0))

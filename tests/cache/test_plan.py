@@ -234,7 +234,7 @@ def test_bytes_are_those_of_the_arrays():
         ),
         (WINDOW, "each key is kept for 4 steps"),
         (PINNED, "each key is kept for 4 steps; 2 keys are kept forever"),
-        (ls.Causal() & ls.Chunk(5), "each key is kept for up to 5 steps, at most 5 keys at a time"),
+        (ls.Causal() & ls.Chunk(5), "each key is kept for up to 5 steps; the cache never holds more than 5 keys"),
         (ls.Empty(), "no query attends to any key"),
     ],
     ids=repr,

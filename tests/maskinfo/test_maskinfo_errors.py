@@ -28,7 +28,11 @@ ERRORS = [
         "q_segment_ids must be an int array (B, L), got dtype float64",
     ),
     (lambda: MaskInfo.from_segments("ids"), TypeError, "got str"),
-    (lambda: MaskInfo.from_segments(np.zeros((2, 3), int), np.zeros((3, 3), int)), ValueError, "They must agree."),
+    (
+        lambda: MaskInfo.from_segments(np.zeros((2, 3), int), np.zeros((3, 3), int)),
+        ValueError,
+        "The two numbers must be equal.",
+    ),
     (
         lambda: MaskInfo.from_segments(np.zeros((2, 3), int), q_positions=np.zeros((2, 4), int)),
         ValueError,

@@ -199,7 +199,7 @@ def test_explain_prints_order_load_transfers_and_the_worst_case():
     text = str(report(ls.Causal() & ls.Segments(IDS), "zigzag"))
     assert "8 share the sequence, zigzag, 64 tokens each; load max/mean depends on the mask's arrays" in text
     assert "ring of 7 shards: 448 rows" in text
-    assert "worst case: the mask's arrays decide how many shards are sent: at most" in text
+    assert "in the worst case, because the mask's arrays decide how many shards are sent: at most" in text
     assert "ids, flags and positions of the received tokens: 1,792 B forward" in text
     text = str(report(ls.Dense(np.zeros((T, T), bool))))
     assert "the mask's tables are replicated, which sends 229,376 B if they are sharded before the call" in text

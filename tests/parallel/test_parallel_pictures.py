@@ -63,7 +63,7 @@ def test_a_picture_of_a_longformer_on_four_devices():
     assert shown.splitlines() == [
         "Window(3, 3) | Global((0, 40)): 64 tokens on 4 devices, contiguous, load max/mean 1.03",
         "  a  all-reduce: 2 rows, keys that every device needs",
-        "  b  all-reduce of queries: 2 queries, sent to all devices; their outputs are sent back",
+        "  b  all-reduce of queries: 2 queries, sent to all devices, which send back the outputs of these queries",
         "  c  shift +1: 3 rows, keys from the device before",
         "  d  shift -1: 3 rows, keys from the device after",
         "  each device receives 9 rows forward and 9 backward; a row is the key and value of one token",

@@ -98,7 +98,8 @@ class CausalLM(nnx.Module):
                 the tokens. The logits at padding are meaningless.
             positions: the positions of the tokens for the rotations. By default they are counted from 0 in each row
                 and in each document.
-            inputs_embeds: embeddings instead of `input_ids`. They are not scaled, also in families that scale theirs.
+            inputs_embeds: embeddings instead of `input_ids`. They are not scaled, even in families that scale the
+                embeddings of tokens (Gemma).
             segment_ids: the document of each token in packed rows, negative for padding. Tokens attend to their own
                 document only.
             cache: from `init_cache` or from the previous call's output. The new tokens follow those in it. Rows may

@@ -209,8 +209,8 @@ def check_supported(content: Mapping[str, Any], where: str) -> None:
     if quantization:
         method = quantization.get("quant_method")
         raise ValueError(
-            f"{where} has a quantization_config ({method}), but Longspan reads floats only. Load the checkpoint that "
-            "it was quantized from, or write a dequantized one."
+            f"{where} has a quantization_config ({method}), but Longspan reads floats only. Load the original "
+            "checkpoint with float weights, or write a dequantized one."
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if content.get(name):

@@ -142,7 +142,7 @@ class Encoder(nnx.Module):
         if sharding.positions(T) is not None and position_ids is None:
             raise ValueError(
                 f"`position_ids` is missing. order={sharding.order!r} moves tokens to other slots, so an encoder "
-                "needs the position of each token. Pass `position_ids`, in the order of the tokens."
+                "needs the position of each token. Pass `position_ids` in the same order as `input_ids`."
             )
         x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=embedding_key)
         x, tokens = attention.fit(x, tokens)
