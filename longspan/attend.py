@@ -116,7 +116,7 @@ def attention(
 
     `engine="reference"` has all derivatives. The other engines have first derivatives in reverse mode (`grad`, `vjp`,
     `jacrev`). With them, a second derivative raises a NotImplementedError, and forward mode (`jvp`, `jacfwd`,
-    `linearize`) raises a TypeError; inside `jit` that is JAX's own error about `custom_vjp`.
+    `linearize`) raises a TypeError. Inside `jit`, this TypeError comes from JAX and names `custom_vjp`.
 
     Args:
         q: queries [B, T, N, H]. Queries, keys and values may all lack the batch axis; then B = 1.
@@ -138,10 +138,10 @@ def attention(
         q_positions: int [T] or [B, T]; by default each slot's index.
         kv_positions: int [S] or [B, S]; by default each slot's index.
         batch_axes: inside `shard_map`, the mesh axes that split batch rows. Dropout, `Custom` and `ScoreBias` then use
-            the numbers of the rows in the whole batch. Other mesh axes, and axes along which `q` does not vary, have no
+            the indices of the rows in the whole batch. Other mesh axes, and axes along which `q` does not vary, have no
             effect.
-        head_axis: inside `shard_map`, the mesh axis that splits heads. `PerHead` may hold the masks of these heads, or
-            of all heads.
+        head_axis: inside `shard_map`, the mesh axis that splits heads. `PerHead` may hold the masks of this device's
+            heads, or of all heads.
         engine: "auto" for the first engine that can run the call; the name of an engine, which raises if it cannot; or
             an instance of `longspan.engines.Engine`.
         return_lse: whether to return the log-sum-exp of the scores too.

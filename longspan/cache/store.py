@@ -245,7 +245,7 @@ class Cache:
         if is_known(torn) and torn.any():
             row = int(np.argmax(np.asarray(torn)))
             raise ValueError(
-                f"{self.plan.mask!r} lets position {int(total[row]) - 1} attend to position {int(total[row])}, so they "
+                f"{self.plan.mask!r} lets position {int(total[row]) - 1} attend to position {int(total[row])}, so both "
                 "must be appended together. Append whole chunks, and a prefix as a whole."
             )
         return beyond | torn

@@ -212,6 +212,6 @@ def _assert_close(what: str, got: np.ndarray, exact: np.ndarray, allowed: float)
     assert got.shape == exact.shape, f"{what}: shape {got.shape}, expected {exact.shape}"
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=what)
-    assert np.all(np.isfinite(got[finite])), f"{what}: not finite where the reference is"
+    assert np.all(np.isfinite(got[finite])), f"{what}: NaN or infinite where the exact result is finite"
     error = np.abs(got[finite] - exact[finite]).max(initial=0)
     assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}"
