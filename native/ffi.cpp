@@ -195,6 +195,8 @@ struct Common {
     call.by_tiles = by_tiles.has_value() && *by_tiles != 0;
     const auto of_table = attrs.get<int64_t>("of_table");
     call.of_table = of_table.has_value() && *of_table != 0;
+    const auto heads_first = attrs.get<int64_t>("heads_first");  // only calls with this order have it
+    call.heads_first = heads_first.has_value() && *heads_first != 0;
     const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
     const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
     call.roles.assign(roles.begin(), roles.end());

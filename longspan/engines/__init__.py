@@ -112,21 +112,23 @@ def multiply(x: jax.Array, matrices: Sequence[jax.Array], layer: Any = 0, *, by_
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
-def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array, *, heads_first: bool = False) -> jax.Array:
     """Returns the stack with stack[layer, b, slots[b, i]] = new[b, i]; slots out of range are skipped.
 
     Args:
-        stack: [layers, B, slots, ...].
+        stack: [layers, B, slots, ...]; with `heads_first` [layers, B, K, slots, H].
         layer: the index into the stack, static or traced.
         slots: int32 [B, n]; within a row all slots differ.
-        new: [B, n, ...], of the stack's dtype.
+        new: [B, n, ...], of the stack's dtype; with `heads_first` [B, n, K, H].
+        heads_first: whether the stack's heads come before its slots: stack[layer, b, :, slots[b, i]] = new[b, i].
     """
     if jax.default_backend() == "cpu" and _library.missing() is None:
-        return _put(stack, layer, slots, new)
+        return _put(stack, layer, slots, new, heads_first=heads_first)
     # Negative slots must not count from the end: they are moved past it, where `mode="drop"` skips them.
-    slots = jnp.where(slots < 0, stack.shape[2], slots)
+    slots = jnp.where(slots < 0, stack.shape[3 if heads_first else 2], slots)
 
     def write_row(row, row_slots, values):
-        return row.at[layer, row_slots].set(values, mode="drop", unique_indices=True)
+        at = row.at[layer, :, row_slots] if heads_first else row.at[layer, row_slots]
+        return at.set(values, mode="drop", unique_indices=True)
 
     return jax.vmap(write_row, (1, 0, 0), 1)(stack, slots, new)

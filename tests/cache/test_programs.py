@@ -82,7 +82,7 @@ def test_caches_are_mapped():
 def specs(cache):
     """Rows over `data`, heads over `model`; the plan's tables on every device."""
     by_name = dict(k=P("data", None, "model"), v=P("data", None, "model"), tables=P())
-    names = [field.name for field in fields(cache) if field.name != "plan"]
+    names = [field.name for field in fields(cache) if not field.metadata.get("static")]
     parts = [jax.tree.map(lambda _, n=n: by_name.get(n, P("data")), getattr(cache, n)) for n in names]
     return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, P)))
 

@@ -9,18 +9,26 @@ import numpy as np
 from longspan.engines.cpu import library
 
 
-def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array, *, heads_first: bool = False) -> jax.Array:
     """Returns the stack with stack[layer, b, slots[b, i]] = new[b, i]; slots out of range are skipped.
 
     XLA does this in place for float32, but converts a whole 16-bit stack to float32 and back.
 
     Args:
-        stack: [layers, B, slots, ...].
+        stack: [layers, B, slots, ...]; with `heads_first` [layers, B, K, slots, H].
         layer: the index into the stack, static or traced.
         slots: int32 [B, n].
-        new: [B, n, ...], of the stack's dtype.
+        new: [B, n, ...], of the stack's dtype; with `heads_first` [B, n, K, H].
+        heads_first: whether the stack's heads come before its slots.
     """
-    return _put(stack, jnp.asarray(layer, np.int32), slots, new)
+    layer = jnp.asarray(layer, np.int32)
+    if not heads_first:
+        return _put(stack, layer, slots, new)
+    # Each head of a row becomes a row: merging the two axes copies nothing.
+    layers, B, K, capacity, H = stack.shape
+    by_head = jnp.swapaxes(new, 1, 2).reshape(B * K, -1, H)
+    rows = stack.reshape(layers, B * K, capacity, H)
+    return _put(rows, layer, jnp.repeat(slots, K, axis=0), by_head).reshape(stack.shape)
 
 
 @jax.custom_vjp
