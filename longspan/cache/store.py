@@ -100,8 +100,7 @@ class AppendStep:
         new, written = jnp.asarray(new).astype(buffer.dtype), buffer
         if self.plan.capacity:
             # One row at a time: indices that include the batch axis would gather sharded rows.
-            write = _write_heads if self.heads_first else _write_row
-            written = jax.vmap(write)(buffer, new, self.slots)
+            written = jax.vmap(_write_heads if self.heads_first else _write_row)(buffer, new, self.slots)
         if self.order is None:
             return written, slots_first(written, self.heads_first)
         both = jnp.concatenate([slots_first(buffer, self.heads_first), new], axis=1)
@@ -144,7 +143,10 @@ def _write_row(buffer, new, slots):
 
 
 def _write_heads(buffer, new, slots):
-    return buffer.at[:, slots].set(jnp.swapaxes(new, 0, 1), mode="drop", unique_indices=True)
+    # Each head has its own copy of the slots. If `vmap` shared them, it would write [K, H] at once, and XLA for TPUs
+    # would copy the buffer to put slots before heads in memory.
+    by_head = jnp.broadcast_to(slots, (buffer.shape[0], *slots.shape))
+    return jax.vmap(_write_row, (0, 1, 0))(buffer, new, by_head)
 
 
 def slots_first(buffer: Any, heads_first: bool) -> Any:

@@ -124,11 +124,31 @@ def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array, *, heads
     """
     if jax.default_backend() == "cpu" and _library.missing() is None:
         return _put(stack, layer, slots, new, heads_first=heads_first)
+    if heads_first:
+        return _scatter_by_head(stack, layer, slots, new)
     # Negative slots must not count from the end: they are moved past it, where `mode="drop"` skips them.
-    slots = jnp.where(slots < 0, stack.shape[3 if heads_first else 2], slots)
+    slots = jnp.where(slots < 0, stack.shape[2], slots)
 
     def write_row(row, row_slots, values):
-        at = row.at[layer, :, row_slots] if heads_first else row.at[layer, row_slots]
-        return at.set(values, mode="drop", unique_indices=True)
+        return row.at[layer, row_slots].set(values, mode="drop", unique_indices=True)
 
     return jax.vmap(write_row, (1, 0, 0), 1)(stack, slots, new)
+
+
+def _scatter_by_head(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """`put` with heads first, as one scatter that XLA does in place on TPUs.
+
+    `vmap` would move rows and heads to the front of the stack, and a scatter of [K, H] at once needs slots before heads
+    in memory. On TPUs, either copies the whole stack for each layer. Devices that split rows or heads send nothing.
+    """
+    indices = jnp.stack([jnp.full_like(slots, layer), slots], axis=-1)  # negative slots do not count from the end here
+    indices = jnp.broadcast_to(indices[:, None], (*stack.shape[1:3], *indices.shape[1:]))  # [B, K, n, 2]
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=(0, 3),
+        scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1, 2),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    by_head = jnp.swapaxes(new, 1, 2)
+    return jax.lax.scatter(stack, indices, by_head, numbers, unique_indices=True, mode="drop")

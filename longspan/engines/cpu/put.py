@@ -1,5 +1,6 @@
 """`put`: writes new keys or values of one layer into a stack of caches, in place."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,32 +22,31 @@ def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array, *, heads
         new: [B, n, ...], of the stack's dtype; with `heads_first` [B, n, K, H].
         heads_first: whether the stack's heads come before its slots.
     """
-    layer = jnp.asarray(layer, np.int32)
-    if not heads_first:
-        return _put(stack, layer, slots, new)
-    # Each head of a row becomes a row: merging the two axes copies nothing.
-    layers, B, K, capacity, H = stack.shape
-    by_head = jnp.swapaxes(new, 1, 2).reshape(B * K, -1, H)
-    rows = stack.reshape(layers, B * K, capacity, H)
-    return _put(rows, layer, jnp.repeat(slots, K, axis=0), by_head).reshape(stack.shape)
+    return _put(heads_first, stack, jnp.asarray(layer, np.int32), slots, new)
 
 
-@jax.custom_vjp
-def _put(stack, layer, slots, new):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _put(heads_first: bool, stack, layer, slots, new):
     result = jax.ShapeDtypeStruct(stack.shape, stack.dtype)
-    return library.call("longspan_put", result, (stack, layer, slots, new), in_place={0: 0})
+    attributes = {}
+    if heads_first:
+        attributes["heads_first"] = np.int64(1)
+    return library.call("longspan_put", result, (stack, layer, slots, new), in_place={0: 0}, **attributes)
 
 
-def _forward(stack, layer, slots, new):
-    return _put(stack, layer, slots, new), (layer, slots)
+def _forward(heads_first: bool, stack, layer, slots, new):
+    return _put(heads_first, stack, layer, slots, new), (layer, slots)
 
 
-def _backward(operands, cotangent):
+def _backward(heads_first: bool, operands, cotangent):
     """Each new entry has the gradient of its slot; overwritten entries have none."""
     layer, slots = operands
-    valid_or_end = jnp.where(slots < 0, cotangent.shape[2], slots)
-    new = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(cotangent[layer], valid_or_end)
-    return _put(cotangent, layer, slots, jnp.zeros_like(new)), None, None, new
+    rows = cotangent[layer]
+    if heads_first:
+        rows = jnp.swapaxes(rows, 1, 2)
+    valid_or_end = jnp.where(slots < 0, rows.shape[1], slots)
+    new = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(rows, valid_or_end)
+    return _put(heads_first, cotangent, layer, slots, jnp.zeros_like(new)), None, None, new
 
 
 _put.defvjp(_forward, _backward)
