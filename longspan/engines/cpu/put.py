@@ -41,10 +41,10 @@ def _forward(heads_first: bool, stack, layer, slots, new):
 def _backward(heads_first: bool, operands, cotangent):
     """Each new entry has the gradient of its slot; overwritten entries have none."""
     layer, slots = operands
+    valid_or_end = jnp.where(slots < 0, cotangent.shape[3 if heads_first else 2], slots)
     rows = cotangent[layer]
     if heads_first:
         rows = jnp.swapaxes(rows, 1, 2)
-    valid_or_end = jnp.where(slots < 0, rows.shape[1], slots)
     new = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(rows, valid_or_end)
     return _put(heads_first, cotangent, layer, slots, jnp.zeros_like(new)), None, None, new
 
