@@ -236,7 +236,7 @@ class Sequence:
         assert self.cache.overflowed.tolist() == self.marked
         assert self.cache.length.tolist() == [self.start + len(tokens) for tokens in self.tokens]
         assert self.cache.furthest.tolist() == [self.start + most for most in self.furthest]
-        held, kept = np.asarray(self.cache.positions), np.asarray(self.cache.k)
+        held, kept = np.asarray(self.cache.positions), np.moveaxis(self.cache.k, self.cache.heads_axis, 2)
         for row, tokens in enumerate(self.tokens):
             slots = np.flatnonzero(held[row] != FREE_SLOT)
             at = held[row, slots] - self.start
