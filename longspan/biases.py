@@ -39,7 +39,7 @@ def alibi(slopes: Float[Array, "N"]) -> "Bias":
     """
     _check_floats("slopes", slopes, 1, "[N], one per query head")
     if is_known(slopes) and not np.isfinite(np.asarray(slopes, np.float64)).all():
-        raise ValueError(f"`slopes` must be finite, got {np.asarray(slopes, np.float64)}. Mask keys with `mask`.")
+        raise ValueError(f"`slopes` must be finite, got {np.asarray(slopes, np.float64)}. To mask keys, use `mask`.")
     return Alibi(slopes)
 
 
@@ -63,7 +63,9 @@ def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = Tru
     """
     _check_floats("table", table, 2, "[buckets, N], one column per query head")
     if is_known(table) and np.isnan(np.asarray(table, np.float64)).any():
-        raise ValueError("`table` holds NaN: every score of its bucket would be NaN.")
+        raise ValueError(
+            "`table` contains NaN, which would make every score of that bucket NaN. Replace it with a number."
+        )
     if not isinstance(bidirectional, bool):
         raise TypeError(f"`bidirectional` must be a Python bool, got {bidirectional!r}.")
     least, directions = 2, "one direction"
@@ -147,8 +149,8 @@ class Bias(Value):
         if distances is not None and not distances.fits(N):
             got = ", ".join(f"{name} {x.shape}" for name, x in distances._asdict().items() if x is not None)
             raise ValueError(
-                f"{self!r}.by_distance() gives {got or 'nothing'}, expected slopes [N], a table [N, 2·reach + 1] or "
-                f"both, and the call has N = {N} query heads."
+                f"{self!r}.by_distance() returned {got or 'nothing'}. It must return slopes [N], a table [N, 2·reach "
+                f"+ 1] or both, and the call has N = {N} query heads."
             )
 
         def values(bias):
@@ -158,7 +160,8 @@ class Bias(Value):
         if got.ndim != 4 or any(n not in (1, m) for n, m in zip(got.shape, shape, strict=True)):
             raise ValueError(
                 f"{self!r} gives values of shape {got.shape}, which must broadcast to [B, N, T, S] = {list(shape)}. "
-                "Compute them from the batch rows, heads and positions, which have rank 4 and broadcast."
+                "Compute the values from the batch rows, heads and positions that the bias receives: these arrays "
+                "have rank 4 and broadcast."
             )
 
 

@@ -57,8 +57,7 @@ def check_tiles(q_tile: Any, kv_tile: Any) -> None:
             raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
         if value > FAR:
             raise ValueError(
-                f"{name} must be at most {FAR} (2**30 - 1), got {value}. A tile as long as the sequence covers "
-                "all tokens."
+                f"{name} must be at most {FAR} (2**30 - 1), got {value}. Give at most the length of the sequence."
             )
 
 
@@ -133,9 +132,9 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
         raise TypeError(f"{name} must be an int array, got {got}. Cast it with `.astype('int32')`.")
     if positions.ndim == 3:
         raise ValueError(
-            f"{name} has rank 3, shape {tuple(positions.shape)}, but all heads of a row share its positions: "
-            f"[{length}] or [B, {length}]. For positions that differ between heads, use a `PerHead` of shifted masks, "
-            "for example `PerHead((Causal(), Causal(3)))`."
+            f"{name} has shape {tuple(positions.shape)}, but must have shape [{length}] or [B, {length}]. Positions "
+            "cannot differ between heads. Use a `PerHead` of shifted masks instead, for example `PerHead((Causal(), "
+            "Causal(3)))`."
         )
     if positions.ndim not in (1, 2) or positions.shape[-1] != length:
         raise ValueError(
@@ -183,8 +182,9 @@ def ids_as_int32(label: str, ids: Any) -> Any:
         return jax.ShapeDtypeStruct(ids.shape, np.int32, sharding=ids.sharding)
     if ids.dtype.itemsize >= 4 and not is_known(ids):
         raise TypeError(
-            f"{label} must be int32 where its values are unknown, as inside jit, got {ids.dtype}: ids that differ only "
-            "beyond 32 bits would become equal. Renumber them before jit, or cast with `.astype('int32')` if they fit."
+            f"{label} has dtype {ids.dtype}, but inside jit (or on other hosts) it must be int32. Its values cannot "
+            "be checked there, and a cast to 32 bits could make two different ids equal. Renumber the ids before jit, "
+            "or cast them with `.astype('int32')` if they fit into 32 bits."
         )
     if ids.dtype.itemsize >= 4 and ids.size:
         known = np.asarray(ids)  # NumPy, because JAX may be tracing
@@ -266,11 +266,12 @@ def check_keywords(function: str, unknown: Sequence[str]) -> None:
     for name in unknown:
         if name not in TRANSLATED:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        masks = [TRANSLATED[other].removeprefix("mask=") for other in unknown if other in TRANSLATED]
+        translated = [other for other in unknown if other in TRANSLATED]
         more = ""
-        if len(masks) > 1:
-            more = f"; all of them together are `mask={' & '.join(masks)}`"
-        raise TypeError(f"{function}() has no argument {name!r}: give it as `{TRANSLATED[name]}`{more}.")
+        if len(translated) > 1:
+            masks = " & ".join(TRANSLATED[other].removeprefix("mask=") for other in translated)
+            more = f" For {' and '.join(map(repr, translated))} together, give `mask={masks}`."
+        raise TypeError(f"{function}() has no argument {name!r}. Give `{TRANSLATED[name]}` instead.{more}")
 
 
 def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -278,7 +279,7 @@ def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     ranks = [len(x.shape) for x in (q, k, v) if hasattr(x, "shape")]
     if len(ranks) == 3 and 3 in ranks and len(set(ranks)) > 1:
         raise ValueError(
-            f"`q`, `k` and `v` must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none, got shapes "
+            "Either all of `q`, `k` and `v` must have a batch axis, or none of them, got shapes "
             f"{', '.join(str(tuple(x.shape)) for x in (q, k, v))}. Add the axis with `x[None]`."
         )
     if ranks != [3, 3, 3]:
@@ -318,13 +319,13 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         )
     (batch, _, heads, size), (kv_batch, _, kv_heads, kv_size) = q.shape, k.shape
     if batch != kv_batch:
-        raise ValueError(f"`q` has batch {batch} and `k` has batch {kv_batch}: they must agree.")
+        raise ValueError(f"`q` has batch size {batch} and `k` has batch size {kv_batch}. They must agree.")
     if size != kv_size:
-        raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}: they must agree.")
+        raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}. They must agree.")
     if heads != 0 and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
-            f"`q` has {heads} heads and `k` has {kv_heads}: query heads must be a multiple of key/value heads. "
-            "Repeat `k` and `v`, or change the number of key/value heads."
+            f"`q` has {heads} heads and `k` has {kv_heads}. The number of query heads must be a multiple of the "
+            "number of key/value heads. Repeat `k` and `v`, or change the number of key/value heads."
         )
 
 

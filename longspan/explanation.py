@@ -197,7 +197,7 @@ class Explanation:
         if self.cache_bytes is None:
             return []
         kept, full = short(self.cache_bytes, "B", 1024), short(self.full_cache_bytes, "B", 1024)
-        return [("KV cache for decoding", f"{kept}; {full} if it kept all keys")]
+        return [("KV cache for decoding", f"{kept}; a cache of all keys takes {full}")]
 
     def _sent(self) -> list[tuple[str, str]]:
         if self.sent_bytes is None:
@@ -205,11 +205,12 @@ class Explanation:
         head, *steps = self.sending
         forward, backward = short(self.sent_bytes, "B", 1024), short(self.sent_bytes_backward, "B", 1024)
         bound, gather = short(self.bound_bytes, "B", 1024), short(self.gather_bytes, "B", 1024)
-        total = f"each device receives {forward} forward, {backward} backward"
+        total = f"each device receives {forward} forward and {backward} backward"
         return [
             ("devices", head),
             *(("  sends", step) for step in steps),
-            ("  total", f"{total}; lower bound {bound}, a gather of all keys {gather}"),
+            ("  total", total),
+            ("  lower bound", f"the mask requires {bound} forward; an all-gather sends {gather}"),
         ]
 
 

@@ -251,7 +251,9 @@ def _llama3(config: _RopeConfig):
 def _yarn(config: _RopeConfig):
     size, base, old = config.rotated(), config.number("rope_theta"), config.original()
     if base == 1:
-        raise ValueError("RoPE of type 'yarn' needs a `rope_theta` other than 1: it divides by its logarithm.")
+        raise ValueError(
+            "RoPE of type 'yarn' needs a `rope_theta` other than 1, because it divides by log(rope_theta)."
+        )
     if "factor" not in config.fields:  # null means the quotient of the lengths; a missing key is an error
         raise config.missing("factor")
     factor = config.stretch()

@@ -139,8 +139,8 @@ UNBOUNDED = ls.Custom(lambda q, k: q % 2 == 0)
         (UNBOUNDED | ls.Window(3, 0), "Custom(<lambda>)", "no tile can be skipped"),
         (~(UNBOUNDED & ls.Window(3, 0)), "Custom(<lambda>)", "no tile can be skipped"),
         (UNBOUNDED & ls.Window(3, 0), "Custom(<lambda>)", "no tile is known to be full"),
-        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that depend on it are masked"),
-        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "tiles that depend on it are masked"),
+        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that depend on this rule are masked"),
+        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "tiles that depend on this rule are masked"),
         (ls.Full() & UNBOUNDED, "Custom(<lambda>)", "no tile can be skipped"),
         (ls.Causal() & Mine(), "Mine()", "no tile is known to be full"),
     ],
@@ -297,7 +297,7 @@ def test_it_reports_the_size_of_a_cache_and_of_a_full_one():
     report = ls.explain(q, k, v, mask=ls.Causal() & (ls.Window(99, 0) | ls.Prefix(4)), engine="reference")
     assert report.cache_bytes == 104 * 3 * 2 * (16 + 8) * 2
     assert report.full_cache_bytes == 389 * 3 * 2 * (16 + 8) * 2
-    assert "KV cache for decoding       29.25 kB; 109.4 kB if it kept all keys" in str(report)
+    assert "KV cache for decoding       29.25 kB; a cache of all keys takes 109.4 kB" in str(report)
     ids = jax.ShapeDtypeStruct((3, 389), jnp.int32)
     packed = ls.explain(q, k, v, mask=ls.Causal() & ls.Window(99, 0) & ls.Segments(ids), engine="reference")
     assert packed.cache_bytes == 100 * 3 * 2 * (16 + 8) * 2

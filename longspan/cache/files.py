@@ -99,8 +99,8 @@ def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: d
         raise ValueError(f"{path} is not a cache that `Cache.save` wrote.")
     if metadata.get("plan") != plan.digest:
         raise ValueError(
-            f"{path} was saved with another plan than {plan!r}. Restore it with the plan of the same mask, "
-            "length and slack."
+            f"{path} was saved with another plan than {plan!r}. Restore it with a plan of the mask, length and slack "
+            "that it was saved with."
         )
     dtype = metadata["dtype"]
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):

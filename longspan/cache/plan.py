@@ -253,7 +253,7 @@ def _why(mask: Mask, slots: SlotAllocation, end: np.ndarray, outline: Outline) -
     note = ""
     inexact = list(dict.fromkeys(map(repr, mask.inexact())))
     if inexact:
-        note = f"; {', '.join(inexact)} may need fewer keys"
+        note = f"; with {', '.join(inexact)}, fewer keys may be enough"
     if slots.table is None and _is_steady(end, slots, outline):
         forever = ""
         if slots.pinned:

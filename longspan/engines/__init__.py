@@ -82,8 +82,8 @@ def _check_engine(engine: object) -> None:
         hash(engine)
     except TypeError:
         raise TypeError(
-            f"engine={engine!r} does not hash, but `jit` needs a hash of every engine. Make it a frozen dataclass, "
-            "or remove its `__eq__`."
+            f"engine={engine!r} is not hashable, but `jit` needs hashable engines. Make its class a frozen dataclass, "
+            "or remove `__eq__` from the class."
         ) from None
 
 

@@ -311,8 +311,8 @@ def _check_soft_cap(soft_cap: Any, dtype: Any) -> float | None:
     kept = np.finfo(statistics_dtype(dtype))
     if not float(kept.tiny) <= number <= float(kept.max):  # scores are divided by it, and multiplied with it
         raise ValueError(
-            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, the range of {kept.dtype}, in which "
-            f"scores are computed, got {number!r}. Pass None for no cap."
+            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, got {number!r}. This is the range of "
+            f"{kept.dtype}, the dtype of the scores. Pass None for no cap."
         )
     return float(number)
 
@@ -331,8 +331,7 @@ def _check_scale(scale: Any, is_data: bool, dtype: Any) -> float:
     kept = np.finfo(statistics_dtype(dtype))
     if not abs(number) <= float(kept.max):
         raise ValueError(
-            f"`scale` must be finite in {kept.dtype}, in which scores are computed, got {number!r}. "
-            "Pass None for 1/sqrt(H)."
+            f"`scale` must be finite in {kept.dtype}, the dtype of the scores, got {number!r}. Pass None for 1/sqrt(H)."
         )
     return float(number)
 

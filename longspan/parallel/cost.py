@@ -102,7 +102,8 @@ class Cost:
             ("assumed chip", chip),
             ("devices", f"{self.shards:,} share the sequence, {self.rows:,} tokens each; {load}"),
             ("useful FLOPs", f"{short(self.useful_flops, 'FLOP', 1000)} forward, on the busiest device"),
-            ("received", f"{sent} forward and {backward} backward; lower bound {bound}, an all-gather {gather}"),
+            ("received", f"{sent} forward and {backward} backward"),
+            ("lower bound", f"the mask requires {bound} forward; an all-gather sends {gather}"),
             ("memory", self._memory()),
             ("estimated time", self._time()),
             ("twice the devices", self._twice()),
@@ -165,7 +166,8 @@ def cost(
         assumed chip       TPU v5e: 197 TFLOP/s, of which attention reaches 40%; link 50 GB/s
         devices            256 share the sequence, 4,096 tokens each; load max/mean 1.00
         useful FLOPs       34.36 GFLOP forward, on the busiest device
-        received           1023 kB forward and 1023 kB backward; lower bound 1023 kB, an all-gather 1020 MB
+        received           1023 kB forward and 1023 kB backward
+        lower bound        the mask requires 1023 kB forward; an all-gather sends 1020 MB
         memory             36 MB of q, k, v and out, 1023 kB of received rows
         estimated time     1.53 ms of compute and 0.0419 ms of communication, forward and backward
         twice the devices  0.763 ms of compute and 0.0419 ms of communication, 19 MB of memory each

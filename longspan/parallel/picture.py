@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 NEITHER, SOME, ALL, QUERY, OWN = range(5)
 INK = ".:+q#"
-MEANING = {OWN: "held", ALL: "received", SOME: "some received", QUERY: "received query", NEITHER: "neither"}
+MEANING = {
+    OWN: "held",
+    ALL: "received",
+    SOME: "some received",
+    QUERY: "received query",
+    NEITHER: "neither held nor received",
+}
 MAX_SPANS = 3  # that are listed for one transfer and device
 MAX_WIDTH, MIN_LAST_COLUMN = 120, 60  # characters: longer rows are continued below, but their last column has 60
 HTML_DEVICES = 16
@@ -97,7 +103,7 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
     legend = ", ".join(f"{INK[level]} {meaning}" for level, meaning in MEANING.items() if INK[level] in ink)
     if cell > 1:
         legend = f"cells of {cell:,} tokens: {legend}"
-    return "\n".join(text.rstrip() for text in (*_head(plan), *table, f"{legend}; {_about_pairs(plan)}"))
+    return "\n".join(text.rstrip() for text in (*_head(plan), *table, legend, _about_pairs(plan)))
 
 
 def picture_html(plan: "ParallelPlan") -> str:
@@ -113,7 +119,8 @@ def picture_html(plan: "ParallelPlan") -> str:
         line(html.escape(head), bold=True),
         *(line(_lettered(fact.split("  ", 2)[1:])) for fact in facts),
         f'<table style="{style}"><tr>{names}</tr>{rows}</table>',
-        line(f"{key}; {html.escape(_about_pairs(plan))}"),
+        line(key),
+        line(html.escape(_about_pairs(plan))),
     )
 
 
@@ -312,8 +319,8 @@ def _about_pairs(plan: "ParallelPlan") -> str:
     if plan.pairs is None:
         return "the pairs of a device depend on the mask's arrays"
     if plan.columns or plan.queries or plan.capacity:
-        return "pairs per head, without global tokens"
-    return "pairs per head"
+        return "pairs are counted per head, without those of global tokens"
+    return "pairs are counted per head"
 
 
 def _short(number: int | float) -> str:

@@ -53,7 +53,10 @@ def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
     size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pairs)
     if size:
         share = size * (axes.shards - 1) // axes.shards
-        lines.append(f"not counted: the mask's tables are replicated, {share:,} B if they are sharded before the call")
+        lines.append(
+            f"not counted: the mask's tables are replicated, which sends {share:,} B if they are sharded before the "
+            "call"
+        )
     return lines
 
 

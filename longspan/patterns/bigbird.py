@@ -287,8 +287,8 @@ def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> N
     shape = tuple(rand_attn.shape)
     if len(shape) != 3 or shape[0] == 0 or shape[1] != blocks - 2 or (heads and shape[0] not in (1, heads)):
         raise ValueError(
-            f"`rand_attn` must be {wanted} for {blocks} blocks (no row for the first and the last), got shape {shape}. "
-            "Make it with `bigbird_random_blocks(...)` for this length."
+            f"`rand_attn` must be {wanted} for {blocks} blocks (none for the first and the last block), got shape "
+            f"{shape}. Make it with `bigbird_random_blocks(...)` for this length."
         )
     if isinstance(rand_attn, np.ndarray) and rand_attn.size and (rand_attn.min() < 0 or rand_attn.max() >= blocks):
         raise ValueError(
@@ -389,9 +389,9 @@ def _check_random_plan(blocks: int, num_random_blocks: int) -> None:
     least = 2 * num_random_blocks + 6
     if blocks < least:
         raise ValueError(
-            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got {blocks} "
-            "(with fewer, the original fails or repeats blocks). Use full attention for this length, or fewer random "
-            "blocks."
+            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got "
+            f"{blocks}. With fewer, the original code fails or repeats blocks. Use full attention for this length, or "
+            "fewer random blocks."
         )
 
 

@@ -387,6 +387,6 @@ def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> 
 def _check_same_lengths(q_len: int, kv_len: int) -> None:
     if q_len != kv_len:
         raise ValueError(
-            f"Longformer's attention is self-attention: `q` has {q_len} tokens and `k` has {kv_len}, they must agree. "
-            "For other lengths use `attention` with `longformer(...)` as its mask."
+            f"Longformer's attention is self-attention, but `q` has {q_len} tokens and `k` has {kv_len}. For different "
+            "lengths use `attention` with `longformer(...)` as its mask."
         )

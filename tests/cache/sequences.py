@@ -52,7 +52,7 @@ class Sequence:
         try:
             self.plan = ls.cache.plan(mask, length, slack=slack)
         except ValueError as refused:
-            assert "& Causal()" in str(refused) or "lists each of them" in str(refused)
+            assert "& Causal()" in str(refused) or "lists every position" in str(refused)
             assume(False)
             raise
         assume(self.plan.capacity <= MAX_SLOTS)  # larger plans are tested without allocating them

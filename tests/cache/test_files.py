@@ -33,7 +33,7 @@ def test_caches_are_restored_bit_for_bit(tmp_path, dtype):
         assert then.dtype == now.dtype and then.shape == now.shape and then.tobytes() == now.tobytes()
     assert again.plan == cache.plan
     np.testing.assert_array_equal(again.tables[0], cache.tables[0])
-    with pytest.raises(ValueError, match="has had 13 tokens"):
+    with pytest.raises(ValueError, match="it once held 13"):
         again.rollback(1)
 
 
@@ -73,7 +73,7 @@ def test_an_empty_plan_is_saved_too(tmp_path):
 )
 def test_the_file_of_another_plan_is_refused(tmp_path, other):
     filled().save(tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"was saved with another plan than CachePlan\(.*same mask"):
+    with pytest.raises(ValueError, match=r"was saved with another plan than CachePlan\(.*that it was saved with"):
         ls.cache.restore(tmp_path / "cache", other)
 
 

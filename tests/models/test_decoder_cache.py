@@ -109,8 +109,18 @@ def test_rolled_back_tokens_leave_no_trace():
     assert_close(np.asarray(model(IDS[:, 4:], cache=further).logits), want)
     sliding = small()
     full = sliding(IDS, cache=sliding.init_cache(2, 20)).cache
-    with pytest.raises(ValueError, match="needs keys that were evicted"):
+    with pytest.raises(ValueError, match="Row 0 cannot be rolled back to 5 tokens: it once held 6"):
         full.rollback(1)
+
+
+def test_slack_lets_sliding_layers_roll_back():
+    model = small()
+    cache = model(IDS[:, :4], cache=model.init_cache(2, 20, slack=2)).cache
+    want = np.asarray(model(IDS[:, 4:], cache=cache).logits)
+    further = model(IDS[:, :2], cache=cache).cache.rollback(2)
+    assert_close(np.asarray(model(IDS[:, 4:], cache=further).logits), want)
+    with pytest.raises(ValueError, match="Plan with `slack=3` or more"):
+        further.rollback(1)
 
 
 def test_saved_layers_make_a_cache_again(tmp_path):
@@ -178,7 +188,7 @@ def test_layers_that_do_not_belong_together_are_refused():
         empty.with_layers([1, 2, 3])
     with pytest.raises(ValueError, match=r"Layer 0 has the plan CachePlan\(4 of 20"):
         model.init_cache(2, 30).with_layers(layers)
-    with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but contain different"):
+    with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but hold different"):
         empty.with_layers([*layers[:2], empty[2]])
 
 

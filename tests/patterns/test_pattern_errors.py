@@ -81,7 +81,7 @@ CASES = {
     "random rows": (
         lambda: bigbird(rand_attn=np.zeros((4, 6, 1), int)),
         ValueError,
-        "must be ints [4 or 1, 4, r] for 6 blocks (no row for the first and the last), got shape (4, 6, 1).",
+        "must be ints [4 or 1, 4, r] for 6 blocks (none for the first and the last block), got shape (4, 6, 1).",
     ),
     "random heads": (lambda: bigbird(rand_attn=ROWS[:3]), ValueError, "got shape (3, 4, 1)"),
     "random rank": (lambda: bigbird(rand_attn=ROWS[0]), ValueError, "got shape (4, 1)"),
@@ -181,7 +181,7 @@ CASES = {
     "lengths": (
         lambda: longformer(X, X[:, :9], X[:, :9], X, X[:, :9], X[:, :9]),
         ValueError,
-        "`q` has 12 tokens and `k` has 9, they must agree. For other lengths use `attention`",
+        "`q` has 12 tokens and `k` has 9. For different lengths use `attention`",
     ),
     "no global queries": (
         lambda: longformer(X, X, X, None, X, X, token_kinds=np.zeros((2, 12), int)),

@@ -81,8 +81,8 @@ def _refuse_stale(library: ctypes.CDLL) -> None:
     found = f"ABI {library.longspan_abi()}" if hasattr(library, "longspan_abi") else "no ABI number"
     if found != f"ABI {ABI}":
         raise ImportError(
-            f"{LIBRARY} has {found}, but this longspan calls ABI {ABI}: it was built from other sources. "
-            "Run `make native` in a source checkout; otherwise reinstall longspan."
+            f"{LIBRARY} was built from the sources of another version of longspan. It has {found}, but this version "
+            f"calls ABI {ABI}. Run `make native` in a source checkout; otherwise reinstall longspan."
         )
 
 

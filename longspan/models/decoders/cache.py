@@ -102,7 +102,11 @@ class DecoderCache:
 
     @no_type_check
     def rollback(self, n: int | Int[Array, "B"]) -> "DecoderCache":
-        """The cache without the last n tokens of each row. No layer may have evicted a key since then.
+        """The cache without the last n tokens of each row.
+
+        A layer that evicts keys, such as a sliding layer, can go back at most `slack` tokens from the largest length
+        that the row has had. Give `slack` to `CausalLM.init_cache`; by default it is 0, and such a model raises a
+        ValueError for every n > 0.
 
         Args:
             n: the number of tokens, an int or ints [B].
@@ -134,14 +138,14 @@ class DecoderCache:
 
 
 def empty_cache(
-    config: DecoderConfig, batch: int, length: int, dtype: Any, *, heads_first: bool = False
+    config: DecoderConfig, batch: int, length: int, dtype: Any, slack: int = 0, *, heads_first: bool = False
 ) -> DecoderCache:
     """A cache without tokens, planned from the masks of the layers."""
     check_dtype(dtype)
     check_order(heads_first)
     batch = check_static_size("batch", batch, 1)
     _, kv_heads, head_dim = config.heads
-    plans = {kind: caches.plan(config.mask(kind), length) for kind in dict.fromkeys(config.kinds)}
+    plans = {kind: caches.plan(config.mask(kind), length, slack=slack) for kind in dict.fromkeys(config.kinds)}
     stacks = []
     for run in config.runs:
         for kind in run.kinds:
@@ -249,14 +253,14 @@ def _check_layers(cache: DecoderCache, places: Sequence[_Place], layers: Sequenc
         if layer.plan != plan:
             raise ValueError(
                 f"Layer {number} has the plan {layer.plan!r}, but this cache has {plan!r}. Make this cache with the "
-                "same model and length: `model.init_cache(batch, length)`."
+                "same model, length and slack: `model.init_cache(batch, length, slack=...)`."
             )
         first = _first_layer(places, kind)
         both_known = is_known(layer.positions) and is_known(layers[first].positions)
         if both_known and not np.array_equal(layer.positions, layers[first].positions):
             raise ValueError(
-                f"Layers {first} and {number} are both of kind '{kind}', but contain different positions. Give layers "
-                "of one cache, after the same tokens."
+                f"Layers {first} and {number} are both of kind '{kind}', but hold different positions. Layers of one "
+                "kind must hold the same positions. Give the layers of one cache, all taken after the same tokens."
             )
 
 

@@ -146,17 +146,20 @@ class CausalLM(nnx.Module):
             x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
         return self._output(x, replace(cache, stacks=stacks), in_place=in_place)
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None, *, heads_first: bool = False) -> DecoderCache:
+    def init_cache(
+        self, batch: int, length: int, dtype: Any = None, *, slack: int = 0, heads_first: bool = False
+    ) -> DecoderCache:
         """An empty cache of all layers, for `batch` rows of up to `length` tokens each.
 
-        The cache of a layer holds the keys that its mask can still attend to: a sliding layer stores one window,
-        whatever the length.
+        The cache of a layer holds the keys that its mask can still attend to: a sliding layer stores one window and
+        `slack` further keys, whatever the length.
 
         Args:
             batch: the number of rows.
             length: the maximum number of tokens of a row, prompt and answer.
             dtype: the dtype of keys and values; by default the model's.
-            heads_first: whether a layer stores them as [B, K, slots, H], the order of TPU kernels, instead of
+            slack: the number of tokens that `DecoderCache.rollback` may remove, for example rejected draft tokens.
+            heads_first: whether keys and values are stored as [B, K, slots, H], the order of TPU kernels, instead of
                 [B, slots, K, H].
 
         Returns:
@@ -174,7 +177,7 @@ class CausalLM(nnx.Module):
         """
         if dtype is None:
             dtype = self.dtype
-        return empty_cache(self.config, batch, length, dtype, heads_first=heads_first)
+        return empty_cache(self.config, batch, length, dtype, slack, heads_first=heads_first)
 
     @property
     def _vocab_axes(self) -> Any:
