@@ -23,12 +23,18 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"`dtype` must be one of {', '.join(FLOATS)}, got {name}.")
 
 
+def check_order(heads_first: Any) -> None:
+    """The order of heads and slots sets array shapes, so it is a Python bool."""
+    if not isinstance(heads_first, bool):
+        raise TypeError(f"`heads_first` must be True or False, a Python bool, got {_described(heads_first)}.")
+
+
 def check_new(cache: "Cache", k: Any, v: Any) -> None:
     """New keys and values have the cache's rows, heads and head sizes."""
     for name, x, like in (("k", k, cache.k), ("v", v, cache.v)):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(f"`{name}` must be an array [B, n, K, H], got {type(x).__name__}.")
-        B, _, K, H = like.shape
+        B, K, H = like.shape[0], like.shape[cache.heads_axis], like.shape[3]
         if len(x.shape) != 4 or (x.shape[0], *x.shape[2:]) != (B, K, H):
             raise ValueError(
                 f"`{name}` must have shape [B, n, K, H] with this cache's B, K and H = {B}, {K} and {H}, got "

@@ -45,6 +45,16 @@ def test_rows_heads_and_sizes_that_differ_are_refused(k, v, message):
         empty().append(jnp.ones(k), jnp.ones(v))
 
 
+def test_the_order_of_heads_and_slots_is_a_bool_and_that_of_arguments_is_fixed():
+    for order, shown in ((1, "got 1"), (None, "got None"), (jnp.array(True), r"got bool\[\]")):
+        with pytest.raises(TypeError, match="`heads_first` must be True or False, a Python bool, " + shown):
+            ls.cache.init(PLAN, 2, 3, 5, jnp.float32, heads_first=order)  # type: ignore[arg-type]
+    cache = ls.cache.init(PLAN, 2, 3, 5, jnp.float32, v_head_dim=4, heads_first=True)
+    k, v = new(count=7)
+    with pytest.raises(ValueError, match=r"`k` must have shape \[B, n, K, H\] .* 2, 3 and 5, got \(2, 3, 7, 5\)"):
+        cache.append(k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
 def test_arguments_that_are_not_float_arrays_are_refused():
     k, v = new()
     with pytest.raises(TypeError, match=r"`k` must be an array \[B, n, K, H\], got list"):

@@ -55,8 +55,10 @@ class Cpu(Engine):
     def run(self, request: Request, layout: BlockLayout):
         return _forward("forward", request, layout)
 
-    def run_layer(self, request: Request, layout: BlockLayout, k, v, layer):
+    def run_layer(self, request: Request, layout: BlockLayout, k, v, layer, *, heads_first: bool = False):
+        """The kernel takes the steps between slots and between heads as numbers, so it reads both orders in place."""
         plan, floats, operands = prepare(request, layout, kernel_biases(request, layout), layer)
+        plan = replace(plan, heads_first=heads_first)
         starts, stops, *rest = operands
         return tuple(call_layer(plan, request.q, k, v, (starts, stops, *floats, *rest))[:2])
 

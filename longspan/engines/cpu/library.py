@@ -12,7 +12,7 @@ import numpy as np
 LIBRARY = Path(__file__).with_name("_longspan.so")
 # kAbi in native/program.h. Raise both whenever a call changes: the words of the mask program, roles, attributes,
 # operands or results. A library with another number would misread its operands.
-ABI = 8
+ABI = 9
 TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient", "longspan_product", "longspan_put")
 
 

@@ -147,7 +147,9 @@ class CausalLM(nnx.Module):
             x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
         return self._output(x, replace(cache, stacks=stacks), in_place=in_place)
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None, *, slack: int = 0) -> DecoderCache:
+    def init_cache(
+        self, batch: int, length: int, dtype: Any = None, *, slack: int = 0, heads_first: bool = False
+    ) -> DecoderCache:
         """An empty cache of all layers, for `batch` rows of up to `length` tokens each.
 
         The cache of a layer holds the keys that its mask can still attend to: a sliding layer stores one window and
@@ -158,6 +160,8 @@ class CausalLM(nnx.Module):
             length: the maximum number of tokens of a row, prompt and answer.
             dtype: the dtype of keys and values; by default the model's.
             slack: the number of tokens that `DecoderCache.rollback` may remove, for example rejected draft tokens.
+            heads_first: whether keys and values are stored as [B, K, slots, H], the order of TPU kernels, instead of
+                [B, slots, K, H].
 
         Returns:
             The `cache` argument of a call, which returns the updated cache in `output.cache`. Donate it to a jitted
@@ -174,7 +178,7 @@ class CausalLM(nnx.Module):
         """
         if dtype is None:
             dtype = self.dtype
-        return empty_cache(self.config, batch, length, dtype, slack)
+        return empty_cache(self.config, batch, length, dtype, slack, heads_first=heads_first)
 
     @property
     def _vocab_axes(self) -> Any:
