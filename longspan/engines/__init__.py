@@ -1,7 +1,7 @@
 """The implementations of attention. An `Engine` computes a `Request`, one checked call of `attention`.
 
-`reference` is dense and defines the correct result, `xla` is block-sparse in plain JAX, `cpu` calls a native kernel.
-Engines never import each other. `gradient` differentiates all of them, and `partition` splits them over devices.
+`reference` is dense and defines the correct result, `xla` is block-sparse in plain JAX, `cpu` calls a native kernel,
+`pallas_tpu` compiles kernels for TPUs. Engines never import each other. `gradient` differentiates all of them, and `partition` splits them over devices.
 `multiply` and `put` serve decoding: they read and write one layer of a stack of layers, in place where possible.
 
 Example:
@@ -26,14 +26,21 @@ from longspan.engines.cpu import library as _library
 from longspan.engines.cpu.product import can_multiply as _can_multiply
 from longspan.engines.cpu.product import products as _products
 from longspan.engines.cpu.put import put as _put
+from longspan.engines.pallas_tpu import PallasTpu as PallasTpu
 from longspan.engines.reference import ENGINE as _REFERENCE
 from longspan.engines.request import Request as Request
 from longspan.engines.xla import ENGINE as _XLA
 
-# engine="auto" tries them in this order, the fastest first. Measured by `python -m benchmarks crossover`: `cpu` is 1.1
+# engine="auto" tries them in this order, the fastest first, each on its own platform (`Engine.platform`). Measured by `python -m benchmarks crossover`: `cpu` is 1.1
 # (one query, 32 keys; `Custom`) to 7 times as fast as `xla`, at every size and with every feature. The reference is
 # faster only for the gradients of about 16 tokens, by 0.2 ms: too little to choose an engine that needs T×S memory.
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, _XLA, _REFERENCE)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, PallasTpu(), _XLA, _REFERENCE)}
+
+ABSENT = dict(
+    tpu="engine='pallas_tpu' runs kernels on TPUs, and engine='xla' plain JAX",
+    gpu="no engine has kernels for GPUs; engine='xla' runs plain JAX there",
+    cuda="no engine has kernels for GPUs; engine='xla' runs plain JAX there",
+)  # names of platforms, which users try as names of engines
 
 
 def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, str]]:
@@ -52,6 +59,8 @@ def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, st
         'xla'
     """
     if isinstance(engine, str):
+        if engine in ABSENT:
+            raise ValueError(f"engine={engine!r} is not the name of an engine: {ABSENT[engine]}.")
         check_choice("engine", engine, ("auto", *ENGINES))
         if engine == "auto":
             return _first(request)
@@ -63,12 +72,22 @@ def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, st
     return engine, {}
 
 
+def tried(platform: str) -> tuple[str, ...]:
+    """The names of the engines that engine="auto" tries on a platform, in order.
+
+    Example:
+        >>> tried("cpu"), tried("tpu")
+        (('cpu', 'xla', 'reference'), ('cpu', 'pallas_tpu', 'xla', 'reference'))
+    """
+    return tuple(name for name, engine in ENGINES.items() if engine.platform in (None, platform))
+
+
 def _first(request: Request) -> tuple[Engine, dict[str, str]]:
     refused: dict[str, str] = {}
-    for name, engine in ENGINES.items():
-        reason = engine.unsupported(request)
+    for name in tried(request.platform):
+        reason = ENGINES[name].unsupported(request) or ENGINES[name].unproven(request)
         if reason is None:
-            return engine, refused
+            return ENGINES[name], refused
         refused[name] = reason
     raise NotImplementedError(f"No engine can run this: {refused}")
 

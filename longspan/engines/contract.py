@@ -30,10 +30,15 @@ class Engine(ABC):
 
     name: str
     differentiable: ClassVar[bool] = False  # whether JAX differentiates `run`, also twice, without `backward`
+    platform: ClassVar[str | None] = None  # engine="auto" tries it on this platform only; None: on every platform
     dense: ClassVar[bool] = False  # whether every pair is computed; `explain` then gives no advice about tiles
 
     def unsupported(self, request: Request) -> str | None:
         """The reason why this engine cannot run a request, and what to do; None if it can."""
+        return None
+
+    def unproven(self, request: Request) -> str | None:
+        """The reason why engine="auto" does not choose this engine, although it can run the request; None if it may."""
         return None
 
     def tiles(self, request: Request) -> tuple[int, int]:
