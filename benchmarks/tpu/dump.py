@@ -19,7 +19,7 @@ BRANCH = "sbr.rel"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive bundles without a branch or a target of a branch between them."""
+    """Consecutive bundles from a branch, or from the target of a branch, to the next."""
 
     bundles: int
     depth: int  # the number of loops around them; the loop over the grid is the first
@@ -39,9 +39,13 @@ class Kernel:
         return tuple(stretch for stretch in self.stretches if 2 * stretch.units["MXU"] >= most > 0)
 
     def full_and_partial(self) -> tuple[int, int]:
-        """The bundles of a FULL and of a PARTIAL visit, which masks pairs too; equal if the kernel has one visit."""
+        """The bundles of a FULL and of a PARTIAL visit; equal if the kernel has one visit, as splash's.
+
+        A visit that masks pairs takes more bundles. Kernels of `pallas_tpu` have a third visit, the longest, which also
+        replaces NaN and infinities by zeros. It runs where the inputs hold some.
+        """
         bundles = sorted(visit.bundles for visit in self.visits())
-        return bundles[0], bundles[-1]
+        return bundles[0], bundles[min(1, len(bundles) - 1)]
 
     def row(self) -> int:
         """The bundles that a row of tiles costs apart from its visits: all others inside the loop over the grid.

@@ -64,7 +64,7 @@ def measure(chips: Iterable[str] = GOALS) -> list[Visit]:
                     kernels[each] = dumped(each, chip)
         for name, program, kernel, splash, splash_kernel in PASSES:
             mine = kernels[program][kernel]
-            theirs = kernels[splash][splash_kernel].full_and_partial()[1]
+            theirs = kernels[splash][splash_kernel].full_and_partial()[0]
             found.append(Visit(chip, name, *mine.full_and_partial(), theirs, mine.row()))
     return found
 

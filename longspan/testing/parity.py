@@ -57,6 +57,11 @@ class Compared(NamedTuple):
         finite = np.isfinite(self.exact)
         return float(np.abs(self.got[finite] - self.exact[finite]).max(initial=0))
 
+    def is_close(self) -> bool:
+        """Whether the error is allowed, and infinities are where they should be."""
+        infinite = ~np.isfinite(self.exact)
+        return self.error <= self.allowed and np.array_equal(self.got[infinite], self.exact[infinite])
+
 
 def assert_matches_reference(
     engine: str | Engine | Sequence[str | Engine],

@@ -1,4 +1,4 @@
-"""Programs of four TPUs that call `pallas_tpu` in `shard_map` and in `ls.parallel` (`make accelerators`). Nothing runs."""
+"""Programs of four TPUs with `pallas_tpu` in `shard_map` and in `ls.parallel` (`make accelerators`). Nothing runs."""
 
 import jax
 import jax.numpy as jnp
