@@ -119,10 +119,11 @@ def backward_over_keys(
         operands.add_stream(name, array, _part_of_statistic, buffer)
     if fused:
         operands.add_sum("dq", x.q.shape, partial(_part_of_queries, plan), (plan.group, plan.q_tile, plan.H))
-    operands.bias.add_gradients(operands)
+    for each in operands.bias.sums():
+        each.add_to(operands)
     add_buffers(operands)
     grid, name = (plan.B, plan.heads, plan.kv_tiles), "longspan_backward" if fused else "longspan_dkv"
-    in_parallel = operands.bias.sums_stay_in_a_head(plan)
+    in_parallel = operands.bias.adds_within_a_head(plan)
     kernel = partial(_keys_kernel, operands, fused)
     results = refs.call(kernel, name, grid, plan.interpret, in_parallel)
     return results.get("dq sum"), results["dk"], results["dv"], operands.bias.gradients(plan, results)
@@ -148,11 +149,13 @@ def _keys_kernel(operands: Operands, fused: bool, refs: dict[str, Any]) -> None:
     plan, walk = operands.plan, Walk(operands, refs)
     for name in ("dk", "dv"):
         refs[f"{name} sum of row"][...] = jnp.zeros_like(refs[f"{name} sum of row"])
-    operands.bias.begin_row(walk)
+    for each in operands.bias.sums():
+        each.begin_row(walk)
     walk.run(partial(_visit_for_keys, walk, fused))
     refs["dk"][...] = (refs["dk sum of row"][...] * plan.scale).astype(refs["dk"].dtype)
     refs["dv"][...] = refs["dv sum of row"][...].astype(refs["dv"].dtype)
-    operands.bias.end_row(walk)
+    for each in operands.bias.sums():
+        each.end_row(walk)
 
 
 def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool, careful: bool) -> None:
@@ -185,7 +188,7 @@ def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool,
         dscores = weights * (drop(plan, keep, dweights) - statistic("delta"))
         if careful:
             dscores = jnp.where(allowed, dscores, 0.0)
-        walk.operands.bias.add_visit(walk, j, slot, dscores)
+        walk.operands.bias.add_gradients(walk, j, slot, dscores)
         if scores.slope is not None:
             dscores = dscores * scores.slope
         dscores = dscores.astype(q.dtype)

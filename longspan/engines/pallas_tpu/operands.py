@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, Answer, RecordedMask
-from longspan.engines.pallas_tpu.bias import KernelBias
 from longspan.engines.pallas_tpu.places import LANES, Visit, place_in, tile_slice
 from longspan.engines.pallas_tpu.plan import TpuPlan
 from longspan.engines.pallas_tpu.refs import HBM, KernelRefs
@@ -69,12 +68,12 @@ class Operands:
     columns: Table
     streams: list[Stream]
     row_entries: list[int]  # answers with one number for each slot of the row's own tile
-    bias: KernelBias
+    bias: Any  # a `KernelBias`
     dropout_place: int | None  # the answer with the keys' positions, by which dropout counts; None: their indices
 
     @classmethod
     def of(
-        cls, plan: TpuPlan, layout: BlockLayout, axis: int, mask: RecordedMask, bias: KernelBias, garbage: Any,
+        cls, plan: TpuPlan, layout: BlockLayout, axis: int, mask: RecordedMask, bias: Any, garbage: Any,
         layer: Any = None,
     ) -> "Operands":  # fmt: skip
         """The operands of a kernel whose rows are those of `layout`; `garbage` is int32 [B]."""
@@ -95,6 +94,7 @@ class Operands:
         operands._add_tables()
         if operands.counts_repeats:
             operands._add_repeats(layout.forward)
+        bias.add_to(operands)
         return operands
 
     @property

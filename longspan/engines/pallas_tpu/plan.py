@@ -37,15 +37,21 @@ class TpuPlan:
     interpret: Any
 
     @classmethod
-    def of(cls, request: Request, layout: BlockLayout, interpret: Any, out_dtype: Any = None) -> "TpuPlan":
-        """The plan of a request; `out_dtype` is that of the output, by default that of the queries."""
-        dims = request.dims
+    def of(cls, request: Request, arrays: Any, layout: BlockLayout, interpret: Any, out_dtype: Any) -> "TpuPlan":
+        """The plan of a request whose q, k and v are those of `arrays`: under `vmap` these have more batch rows."""
         rate = 0.0
         if request.dropout is not None:
             rate = request.dropout.rate
+        (B, T, N, H), (_, S, K, Hv) = arrays.q.shape, arrays.v.shape
         return cls(
-            **dims,
-            heads=dims["N"] if distinguishes_heads(request, layout) else dims["K"],
+            B=B,
+            T=T,
+            S=S,
+            N=N,
+            K=K,
+            H=H,
+            Hv=Hv,
+            heads=N if distinguishes_heads(request, layout) else K,
             q_tile=layout.q_tile,
             kv_tile=layout.kv_tile,
             q_tiles=layout.q_tiles,
@@ -54,7 +60,7 @@ class TpuPlan:
             soft_cap=request.soft_cap,
             dropout_rate=rate,
             biased=request.bias is not None,
-            out_dtype=np.dtype(out_dtype or request.q.dtype),
+            out_dtype=np.dtype(out_dtype),
             interpret=interpret,
         )
 

@@ -116,7 +116,7 @@ class Walk:
         """The sum of the bias's terms for a visit, in this kernel's orientation; None without a bias."""
         if not self.operands.plan.biased:
             return None
-        return self.operands.bias.of(self, j, slot)
+        return self.operands.bias.tile(self, j, slot)
 
     def repeats(self, slot: Any) -> Any:
         """How often the pair of tiles counts in a walk over keys: the forward layout may list it more than once."""
