@@ -12,7 +12,7 @@ from longspan.biases import combine_floats, partition_floats
 from longspan.engines.pallas_tpu import PallasTpu
 from longspan.testing import Shape
 
-SMALL_TILES = dict(q_tile=64, kv_tile=128)
+SMALL_TILES = dict(q_tile=128, kv_tile=128)
 
 
 def operands_of(shape: Shape, dtype=jnp.bfloat16, **more) -> dict:
