@@ -285,6 +285,32 @@ class RecordedMask:
         return _kernel_sides(self.sides, self.tiles, tape, batch, head)
 
 
+@dataclass(frozen=True)
+class RecordedValues:
+    """A function of the queries' and the keys' slots, such as a bias, as a kernel runs it."""
+
+    values: Callable[[Any, Any], Any]
+    sides: tuple[Side, Side]
+    tiles: tuple[int, int]
+    answers: list[Answer]
+    order: tuple[int, ...]
+
+    def at(self, load: Callable[[int], Any], batch: Any, head: Any, q_index: Any, kv_index: Any) -> Any:
+        """The values for each pair of slots. `load(n)` returns the loaded part of `answers[n]`."""
+        q, kv = _kernel_sides(self.sides, self.tiles, Replay(self.answers, self.order, load), batch, head)
+        return self.values(KernelSlots(q, q_index), KernelSlots(kv, kv_index))
+
+
+def record_values(layout: BlockLayout, batch: int, heads: int, values: Callable[[Any, Any], Any]) -> RecordedValues:
+    """Runs values(q, kv) once, outside of a kernel, and keeps the arrays that it reads."""
+    tape = Recording()
+    sides, tiles = layout.sides(batch=batch, heads=heads), (layout.q_tile, layout.kv_tile)
+    q, kv = _kernel_sides(sides, tiles, tape, jnp.int32(0), jnp.int32(0))
+    q_slots, kv_slots = KernelSlots(q, jnp.zeros((8, 1), np.int32)), KernelSlots(kv, jnp.zeros((1, 8), np.int32))
+    order = tape.questions(lambda: values(q_slots, kv_slots))
+    return RecordedValues(values, sides, tiles, tape.answers, order)
+
+
 def record(layout: BlockLayout, batch: int, heads: int) -> RecordedMask:
     """Runs a layout's mask once, outside of a kernel, and keeps the arrays that it reads."""
     mask, tape = layout.lowered().mask, Recording()

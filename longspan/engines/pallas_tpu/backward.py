@@ -4,6 +4,7 @@
 written with the visit: one kernel then reads everything once. `backward_over_queries` computes dq alone.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class BackwardArrays(NamedTuple):
 
 
 def backward_over_queries(operands: Operands, x: BackwardArrays) -> Any:
-    """dq [B, heads, group, T', H]."""
+    """The gradient of q, [B, heads, group, T', H]."""
     plan, refs = operands.plan, operands.refs
     add_queries(operands, dict(q=x.q, dout=x.dout))
     add_statistics(operands, x.statistics)
@@ -81,9 +82,9 @@ def _visit_for_dq(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool)
         seen = seen_columns(allowed)
         k, v = only(seen, k), only(seen, v)
 
-    def mask(x: jax.Array) -> jax.Array:
-        by_head = x.reshape(plan.group, plan.q_tile, plan.kv_tile)
-        return jnp.where(allowed[None], by_head, 0.0).reshape(x.shape)
+    if masked:
+        by_head = plan.group, plan.q_tile, plan.kv_tile
+        allowed = jnp.broadcast_to(allowed[None], by_head).reshape(plan.rows, plan.kv_tile)
 
     def statistic(name: str) -> Any:
         return as_columns(refs[f"{name} column"][...], plan.kv_tile)
@@ -91,20 +92,16 @@ def _visit_for_dq(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool)
     products = product(refs["q"][...].reshape(plan.rows, plan.H), k, ROWS_BY_ROWS)
     dweights = product(refs["dout"][...].reshape(plan.rows, plan.Hv), v, ROWS_BY_ROWS)
     scores = scores_of(plan, products, bias)
-    weights = _weights(plan, scores.values, statistic)
-    if masked:
-        weights = mask(weights)
+    weights = _weights(plan, scores.values, allowed, statistic)
     dscores = weights * (drop(plan, keep_by_query(walk, j, slot), dweights) - statistic("delta"))
     if careful:
-        dscores = mask(dscores)
+        dscores = jnp.where(allowed, dscores, 0.0)
     if scores.slope is not None:
         dscores = dscores * scores.slope
     refs["sum"][...] += product(dscores.astype(k.dtype), k, ROWS_BY_COLUMNS)
 
 
-def backward_over_keys(
-    operands: Operands, x: BackwardArrays, *, fused: bool
-) -> tuple[Any, Any, Any, Any]:
+def backward_over_keys(operands: Operands, x: BackwardArrays, *, fused: bool) -> tuple[Any, Any, Any, Any]:
     """(dq or None, dk, dv, dbias): dq [B, heads, group, T', H] in float32 if `fused`, dk and dv [B, heads, S', X].
 
     dbias has the gradients of the bias's arrays, None without a bias.
@@ -177,9 +174,7 @@ def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool,
 
         scores = scores_of(plan, product(k, q, ROWS_BY_ROWS), bias)
         dweights = product(v, dout, ROWS_BY_ROWS)
-        weights = _weights(plan, scores.values, statistic)
-        if masked:
-            weights = jnp.where(allowed, weights, 0.0)
+        weights = _weights(plan, scores.values, allowed, statistic)
         if walk.operands.counts_repeats:
             weights = weights * walk.repeats(slot).astype(np.float32)
         keep = None
@@ -192,10 +187,11 @@ def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool,
         if scores.slope is not None:
             dscores = dscores * scores.slope
         dscores = dscores.astype(q.dtype)
-        refs["dv sum of row"][...] += product(drop(plan, keep, weights).astype(dout.dtype), dout, ROWS_BY_COLUMNS)
+        # In this order, because its static schedule is the shortest.
         refs["dk sum of row"][...] += product(dscores, q, ROWS_BY_COLUMNS)
         if fused:
             walk.buffer("dq", slot)[g] += product(dscores, k, COLUMNS_BY_COLUMNS)
+        refs["dv sum of row"][...] += product(drop(plan, keep, weights).astype(dout.dtype), dout, ROWS_BY_COLUMNS)
 
 
 def _bias_and_allowed(walk: Walk, j: Any, slot: Any, masked: bool) -> tuple[Any, Any]:
@@ -208,12 +204,14 @@ def _bias_and_allowed(walk: Walk, j: Any, slot: Any, masked: bool) -> tuple[Any,
     return jnp.where(bias == -jnp.inf, 0.0, bias), allowed & (bias != -jnp.inf)
 
 
-def _weights(plan: TpuPlan, scores: jax.Array, statistic: Any) -> jax.Array:
-    """exp(score - lse - lse_residual). Only calls with a bias have the residual."""
-    exponent = scores - statistic("lse")
+def _weights(plan: TpuPlan, scores: jax.Array, allowed: Any, statistic: Callable[[str], Any]) -> jax.Array:
+    """exp(score - lse - lse_residual), 0 where not allowed; `allowed` is None if every pair is."""
     if plan.biased:
-        exponent = exponent - statistic("residual")
-    return plan.exp(exponent)
+        weights = plan.exp(scores - statistic("lse") - statistic("residual"))
+        return jnp.where(allowed, weights, 0.0)  # scores and lse may be as low as `masked_score`
+    if allowed is not None:
+        scores = jnp.where(allowed, scores, plan.masked_score)
+    return plan.exp(scores - statistic("lse"))
 
 
 def _part_of_queries(plan: TpuPlan, ref: Any, at: Visit) -> Any:

@@ -145,7 +145,9 @@ class Operands:
             self._add_pairs(name, answer)
         elif answer.axis == self.axis:
             array = by_tile(array, self.tile, self.count)
-            self.refs.read(name, array, pl.BlockSpec((None, None, None, 1, self.tile), partial(_row_block, array.shape)))
+            self.refs.read(
+                name, array, pl.BlockSpec((None, None, None, 1, self.tile), partial(_row_block, array.shape))
+            )
             self.refs.keep(f"{name} column", pltpu.VMEM((self.tile, LANES), array.dtype))
             self.row_entries.append(place)
         else:
@@ -170,7 +172,7 @@ class Operands:
         array = jnp.pad(array, ((0, 0), (0, 0), (0, widths[0]), (0, widths[1])))
         shape, transposed = (plan.q_tile, plan.kv_tile), self.axis == KEYS and answer.is_bool
         if transposed:
-            array, shape = array.swapaxes(2, 3), shape[::-1]
+            array, shape = array.swapaxes(2, 3), (plan.kv_tile, plan.q_tile)
         part = partial(_part_of_pairs, shape, self.axis == QUERIES or transposed)
         self.add_stream(name, array, part, pltpu.VMEM((2, *shape), array.dtype))
 
