@@ -97,7 +97,7 @@ def _features(shape: Shape) -> Iterator[ParityCase]:
         "bias by query": dict(bias=drawn(B, 1, T, 1)),
         "ALiBi": dict(bias=ls.alibi(np.abs(drawn(N)))),
         "relative bias": dict(bias=ls.relative_bias(drawn(16, N), max_distance=19)),
-        "bias by function": dict(bias=ls.ScoreBias(cells, drawn(N, 5), np.arange(1, B + 1, dtype=np.int32))),
+        "bias by function": dict(bias=ls.ScoreBias(slower, drawn(N), np.arange(1, B + 1, dtype=np.int32))),
         "all": dict(bias=holes(B, N, T, S), sinks=drawn(N), soft_cap=3.0, dropout_rate=0.2, dropout_key=key),
     }
     for name, given in features.items():
@@ -116,9 +116,10 @@ def _long() -> Iterator[ParityCase]:
             yield ParityCase(f"long: window, {length}, {dtype}", shape, window, dtype)
 
 
-def cells(b, h, q, k, table, every):
-    """Entries of a table by distance: a bias as users define one."""
-    return table[h, (q + 2 * k) // every[b] % 5]
+def slower(b, h, q, k, slopes, every):
+    """A bias as users define one: it reads arrays by row and by head, and is no function of the distance alone."""
+    distance = jnp.abs(q - k) // every[b] + q % 3
+    return -slopes[h] * jnp.log1p(distance.astype(slopes.dtype))
 
 
 def run(case: ParityCase, engine: Engine) -> ParityResult:

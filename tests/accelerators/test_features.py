@@ -9,6 +9,7 @@ import pytest
 
 import longspan as ls
 from benchmarks.tpu.chips import compile_for
+from benchmarks.tpu.parity import slower
 from longspan.engines.pallas_tpu import PallasTpu
 from longspan.testing import Shape
 from tests.accelerators.compiling import SMALL_TILES, compile_both, compile_forward, floats, kernels, operands_of
@@ -20,10 +21,6 @@ MASK = ls.Causal(100) & ls.Window(130, 0)
 DROPPED = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
 
 
-def cells(b, h, q, k, table, every):
-    return table[h, (q + 2 * k) // every[b] % 5]
-
-
 BIASES = {
     "by pair": lambda s: floats(s.B, s.N, s.T, s.S),
     "by pair, one head": lambda s: floats(1, 1, s.T, s.S),
@@ -31,7 +28,7 @@ BIASES = {
     "by query": lambda s: floats(s.B, 1, s.T, 1),
     "alibi": lambda s: ls.alibi(np.abs(floats(s.N))),
     "relative": lambda s: ls.relative_bias(floats(16, s.N), max_distance=19),
-    "function": lambda s: ls.ScoreBias(cells, floats(s.N, 5), np.arange(1, s.B + 1, dtype=np.int32)),
+    "function": lambda s: ls.ScoreBias(slower, floats(s.N), np.arange(1, s.B + 1, dtype=np.int32)),
     "sum": lambda s: (ls.alibi(np.abs(floats(s.N))), floats(s.B, 1, s.T, s.S)),
 }
 
@@ -46,7 +43,7 @@ def test_head_sizes_compile(size, chip):
 @pytest.mark.parametrize("Hv", [64, 192])
 def test_values_of_another_head_size_compile(Hv):
     shape = SHAPE._replace(Hv=Hv)
-    assert len(kernels(compile_both("v5e", MASK, operands_of(shape), tiles=SMALL_TILES))) == 2
+    assert len(kernels(compile_both("v5e", MASK, operands_of(shape), tiles=SMALL_TILES, fused=True))) == 2
 
 
 @pytest.mark.parametrize("size", [80, 128])
