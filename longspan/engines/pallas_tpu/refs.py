@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from longspan.engines.varying import varying_axes
+from longspan.engines.varying import vary, varying_axes
 
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
@@ -66,7 +66,7 @@ class KernelRefs:
             compiler_params=pltpu.CompilerParams(dimension_semantics=(order, order, "arbitrary")),
             interpret=interpret,
             name=name,
-        )(*self.arrays.values())
+        )(*vary(list(self.arrays.values()), varying))
         return dict(zip(self.results, out, strict=True))
 
 
