@@ -136,7 +136,8 @@ def _factor(table: tuple[tuple[int, float], ...], size: int) -> float:
 # Bundles per pair of forward visits of other sizes, FULL, relative to 512×512. On chips with wider matrix units small
 # tiles cost more. v4 and v5p have the entries of v5e, and tpu7x those of v6e: their matrix units have the same width.
 _NARROW = dict(
-    rows_factor=((128, 1.64), (256, 1.08), (512, 1.0), (1024, 1.03)), keys_factor=((256, 1.38), (512, 1.0), (1024, 1.08))
+    rows_factor=((128, 1.64), (256, 1.08), (512, 1.0), (1024, 1.03)),
+    keys_factor=((256, 1.38), (512, 1.0), (1024, 1.08)),
 )
 _WIDE = dict(rows_factor=((256, 1.41), (512, 1.0), (1024, 0.85)), keys_factor=((256, 1.76), (512, 1.0), (1024, 0.96)))
 

@@ -51,13 +51,13 @@ class SplitFunction:
         _evaluate(self.outer_equations, values)
         return [values[x] for x in self.boundary]
 
-    def inside(self, boundary: Sequence[Any], *rest: Any) -> Any:
-        """The result, from the values of the boundary and the other arguments."""
+    def inside(self, boundary: Sequence[Any], *rest: Any) -> list[Any]:
+        """The results, from the values of the boundary and the other arguments."""
         jaxpr = self.jaxpr.jaxpr
         values = dict(zip(self.boundary, boundary, strict=True))
         values.update(zip(jaxpr.invars[self.known :], rest, strict=True))
         _evaluate(self.inner_equations, values)
-        return _read(values, jaxpr.outvars[0])
+        return [_read(values, x) for x in jaxpr.outvars]
 
     def is_argument(self, value: Var) -> bool:
         """Whether a value of the boundary is one of the known arguments, or a constant, unchanged."""

@@ -63,9 +63,7 @@ def call_sizes(request: Request, q_tile: int, kv_tile: int, *, fused: bool) -> C
     return _call_sizes(structure, tuple(map(_shape_of, leaves)), q_tile, kv_tile, fused)
 
 
-def misfit(
-    request: Request, chip: Chip, q_tile: int, kv_tile: int, *, fused: bool, planned: bool
-) -> str | None:
+def misfit(request: Request, chip: Chip, q_tile: int, kv_tile: int, *, fused: bool, planned: bool) -> str | None:
     """The reason why a call does not fit a chip with these tiles, `planned` by the caller or by the engine."""
     if planned and (reason := _wrong_tiles(request, q_tile, kv_tile)):
         return reason

@@ -54,7 +54,7 @@ def _kv_tiles(dims: dict[str, int], preferred: int) -> list[int]:
     if dims["T"] <= DECODED:
         preferred, least = DECODED_KEYS, LANES
     dividing = [tile for tile in range(preferred, 0, -LANES) if S % tile == 0]
-    if dividing and (dividing[0] >= least or S < least):
+    if dividing and (dividing[0] >= least or least > S):
         return dividing
     first = min(preferred, -(-S // LANES) * LANES)
     if dims["T"] <= DECODED:
