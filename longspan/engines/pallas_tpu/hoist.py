@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxprs_in_params
+
+# Operations that read or write an array at computed indices. The compiler for TPUs refuses them in a kernel.
+INDEXING = ("gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice", "sort")
 
 # Operations that only repeat a value. The kernel repeats it itself: the result has the size of a tile.
 REPEATING = ("broadcast_in_dim", "iota")
@@ -59,10 +62,21 @@ class SplitFunction:
         _evaluate(self.inner_equations, values)
         return [_read(values, x) for x in jaxpr.outvars]
 
+    def indexes_arrays(self) -> bool:
+        """Whether the inner part reads or writes an array at computed indices."""
+        return any(map(_indexes_arrays, self.inner_equations))
+
     def is_argument(self, value: Var) -> bool:
         """Whether a value of the boundary is one of the known arguments, or a constant, unchanged."""
         jaxpr = self.jaxpr.jaxpr
         return value in jaxpr.invars or value in jaxpr.constvars
+
+
+def _indexes_arrays(equation: Any) -> bool:
+    if equation.primitive.name in INDEXING:
+        return True
+    inner = jaxprs_in_params(equation.params)
+    return any(_indexes_arrays(each) for jaxpr in inner for each in jaxpr.eqns)
 
 
 def _evaluate(equations: Sequence[Any], values: dict[Var, Any]) -> None:

@@ -58,6 +58,7 @@ class PreparedRule:
 
     def add_to(self, refs: KernelRefs) -> None:
         """Adds the boundary to the operands of a kernel."""
+        refs.indexes_arrays |= self.split.indexes_arrays()
         for n, array in enumerate(self.boundary):
             refs.read(f"{self.name} value {n}", *_as_operand(array))
 
