@@ -163,7 +163,7 @@ class Explanation:
 
     engine: str
     reason: str  # for the choice of the engine
-    refused: dict[str, str]  # engine -> the reason why it cannot run this call
+    refused: dict[str, str]  # engine tried before the chosen one -> the reason why it cannot run this call
     mask: str
     q_tile: int
     kv_tile: int
@@ -185,6 +185,8 @@ class Explanation:
     sent_bytes_backward: int | None = None
     bound_bytes: int | None = None  # a lower bound: the bytes that the busiest device must receive, forward
     gather_bytes: int | None = None  # received if all keys and values were gathered
+    sent_is_worst_case: bool = False  # whether the mask's arrays decide how much is sent
+    bound_is_worst_case: bool = False  # whether the mask's arrays decide how much must be received
     sending: tuple[str, ...] = ()  # order and load, then one line per step
     chip: ChipReport | None = None  # with `pallas_tpu`: memory and copies of its kernels
 
@@ -248,7 +250,7 @@ class Explanation:
         if self.cache_bytes is None:
             return []
         kept, full = short(self.cache_bytes, "B", 1024), short(self.full_cache_bytes, "B", 1024)
-        return [("KV cache for decoding", f"{kept}; {full} if it kept all keys")]
+        return [("KV cache for decoding", f"{kept}; a cache of all keys takes {full}")]
 
     def _sent(self) -> list[tuple[str, str]]:
         if self.sent_bytes is None:
@@ -256,11 +258,13 @@ class Explanation:
         head, *steps = self.sending
         forward, backward = short(self.sent_bytes, "B", 1024), short(self.sent_bytes_backward, "B", 1024)
         bound, gather = short(self.bound_bytes, "B", 1024), short(self.gather_bytes, "B", 1024)
-        total = f"each device receives {forward} forward, {backward} backward"
+        at_most = "at most " * self.sent_is_worst_case
+        required = "in the worst case, " * self.bound_is_worst_case + f"the mask requires {bound} forward"
         return [
             ("devices", head),
             *(("  sends", step) for step in steps),
-            ("  total", f"{total}; lower bound {bound}, a gather of all keys {gather}"),
+            ("  total", f"each device receives {at_most}{forward} forward and {backward} backward"),
+            ("  lower bound", f"{required}; an all-gather sends {gather}"),
         ]
 
 

@@ -103,8 +103,8 @@ def _check_engine(engine: object) -> None:
         hash(engine)
     except TypeError:
         raise TypeError(
-            f"engine={engine!r} does not hash, but `jit` needs a hash of every engine. Make it a frozen dataclass, "
-            "or remove its `__eq__`."
+            f"engine={engine!r} is not hashable, but `jit` needs hashable engines. Make its class a frozen dataclass, "
+            "or remove `__eq__` from the class."
         ) from None
 
 
@@ -133,17 +133,20 @@ def multiply(x: jax.Array, matrices: Sequence[jax.Array], layer: Any = 0, *, by_
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
-def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array, *, heads_first: bool = False) -> jax.Array:
     """Returns the stack with stack[layer, b, slots[b, i]] = new[b, i]; slots out of range are skipped.
 
     Args:
-        stack: [layers, B, slots, ...].
+        stack: [layers, B, slots, ...]; with `heads_first` [layers, B, K, slots, H].
         layer: the index into the stack, static or traced.
         slots: int32 [B, n]; within a row all slots differ.
-        new: [B, n, ...], of the stack's dtype.
+        new: [B, n, ...], of the stack's dtype; with `heads_first` [B, n, K, H].
+        heads_first: whether the stack's heads come before its slots: stack[layer, b, :, slots[b, i]] = new[b, i].
     """
     if jax.default_backend() == "cpu" and _library.missing() is None:
-        return _put(stack, layer, slots, new)
+        return _put(stack, layer, slots, new, heads_first=heads_first)
+    if heads_first:
+        return _scatter_by_head(stack, layer, slots, new)
     # Negative slots must not count from the end: they are moved past it, where `mode="drop"` skips them.
     slots = jnp.where(slots < 0, stack.shape[2], slots)
 
@@ -151,3 +154,22 @@ def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.A
         return row.at[layer, row_slots].set(values, mode="drop", unique_indices=True)
 
     return jax.vmap(write_row, (1, 0, 0), 1)(stack, slots, new)
+
+
+def _scatter_by_head(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """`put` with heads first, as one scatter that XLA does in place on TPUs.
+
+    `vmap` would move rows and heads to the front of the stack, and a scatter of [K, H] at once needs slots before heads
+    in memory. On TPUs, either copies the whole stack for each layer. Devices that split rows or heads send nothing.
+    """
+    indices = jnp.stack([jnp.full_like(slots, layer), slots], axis=-1)  # negative slots do not count from the end here
+    indices = jnp.broadcast_to(indices[:, None], (*stack.shape[1:3], *indices.shape[1:]))  # [B, K, n, 2]
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=(0, 3),
+        scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1, 2),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    by_head = jnp.swapaxes(new, 1, 2)
+    return jax.lax.scatter(stack, indices, by_head, numbers, unique_indices=True, mode="drop")

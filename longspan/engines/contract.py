@@ -84,10 +84,15 @@ class Engine(ABC):
         """
         raise NotImplementedError(f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'.")
 
-    def run_layer(self, request: Request, layout: BlockLayout, k: Any, v: Any, layer: Any) -> Any:
+    def run_layer(
+        self, request: Request, layout: BlockLayout, k: Any, v: Any, layer: Any, *, heads_first: bool = False
+    ) -> Any:
         """(out, lse) for one layer of stacked keys and values [layers, B, S, K, H], read in place; None: not supported.
 
         `layer` is a traced int, and the request has the shapes of one layer. A loop over layers then copies no cache.
         Called on one device only. JAX cannot differentiate it. By default the caller copies the layer and calls `run`.
+
+        With `heads_first`, the stacks are [layers, B, K, S, H]. The request still has keys [B, S, K, H] and values
+        [B, S, K, Hv], as `ShapeDtypeStruct`. Queries and results have the same order in both cases.
         """
         return None

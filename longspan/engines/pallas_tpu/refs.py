@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from longspan.engines.varying import varying_axes
+from longspan.engines.varying import vary, varying_axes
 
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
@@ -65,7 +66,7 @@ class KernelRefs:
             compiler_params=pltpu.CompilerParams(dimension_semantics=(order, order, "arbitrary")),
             interpret=interpret,
             name=name,
-        )(*self.arrays.values())
+        )(*vary(list(self.arrays.values()), varying))
         return dict(zip(self.results, out, strict=True))
 
 
@@ -86,3 +87,13 @@ def _shape_struct(shape: tuple[int, ...], dtype: Any, varying: frozenset[str]) -
         return jax.ShapeDtypeStruct(shape, dtype)
     kind = jax.sharding.ManualAxisType(varying=varying)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def vmem(shape: Sequence[int], dtype: Any = np.float32) -> Any:
+    """A buffer in vector memory."""
+    return pltpu.VMEM(tuple(shape), np.dtype(dtype))
+
+
+def smem(shape: Sequence[int], dtype: Any = np.int32) -> Any:
+    """A buffer in scalar memory."""
+    return pltpu.SMEM(tuple(shape), np.dtype(dtype))
