@@ -3,7 +3,7 @@
 A visit computes all query heads that share a key/value head, so the rows of a visit are q_tile times their number.
 """
 
-from longspan.engines.pallas_tpu.chips import Chip
+from longspan.engines.pallas_tpu.chips import TpuChip
 from longspan.engines.pallas_tpu.sizes import LANES, fits
 from longspan.engines.request import Request
 
@@ -13,7 +13,7 @@ DECODED_KEYS = 1024
 LEAST_KEYS = 256  # smaller tiles are slower than keys that are padded
 
 
-def tiles_for(request: Request, chip: Chip, *, fused: bool) -> tuple[int, int]:
+def tiles_for(request: Request, chip: TpuChip, *, fused: bool) -> tuple[int, int]:
     """(q_tile, kv_tile) of a call on a chip."""
     dims, group = request.dims, 1
     if request.mask.heads == 1 and request.bias is None:
