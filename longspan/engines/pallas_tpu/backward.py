@@ -95,10 +95,10 @@ def _visit_for_dq(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool)
     if masked:
         weights = mask(weights)
     dscores = weights * (drop(plan, keep_by_query(walk, j, slot), dweights) - statistic("delta"))
-    if careful:
-        dscores = mask(dscores)
     if scores.slope is not None:
         dscores = dscores * scores.slope
+    if careful:  # after the slope, which is NaN for a query of NaN
+        dscores = mask(dscores)
     refs["sum"][...] += product(dscores.astype(k.dtype), k, ROWS_BY_COLUMNS)
 
 
