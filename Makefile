@@ -14,7 +14,7 @@ DOCS := .venv-docs
 PIP_FLAGS := -qq --disable-pip-version-check
 
 .PHONY: help setup native native-test native-arm64 demo quick test check optimised part-core part-models part-mesh slow \
-  matrix lint format bench parity accelerators docs lock clean distclean
+  matrix lint format bench parity accelerators accelerators-run docs lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,7 +26,8 @@ help:
 	@echo "make slow       the long tests: property tests with 2,000 examples, sanitizers, the parity matrix"
 	@echo "make matrix     the whole parity matrix: engines, masks, shapes, features and dtypes"
 	@echo "make parity     comparisons with PyTorch, Transformers and a real checkpoint, installed into $(PARITY)"
-	@echo "make accelerators  the bytes that sequence-parallel attention sends, in programs compiled for TPUs in $(ACCELERATORS)"
+	@echo "make accelerators  programs compiled for TPUs on any machine: every mask and feature, bundles, memory, bytes sent"
+	@echo "make accelerators-run REPORT=report.json  on a machine with a TPU: parity and times, written to a report to send back"
 	@echo "make native     compiles the native kernel again, after a change in native/"
 	@echo "make native-test  tests the kernel against a naive loop and with damaged calls, under sanitizers"
 	@echo "make native-arm64  the same tests, compiled for arm64 and emulated"
@@ -141,8 +142,11 @@ $(ACCELERATORS)/.ready: requirements.lock pyproject.toml
 	@touch $@
 
 accelerators: $(ACCELERATORS)/.ready
-	$(ACCELERATORS)/bin/python -m pytest -n 0 -m "accelerators and mesh" tests/parallel $(ARGS)
-	$(ACCELERATORS)/bin/python -m benchmarks.accelerators
+	$(ACCELERATORS)/bin/python -m pytest -v -n $(JOBS) --dist worksteal -m accelerators tests/accelerators $(ARGS)
+	$(ACCELERATORS)/bin/python -m benchmarks.tpu
+
+accelerators-run: $(ACCELERATORS)/.ready
+	$(ACCELERATORS)/bin/python -m benchmarks.tpu.run $(REPORT) $(ARGS)
 
 parity: $(PARITY)/.ready
 	$(PARITY)/bin/python -m pytest -n $(JOBS) -m "parity or checkpoint" $(ARGS)

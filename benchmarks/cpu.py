@@ -206,7 +206,7 @@ def _fastest(title: str, shape: Shape, arguments: dict, dtype=jnp.float32) -> li
 
 def long() -> list[list[str]]:
     """A million tokens, both passes: the time per token relative to 64k tokens, and the process's peak memory."""
-    rows = [["case", "ms", "time per token / that at 64k", "peak resident MB"]]
+    rows = [["case", "ms", "time per token / that at 64k", "peak resident MiB"]]
     first = None
     for length in (65536, 1_000_000):
         case = cases.Case(f"window ±256, {length:,}, 1 head, both passes", cases.square(length, 1), cases.window, True)

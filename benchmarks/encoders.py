@@ -66,7 +66,7 @@ def compare(name: str, length: int, rounds: int, python: str | None) -> str:
             times[who].append(worker.run())
     lines = [f"{name}, {length} tokens, forward"]
     for who, worker in workers.items():
-        lines.append(f"  {who:<13}{np.median(times[who]):7.2f} s   peak {worker.finish():6.0f} MB")
+        lines.append(f"  {who:<13}{np.median(times[who]):7.2f} s   peak {worker.finish():6.0f} MiB")
     if python is not None:
         ratios = [b / a for a, b in zip(times["longspan"], times["Hugging Face"], strict=True)]
         lines.append(f"  {np.median(ratios):.2f}x faster (rounds {min(ratios):.2f} to {max(ratios):.2f}; goal {goal}x)")
@@ -106,7 +106,7 @@ def train(family: str, length: int) -> str:
     worker = Worker(sys.executable, "train", family, length, 0)
     seconds = min(worker.run() for _ in range(2))
     title = f"{family}, base size, {length} tokens, both passes with remat"
-    return f"{title}\n  longspan     {seconds:7.2f} s   peak {worker.finish():6.0f} MB (goal: below 12,000)"
+    return f"{title}\n  longspan     {seconds:7.2f} s   peak {worker.finish():6.0f} MiB (goal: below 12,000)"
 
 
 class Worker:
@@ -122,7 +122,7 @@ class Worker:
         return self.ask("run")
 
     def finish(self) -> float:
-        """The peak resident memory, in MB."""
+        """The peak resident memory, in MiB."""
         peak = self.ask("peak")
         self.process.communicate()
         return peak

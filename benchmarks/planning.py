@@ -42,7 +42,7 @@ def measure(name: str) -> dict[str, float]:
 
 
 def main() -> list[list[str]]:
-    rows = [["plan of 1,048,576 tokens", "seconds", "above the peak at start (MB)", "peak of the process (MB)"]]
+    rows = [["plan of 1,048,576 tokens", "seconds", "above the peak at start (MiB)", "peak of the process (MiB)"]]
     for name in PLANS:
         command = [sys.executable, "-m", "benchmarks.planning", name]
         found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -8,7 +8,7 @@ from benchmarks.measure import alternate, gemm, of_peak, ours, ratio, seconds, u
 
 def speed() -> list[list[str]]:
     """Compares the engine with dense attention and the GEMM peak."""
-    rows = [["case", "ms", "of GEMM peak", "faster than jax.nn", "temporary MB"]]
+    rows = [["case", "ms", "of GEMM peak", "faster than jax.nn", "temporary MiB"]]
     for case, peer in (
         (cases.WINDOW_8K, lambda: peers.jax_nn(cases.WINDOW_8K.shape, window=256)),
         (cases.WINDOW_16K, None),

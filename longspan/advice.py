@@ -69,7 +69,7 @@ def facts(request: Request, is_known: bool, shared: bool) -> tuple[str, ...]:
     """Notes that do not depend on the counts of tiles."""
     notes = [_cost(request.mask, part) for part in request.mask.unbounded()]
     if not is_known:
-        notes.append("the values of the mask's arrays are not known here, and the skipped tiles depend on them")
+        notes.append("the skipped tiles depend on the mask's arrays, whose values are not known here")
     if request.has_positions:
         notes.append(
             "if the given positions do not increase along the row, rules that compare positions visit every tile"
@@ -138,8 +138,8 @@ def bounds(call: PlannedCall) -> str | None:
         else:
             how.append(f"define `classify` in {type(part).__name__}")
     return (
-        f"bounds would skip {skipped:,} of {read:,} sampled tiles: {', '.join(how)}; or add `& Band(lo, hi)` to the "
-        "mask, if it only allows distances k - q from lo to hi"
+        f"bounds would skip {skipped:,} of {read:,} sampled tiles. To add bounds, {' and '.join(how)}. Or add `& "
+        "Band(lo, hi)` to the mask, if the mask only allows distances k - q from lo to hi"
     )
 
 
@@ -164,8 +164,8 @@ def sorted_by_id(call: PlannedCall) -> str | None:
     with_positions = " and their positions" if positions else ""
     return (
         f"{call.ratio}: ids appear again after other ids, so tiles contain tokens of many documents. Sort the tokens "
-        f"by id with `order = np.argsort(ids, kind='stable')`, and pass `mask.cut(order, order)`{with_positions}: that "
-        f"executes {flops}"
+        f"by id with `order = np.argsort(ids, kind='stable')`, and pass `mask.cut(order, order)`{with_positions}. The "
+        f"call then executes {flops}"
     )
 
 
@@ -211,8 +211,10 @@ def _cost(mask: Mask, part: Mask) -> str:
     elif not full:
         effect = "no tile is known to be full, so every visited tile is masked pair by pair"
     else:
-        effect = "tiles that depend on it are masked pair by pair"
-    return f"{type(part).__name__} without bounds ({part!r} does not define `classify`): {effect}"
+        effect = "tiles that depend on this rule are masked pair by pair"
+    if isinstance(part, Custom):
+        return f"{part!r} has no `bounds`: {effect}"
+    return f"{type(part).__name__} does not define `classify` ({part!r}): {effect}"
 
 
 @rule

@@ -27,7 +27,7 @@ Output: TypeAlias = Float[jax.Array, "B T N Hv"]
 LogSumExp: TypeAlias = Float[jax.Array, "B T N"]
 Positions: TypeAlias = Int[Array, "B_or_1 L"]
 Scores: TypeAlias = Bool[Array, "B_or_1 N_or_1 T S"]
-EngineName: TypeAlias = Literal["auto", "cpu", "xla", "reference"]
+EngineName: TypeAlias = Literal["auto", "cpu", "pallas_tpu", "xla", "reference"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float
 
@@ -116,7 +117,7 @@ def attention(
 
     `engine="reference"` has all derivatives. The other engines have first derivatives in reverse mode (`grad`, `vjp`,
     `jacrev`). With them, a second derivative raises a NotImplementedError, and forward mode (`jvp`, `jacfwd`,
-    `linearize`) raises a TypeError; inside `jit` that is JAX's own error about `custom_vjp`.
+    `linearize`) raises a TypeError. Inside `jit`, this TypeError comes from JAX and names `custom_vjp`.
 
     Args:
         q: queries [B, T, N, H]. Queries, keys and values may all lack the batch axis; then B = 1.
@@ -138,10 +139,10 @@ def attention(
         q_positions: int [T] or [B, T]; by default each slot's index.
         kv_positions: int [S] or [B, S]; by default each slot's index.
         batch_axes: inside `shard_map`, the mesh axes that split batch rows. Dropout, `Custom` and `ScoreBias` then use
-            the numbers of the rows in the whole batch. Other mesh axes, and axes along which `q` does not vary, have no
+            the indices of the rows in the whole batch. Other mesh axes, and axes along which `q` does not vary, have no
             effect.
-        head_axis: inside `shard_map`, the mesh axis that splits heads. `PerHead` may hold the masks of these heads, or
-            of all heads.
+        head_axis: inside `shard_map`, the mesh axis that splits heads. `PerHead` may hold the masks of this device's
+            heads, or of all heads.
         engine: "auto" for the first engine that can run the call; the name of an engine, which raises if it cannot; or
             an instance of `longspan.engines.Engine`.
         return_lse: whether to return the log-sum-exp of the scores too.
@@ -176,27 +177,42 @@ def answer(request: Request, engine: Any) -> tuple[Any, Any]:
         return on_auto_axes(_run_engine, _like_queries, (chosen,), (request,))
 
 
-def attention_of_layer(q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None) -> jax.Array:
+def attention_of_layer(
+    q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None, heads_first: bool = False
+) -> jax.Array:
     """`attention` with one layer of stacked keys and values [layers, B, S, K, H], read in place if the engine can.
+
+    With `heads_first` the stacks are [layers, B, K, S, H]. The engine gets them as they are, without a transpose.
 
     For one device. A result that was read in place has no derivative of its own: `models/decoders/cache.py` wraps this
     function in a `custom_vjp`, whose backward pass differentiates `attention` of the layer.
     """
-    layer_k = jax.ShapeDtypeStruct(k.shape[1:], k.dtype)
-    layer_v = jax.ShapeDtypeStruct(v.shape[1:], v.dtype)
+    layer_k, layer_v = _shape_of_layer(k, heads_first), _shape_of_layer(v, heads_first)
     request = Request.of(q=q, k=layer_k, v=layer_v, mask=mask, scale=scale, soft_cap=soft_cap).with_scale()
     result = None
     if request.layout is not None and 0 not in request.dims.values():
-        result = choose("auto", request)[0].run_layer(request, request.layout, k, v, layer)
-    if result is None:
-        return attention(q, k[layer], v[layer], mask=mask, scale=scale, soft_cap=soft_cap)
-    return result[0]
+        engine = choose("auto", request)[0]
+        result = engine.run_layer(request, request.layout, k, v, layer, heads_first=heads_first)
+    if result is not None:
+        return result[0]
+    k, v = k[layer], v[layer]
+    if heads_first:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    return attention(q, k, v, mask=mask, scale=scale, soft_cap=soft_cap)
 
 
 def plan_attention_layout(q, k, v, **call) -> BlockLayout:
     """The layout that `attention` plans for a call, for use in several calls; q, k and v may be `ShapeDtypeStruct`s."""
     request = Request.of(q=q, k=k, v=v, **call)
     return request.plan_layout(*choose("auto", request)[0].tiles(request))
+
+
+def _shape_of_layer(stack: Any, heads_first: bool) -> jax.ShapeDtypeStruct:
+    """The shape of one layer as [B, S, K, H]."""
+    B, S, K, H = stack.shape[1:]
+    if heads_first:
+        S, K = K, S
+    return jax.ShapeDtypeStruct((B, S, K, H), stack.dtype)
 
 
 def _like_queries(engine: Engine, operands, results) -> tuple[P, P]:

@@ -43,7 +43,7 @@ def shard_indices(q: Any, batch_axes: Any, head_axis: Any) -> ShardIndices | Non
     named = (*batch_names, *head_names)
     repeated = sorted(name for name in set(named) if named.count(name) > 1)
     if repeated:
-        raise ValueError(f"The mesh axis {repeated[0]!r} is named twice, as `batch_axes` or `head_axis`.")
+        raise ValueError(f"The mesh axis {repeated[0]!r} is named twice in `batch_axes` and `head_axis`. Name it once.")
     mesh = jax.sharding.get_abstract_mesh()
     batch_names = tuple(name for name in batch_names if name in mesh.manual_axes and _varies(q, name))
     head_names = tuple(name for name in head_names if name in mesh.manual_axes and _varies(q, name))

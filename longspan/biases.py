@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from longspan.array_types import Array, no_type_check
 from longspan.checks import FLOATS, check_broadcast, check_static_size, is_array, is_known
+from longspan.masks.checks import counted, parameter_forms
 from longspan.masks.pytree import Value, rule, short
 from longspan.masks.sides import Slots, two_sides
 
@@ -34,12 +35,12 @@ def alibi(slopes: Float[Array, "N"]) -> "Bias":
         >>> ls.attention(q, k, v, mask=ls.Causal(), bias=ls.alibi(2.0 ** jnp.array([-4.0, -8.0]))).shape
         (1, 8, 2, 4)
 
-    Differs from the paper: it is written for causal masks, where |q − k| = q − k; here keys after the query are as far
-    as those before it.
+    Differs from the paper, which assumes causal masks, where |q − k| = q − k. Here a key at some distance after the
+    query gets the same bias as the key at that distance before the query.
     """
     _check_floats("slopes", slopes, 1, "[N], one per query head")
     if is_known(slopes) and not np.isfinite(np.asarray(slopes, np.float64)).all():
-        raise ValueError(f"`slopes` must be finite, got {np.asarray(slopes, np.float64)}. Mask keys with `mask`.")
+        raise ValueError(f"`slopes` must be finite, got {np.asarray(slopes, np.float64)}. To mask keys, use `mask`.")
     return Alibi(slopes)
 
 
@@ -63,7 +64,9 @@ def relative_bias(table: Float[Array, "buckets N"], *, bidirectional: bool = Tru
     """
     _check_floats("table", table, 2, "[buckets, N], one column per query head")
     if is_known(table) and np.isnan(np.asarray(table, np.float64)).any():
-        raise ValueError("`table` holds NaN: every score of its bucket would be NaN.")
+        raise ValueError(
+            "`table` contains NaN, which would make every score of that bucket NaN. Replace it with a number."
+        )
     if not isinstance(bidirectional, bool):
         raise TypeError(f"`bidirectional` must be a Python bool, got {bidirectional!r}.")
     least, directions = 2, "one direction"
@@ -147,8 +150,8 @@ class Bias(Value):
         if distances is not None and not distances.fits(N):
             got = ", ".join(f"{name} {x.shape}" for name, x in distances._asdict().items() if x is not None)
             raise ValueError(
-                f"{self!r}.by_distance() gives {got or 'nothing'}, expected slopes [N], a table [N, 2·reach + 1] or "
-                f"both, and the call has N = {N} query heads."
+                f"{self!r}.by_distance() returned {got or 'nothing'}. It must return slopes [N], a table [N, 2·reach "
+                f"+ 1] or both, and the call has N = {N} query heads."
             )
 
         def values(bias):
@@ -158,7 +161,8 @@ class Bias(Value):
         if got.ndim != 4 or any(n not in (1, m) for n, m in zip(got.shape, shape, strict=True)):
             raise ValueError(
                 f"{self!r} gives values of shape {got.shape}, which must broadcast to [B, N, T, S] = {list(shape)}. "
-                "Compute them from the batch rows, heads and positions, which have rank 4 and broadcast."
+                "Compute the values from the batch rows, heads and positions that the bias receives: these arrays "
+                "have rank 4 and broadcast."
             )
 
 
@@ -365,19 +369,20 @@ def _leading_parameters(fn: Any, arrays: int) -> int:
     """The number of parameters of a function before its arrays: 2 for (q, k), 4 for (b, h, q, k)."""
     if not callable(fn):
         raise TypeError(f"ScoreBias needs a function of (q, k) or (b, h, q, k), got {type(fn).__name__}.")
-    expected = f"fn(q, k, *arrays) or fn(b, h, q, k, *arrays) with {arrays} arrays"
+    expected = f"With {counted(arrays, 'array')}, the function of ScoreBias must have "
+    expected += parameter_forms(arrays, "required positional parameters")
     try:
         parameters = inspect.signature(fn).parameters.values()
     except ValueError:
         raise TypeError(
-            f"ScoreBias cannot read the parameters of {fn!r}, expected {expected}. Wrap it in a Python function."
+            f"ScoreBias cannot read the parameters of {fn!r}. {expected}. Wrap the function in a Python function."
         ) from None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
     if required - arrays not in (2, 4):
         raise TypeError(
-            f"ScoreBias needs {expected}, so {arrays + 2} or {arrays + 4} required positional parameters, got "
-            f"{required}. Parameters with a default, `*args` and keywords do not count."
+            f"{getattr(fn, '__name__', repr(fn))} has {required} required positional parameters. {expected}. "
+            "Parameters with a default, `*args` and keywords do not count."
         )
     return required - arrays
 

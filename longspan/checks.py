@@ -57,8 +57,7 @@ def check_tiles(q_tile: Any, kv_tile: Any) -> None:
             raise ValueError(f"{name} must be a Python int >= 1, got {value!r}.")
         if value > FAR:
             raise ValueError(
-                f"{name} must be at most {FAR} (2**30 - 1), got {value}. A tile as long as the sequence covers "
-                "all tokens."
+                f"{name} must be at most {FAR} (2**30 - 1), got {value}. Give at most the length of the sequence."
             )
 
 
@@ -75,15 +74,8 @@ def check_extents(
     for extent in mask.extents():
         name, axis, size, unit = extent
         if axis in lengths:
-            blocks = -(-lengths[axis] // unit)
-            if size != blocks:
-                covers = f"{size} {names[axis]}"
-                if unit != 1:
-                    covers = f"{size} blocks of {unit} {names[axis]}"
-                raise ValueError(
-                    f"{name} covers {covers}, but the call has {lengths[axis]}. "
-                    "Create the mask with arrays of this length, or slice it."
-                )
+            if size != -(-lengths[axis] // unit):
+                raise ValueError(_wrong_extent(extent, lengths[axis], names[axis]))
             continue
         wanted = heads
         if axis == "B":
@@ -94,15 +86,37 @@ def check_extents(
             in_all = whole["BN".index(axis)]
             if size not in (wanted, in_all):
                 raise ValueError(
-                    f"{name} has {size} {names[axis]}, but this shard has {wanted} of {in_all}. Give 1, {wanted} or "
-                    f"{in_all}."
+                    f"{name} has {size} {names[axis]}, but this shard has {wanted} of {in_all}. Give "
+                    f"{_one_of(1, wanted, in_all)}."
                 )
             continue
         if wanted is not None and size != wanted:
-            raise ValueError(f"{name} has {size} {names[axis]}, but the call has {wanted}. Give one, or {wanted}.")
+            raise ValueError(f"{name} has {size} {names[axis]}, but the call has {wanted}. Give {_one_of(1, wanted)}.")
         other = seen.setdefault(axis, extent)
         if other.size != size:
-            raise ValueError(f"{name} has {size} {names[axis]}, but {other.name} has {other.size}. They must agree.")
+            raise ValueError(
+                f"{name} has {size} {names[axis]}, but {other.name} has {other.size}. The two numbers must be equal."
+            )
+
+
+def _wrong_extent(extent: Any, length: int, noun: str) -> str:
+    """The message for an array that covers another number of queries or keys than the call has."""
+    name, _, size, unit = extent
+    wanted = -(-length // unit)
+    covers, needs = f"{size} {noun}", f"{wanted} {noun}"
+    if unit != 1:
+        covers = f"{size} blocks of {unit} {noun}"
+        needs = f"{wanted} {'block' if wanted == 1 else 'blocks'} of {unit} {noun}"
+    cure = f"Create the mask with an array for {needs}"
+    if size > wanted:
+        cure += ", or cut the mask with `mask.cut(...)`"
+    return f"{name} covers {covers}, but the call has {length} {noun}. {cure}."
+
+
+def _one_of(*sizes: Any) -> str:
+    """The distinct sizes, in words: "1", "1 or 3", "1, 3 or 6"."""
+    *first, last = dict.fromkeys(map(str, sizes))
+    return " or ".join([", ".join(first), last] if first else [last])
 
 
 def check_sides(mask: Any, q_len: Any, kv_len: Any, q_positions: Any, kv_positions: Any) -> int:
@@ -133,9 +147,9 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
         raise TypeError(f"{name} must be an int array, got {got}. Cast it with `.astype('int32')`.")
     if positions.ndim == 3:
         raise ValueError(
-            f"{name} has rank 3, shape {tuple(positions.shape)}, but all heads of a row share its positions: "
-            f"[{length}] or [B, {length}]. For positions that differ between heads, use a `PerHead` of shifted masks, "
-            "for example `PerHead((Causal(), Causal(3)))`."
+            f"{name} has shape {tuple(positions.shape)}, but must have shape [{length}] or [B, {length}]. Positions "
+            "cannot differ between heads. Use a `PerHead` of shifted masks instead, for example `PerHead((Causal(), "
+            "Causal(3)))`."
         )
     if positions.ndim not in (1, 2) or positions.shape[-1] != length:
         raise ValueError(
@@ -146,7 +160,7 @@ def check_positions(name: str, positions: Any, length: int, batch: int | None) -
     if positions.ndim == 2:
         rows = positions.shape[0]
     if rows != 1 and batch is not None and rows != batch:
-        raise ValueError(f"{name} has {rows} batch rows, but the call has {batch}. Give one, or {batch}.")
+        raise ValueError(f"{name} has {rows} batch rows, but the call has {batch}. Give {_one_of(1, batch)}.")
     return rows
 
 
@@ -183,8 +197,9 @@ def ids_as_int32(label: str, ids: Any) -> Any:
         return jax.ShapeDtypeStruct(ids.shape, np.int32, sharding=ids.sharding)
     if ids.dtype.itemsize >= 4 and not is_known(ids):
         raise TypeError(
-            f"{label} must be int32 where its values are unknown, as inside jit, got {ids.dtype}: ids that differ only "
-            "beyond 32 bits would become equal. Renumber them before jit, or cast with `.astype('int32')` if they fit."
+            f"{label} has dtype {ids.dtype}. Its values cannot be checked, because the array is traced, or lies partly "
+            "on other hosts. Such an array must be int32, because a cast to 32 bits could make two different ids "
+            "equal. Renumber the ids before jit, or cast them with `.astype('int32')` if they fit into 32 bits."
         )
     if ids.dtype.itemsize >= 4 and ids.size:
         known = np.asarray(ids)  # NumPy, because JAX may be tracing
@@ -266,11 +281,12 @@ def check_keywords(function: str, unknown: Sequence[str]) -> None:
     for name in unknown:
         if name not in TRANSLATED:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        masks = [TRANSLATED[other].removeprefix("mask=") for other in unknown if other in TRANSLATED]
+        translated = [other for other in unknown if other in TRANSLATED]
         more = ""
-        if len(masks) > 1:
-            more = f"; all of them together are `mask={' & '.join(masks)}`"
-        raise TypeError(f"{function}() has no argument {name!r}: give it as `{TRANSLATED[name]}`{more}.")
+        if len(translated) > 1:
+            masks = " & ".join(TRANSLATED[other].removeprefix("mask=") for other in translated)
+            more = f" For {' and '.join(map(repr, translated))} together, give `mask={masks}`."
+        raise TypeError(f"{function}() has no argument {name!r}. Give `{TRANSLATED[name]}` instead.{more}")
 
 
 def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -278,7 +294,7 @@ def with_batch(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     ranks = [len(x.shape) for x in (q, k, v) if hasattr(x, "shape")]
     if len(ranks) == 3 and 3 in ranks and len(set(ranks)) > 1:
         raise ValueError(
-            f"`q`, `k` and `v` must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none, got shapes "
+            "Either all of `q`, `k` and `v` must have a batch axis, or none of them, got shapes "
             f"{', '.join(str(tuple(x.shape)) for x in (q, k, v))}. Add the axis with `x[None]`."
         )
     if ranks != [3, 3, 3]:
@@ -318,13 +334,13 @@ def check_qkv(q: Any, k: Any, v: Any) -> None:
         )
     (batch, _, heads, size), (kv_batch, _, kv_heads, kv_size) = q.shape, k.shape
     if batch != kv_batch:
-        raise ValueError(f"`q` has batch {batch} and `k` has batch {kv_batch}: they must agree.")
+        raise ValueError(f"`q` has batch size {batch} and `k` has batch size {kv_batch}. The two sizes must be equal.")
     if size != kv_size:
-        raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}: they must agree.")
+        raise ValueError(f"`q` has head size {size} and `k` has head size {kv_size}. The two sizes must be equal.")
     if heads != 0 and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
-            f"`q` has {heads} heads and `k` has {kv_heads}: query heads must be a multiple of key/value heads. "
-            "Repeat `k` and `v`, or change the number of key/value heads."
+            f"`q` has {heads} heads and `k` has {kv_heads}. The number of query heads must be a multiple of the "
+            "number of key/value heads. Repeat `k` and `v`, or change the number of key/value heads."
         )
 
 
@@ -356,8 +372,8 @@ def check_bound_lengths(what: str, mine: Sequence[int], call: Sequence[int]) -> 
     """Checks that a mask bound to (or planned for) some lengths is called with these lengths."""
     if tuple(mine) != tuple(call):
         raise ValueError(
-            f"This {what} is for {mine[0]} queries and {mine[1]} keys, but the call has {call[0]} and {call[1]}. "
-            "Make one for these lengths, or slice it."
+            f"This {what} is for {mine[0]} queries and {mine[1]} keys, but the call has {call[0]} queries and "
+            f"{call[1]} keys. Make a {what} for the lengths of the call."
         )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -15,7 +15,8 @@ from longspan.array_types import Array, EngineName, Key, Positions, Query, Real,
 from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.biases import AnyBias
 from longspan.checks import is_abstract
-from longspan.engines import ENGINES, Engine, Request, choose
+from longspan.engines import Engine, PallasTpu, Request, choose, tried
+from longspan.engines.pallas_tpu.report import ChipReport
 from longspan.layout import BlockLayout, count
 from longspan.maskinfo import MaskInfo
 from longspan.masks import Mask
@@ -49,11 +50,16 @@ def explain(
     head_axis: str | None = HEAD_AXIS,
     order: Order = "contiguous",
     global_capacity: int | None = None,
+    chip: str | None = None,
 ) -> "Explanation":
     """Reports the engine, tiles, FLOPs and memory of a call of `attention` with the same arguments, without running it.
 
     Arrays may be `jax.ShapeDtypeStruct`s. With a `mesh`, it reports on `ls.parallel.attention` instead, with the bytes
     that devices send in each step; `axis`, `order` and `global_capacity` are arguments of that function.
+
+    With a `chip` ("v4", "v5e", "v5p", "v6e" or "tpu7x"), it reports on the engine `pallas_tpu` on that TPU, on any
+    machine: the memory of the kernels beside the chip's limits, and what they copy. These are static counts. Nobody has
+    run the kernels on a TPU, so there are no times.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
@@ -63,14 +69,23 @@ def explain(
         >>> report = ls.explain(x, x, x, mask=ls.Window(31, 0), mesh=ls.parallel.mesh(sp=8))
         >>> report.sent_bytes, report.sent_bytes_backward, report.bound_bytes, report.gather_bytes
         (31744, 31744, 31744, 917504)
+        >>> x = jax.ShapeDtypeStruct((1, 65536, 4, 128), jnp.bfloat16)
+        >>> report = ls.explain(x, x, x, mask=ls.Causal() & ls.Window(511, 0), chip="v5e")
+        >>> report.engine, report.q_tile, report.kv_tile, f"{report.chip.row_share:.0%}"
+        ('pallas_tpu', 512, 512, '28%')
     """
+    chosen_for = engine
+    if chip is not None:
+        if mesh is not None:
+            raise ValueError("`explain` takes a `mesh` or a `chip`, not both: a chip's report is that of one device.")
+        chosen_for = _on_chip(engine, chip)
     request = Request.of(
         q=q, k=k, v=v, mask=mask, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout_rate=dropout_rate,
         dropout_key=dropout_key, q_positions=q_positions, kv_positions=kv_positions,
         batch_axes=batch_axes, head_axis=head_axis,
     )  # fmt: skip
     check_mesh(order, mesh)
-    chosen, refused = choose(engine, request)
+    chosen, refused = choose(chosen_for, request)
     layout, dims = request.layout, request.dims
     if layout is None:
         q_tile, kv_tile = chosen.tiles(request)
@@ -89,15 +104,19 @@ def explain(
     sent = {}
     if mesh is not None:
         sent = sending(request, Axes.of(mesh, axis, batch_axes, head_axis), order, global_capacity)
+    on_chip = None
+    if isinstance(chosen, PallasTpu):
+        on_chip = chosen.report(request, layout, counts)
     return Explanation(
         engine=chosen.name,
-        reason=_reason(engine),
+        reason=_reason(engine, chip, request.platform),
         refused=refused,
         mask=repr(request.mask),
         q_tile=q_tile,
         kv_tile=kv_tile,
         notes=(*facts(request, is_known, mesh is not None), *chosen.notes(request), *estimate(counts), *advised),
         temporary_bytes=chosen.temporary_bytes(request),
+        chip=on_chip,
         **_cache_sizes(request),
         **sent,
         **_array_sizes(request),
@@ -105,10 +124,21 @@ def explain(
     )
 
 
-def _reason(asked: str | Engine) -> str:
+def _reason(asked: str | Engine, chip: str | None, platform: str) -> str:
     if asked != "auto":
         return "as requested"
-    return f"the first of {', '.join(ENGINES)} that can run this call, usually the fastest"
+    if chip is not None:
+        return "the engine with kernels for TPUs"
+    return f"the first of {', '.join(tried(platform))} that can run this call, usually the fastest"
+
+
+def _on_chip(engine: str | Engine, chip: str) -> PallasTpu:
+    """The engine of a call on a chip."""
+    if engine in ("auto", "pallas_tpu"):
+        return PallasTpu(chip=chip)
+    if isinstance(engine, PallasTpu):
+        return replace(engine, chip=chip)
+    raise ValueError(f"`chip` is for engine='pallas_tpu', but the call names engine={engine!r}. Leave out one of them.")
 
 
 def _is_known(request: Request) -> bool:
@@ -133,7 +163,7 @@ class Explanation:
 
     engine: str
     reason: str  # for the choice of the engine
-    refused: dict[str, str]  # engine -> the reason why it cannot run this call
+    refused: dict[str, str]  # engine tried before the chosen one -> the reason why it cannot run this call
     mask: str
     q_tile: int
     kv_tile: int
@@ -155,7 +185,10 @@ class Explanation:
     sent_bytes_backward: int | None = None
     bound_bytes: int | None = None  # a lower bound: the bytes that the busiest device must receive, forward
     gather_bytes: int | None = None  # received if all keys and values were gathered
+    sent_is_worst_case: bool = False  # whether the mask's arrays decide how much is sent
+    bound_is_worst_case: bool = False  # whether the mask's arrays decide how much must be received
     sending: tuple[str, ...] = ()  # order and load, then one line per step
+    chip: ChipReport | None = None  # with `pallas_tpu`: memory and copies of its kernels
 
     def __str__(self) -> str:
         rows = self._rows()
@@ -184,6 +217,7 @@ class Explanation:
             *self._temporary(),
             *self._kept(),
             *self._sent(),
+            *self._on_chip(),
             ("dense mask (not allocated)", short(self.dense_mask_bytes, "B", 1024)),
             *(("note", note) for note in self.notes),
         ]
@@ -193,11 +227,27 @@ class Explanation:
             return []
         return [("temporary memory", f"at least {short(self.temporary_bytes, 'B', 1024)}")]
 
+    def _on_chip(self) -> list[tuple[str, str]]:
+        report = self.chip
+        if report is None:
+            return []
+        known = f"{report.chip}: compiled for {report.chip}, "
+        rows = [
+            ("chip", known + ("run on one" if report.is_proven else "never run on one")),
+            ("  VMEM", _of_limit(report.vmem_bytes, report.vmem_limit)),
+            ("  SMEM", _of_limit(report.smem_bytes, report.smem_limit)),
+            ("  copies from and to HBM", f"{short(report.copied_bytes, 'B', 1024)} forward"),
+            ("  lanes of heads in use", f"{report.lanes:.1%}; heads are padded to multiples of 128 lanes"),
+            ("  useful products", f"{_percent(report.useful_products)} of those executed, with padding"),
+            ("  rows' own cost", f"{_percent(report.row_share)} of the static model's time, forward"),
+        ]
+        return rows
+
     def _kept(self) -> list[tuple[str, str]]:
         if self.cache_bytes is None:
             return []
         kept, full = short(self.cache_bytes, "B", 1024), short(self.full_cache_bytes, "B", 1024)
-        return [("KV cache for decoding", f"{kept}; {full} if it kept all keys")]
+        return [("KV cache for decoding", f"{kept}; a cache of all keys takes {full}")]
 
     def _sent(self) -> list[tuple[str, str]]:
         if self.sent_bytes is None:
@@ -205,11 +255,13 @@ class Explanation:
         head, *steps = self.sending
         forward, backward = short(self.sent_bytes, "B", 1024), short(self.sent_bytes_backward, "B", 1024)
         bound, gather = short(self.bound_bytes, "B", 1024), short(self.gather_bytes, "B", 1024)
-        total = f"each device receives {forward} forward, {backward} backward"
+        at_most = "at most " * self.sent_is_worst_case
+        required = "in the worst case, " * self.bound_is_worst_case + f"the mask requires {bound} forward"
         return [
             ("devices", head),
             *(("  sends", step) for step in steps),
-            ("  total", f"{total}; lower bound {bound}, a gather of all keys {gather}"),
+            ("  total", f"each device receives {at_most}{forward} forward and {backward} backward"),
+            ("  lower bound", f"{required}; an all-gather sends {gather}"),
         ]
 
 
@@ -233,6 +285,17 @@ def _cache_sizes(request: Request) -> dict[str, int]:
         return {}
     call = (B, K, H, request.k.dtype)
     return dict(cache_bytes=plan.nbytes(*call, v_head_dim=Hv), full_cache_bytes=plan.full_nbytes(*call, v_head_dim=Hv))
+
+
+def _of_limit(used: dict[str, int], limit: int) -> str:
+    each = ", ".join(f"{name} {short(size, 'B', 1024)}" for name, size in used.items())
+    return f"{each}, of {short(limit, 'B', 1024)} for each"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "depends on data: an unknown share"
+    return f"{share:.1%}"
 
 
 def _share(part: int | None, total: int | None) -> str:

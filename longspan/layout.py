@@ -43,10 +43,10 @@ def _static(**kwargs):
 class BlockLayout:
     """The key tiles that each query tile visits, and the mask that applies inside them.
 
-    `starts`, `stops` [B or 1, N or 1, query tiles, P] are half-open intervals of key tiles. The intervals of a row are
-    disjoint unless `repeats` is set: a tile that is listed twice is visited, and counts, twice. `common`
-    [B or 1, N or 1, key tiles] lists `common_count` key tiles that every row visits in addition to its intervals.
-    In a transposed layout the rows are key tiles and the intervals hold query tiles.
+    `starts`, `stops` [B or 1, N or 1, query tiles, P] are half-open intervals of key tiles. The intervals of a query
+    tile are disjoint unless `repeats` is set: a tile that is listed twice is visited, and counts, twice. `common`
+    [B or 1, N or 1, key tiles] lists `common_count` key tiles that every query tile visits in addition to its
+    intervals. In a transposed layout, key tiles and query tiles are exchanged.
 
     Example:
         >>> from longspan import Causal

@@ -56,8 +56,8 @@ def frequencies(
         max_position_embeddings: the config's value, if `parameters` lacks it. "dynamic" requires it. "longrope" and
             "yarn" require it if their `factor` is null (which means max_position_embeddings / old). Types that use
             `old` fall back to it if `old` is missing.
-        seq_len: the greatest length that will occur, on which "dynamic" and "longrope" depend. By default they use the
-            frequencies of lengths up to L and old.
+        seq_len: the greatest length that will occur, on which "dynamic" and "longrope" depend. By default, "dynamic"
+            uses the frequencies of lengths up to L, and "longrope" those of lengths up to `old`.
 
     Returns:
         inv_freq, float32 [D/2], and the attention factor, a float: 1.0 except for "yarn" and "longrope".
@@ -227,7 +227,10 @@ def _linear(config: _RopeConfig):
 def _dynamic(config: _RopeConfig):
     size, factor, trained = config.rotated(), config.number("factor"), config.number("max_position_embeddings")
     if size == 2:
-        raise ValueError("RoPE of type 'dynamic' needs 4 rotated features or more (its exponent is D/(D-2)), got 2.")
+        raise ValueError(
+            "RoPE of type 'dynamic' needs 4 rotated features or more, got 2. Its formula divides by the number of "
+            "rotated features minus 2."
+        )
     length = max(trained, config.seq_len or 0)
     base = config.number("rope_theta") * (factor * length / trained - (factor - 1)) ** (size / (size - 2))
     return np.float32(1) / _wavelengths(base, size), 1.0
@@ -251,7 +254,9 @@ def _llama3(config: _RopeConfig):
 def _yarn(config: _RopeConfig):
     size, base, old = config.rotated(), config.number("rope_theta"), config.original()
     if base == 1:
-        raise ValueError("RoPE of type 'yarn' needs a `rope_theta` other than 1: it divides by its logarithm.")
+        raise ValueError(
+            "RoPE of type 'yarn' needs a `rope_theta` other than 1, because it divides by log(rope_theta)."
+        )
     if "factor" not in config.fields:  # null means the quotient of the lengths; a missing key is an error
         raise config.missing("factor")
     factor = config.stretch()

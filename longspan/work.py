@@ -7,6 +7,7 @@ import numpy as np
 from longspan.layout import BlockLayout, Counts
 
 FIELDS = ("tiles_total", "tiles_empty", "tiles_partial", "tiles_full", "useful_flops", "executed_flops")
+PREFIXES = {1000: ("", "k", "M", "G", "T", "P"), 1024: ("", "Ki", "Mi", "Gi", "Ti", "Pi")}
 
 
 def work(dims: dict[str, int], layout: BlockLayout | None, counts: Counts | None) -> dict[str, Any]:
@@ -43,15 +44,15 @@ def work(dims: dict[str, int], layout: BlockLayout | None, counts: Counts | None
 
 
 def short(amount: int | float | None, unit: str, step: int) -> str:
-    """A number with four significant digits and its unit.
+    """A number with four significant digits and its unit; the prefixes are those of powers of `step`, 1000 or 1024.
 
     Example:
         >>> short(1_234_567, "FLOP", 1000), short(2048, "B", 1024), short(None, "B", 1024)
-        ('1.235 MFLOP', '2 kB', 'depends on data')
+        ('1.235 MFLOP', '2 KiB', 'depends on data')
     """
     if amount is None:
         return "depends on data"
-    value, letters = float(amount), ["", "k", "M", "G", "T", "P"]
-    while value >= step and len(letters) > 1:
-        value, letters = value / step, letters[1:]
-    return f"{value:.4g} {letters[0]}{unit}"
+    value, prefixes = float(amount), PREFIXES[step]
+    while value >= step and len(prefixes) > 1:
+        value, prefixes = value / step, prefixes[1:]
+    return f"{value:.4g} {prefixes[0]}{unit}"

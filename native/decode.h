@@ -1,6 +1,7 @@
 // Decoding: few queries and all keys, limited by memory bandwidth. Key and value rows are read once, in memory order,
 // all kv heads of a slot at a time, which the hardware prefetcher follows; head by head, every row would be on another
-// page. With so few queries the products run along the elements of a head, directly on the rows in memory.
+// page. In stacks with heads first, the rows of one head are in memory order, so they are read head by head. With so
+// few queries the products run along the elements of a head, directly on the rows in memory.
 #pragma once
 
 #include <stddef.h>
@@ -66,12 +67,12 @@ static inline void add_weighted(R* out, int64_t width, const R* weights, int64_t
 }
 
 // The heads of one task. With a bias it is one kv head, because a bias may mask a key, whose row must not be read, for
-// one kv head only.
+// one kv head only. It is also one if the rows of a slot's kv heads are not neighbours.
 struct Heads {
   int64_t share, kv_heads, blocks;  // query heads per kv head; kv heads per block; blocks
 
   explicit Heads(const Problem& p) : share(p.N / p.K) {
-    kv_heads = p.has_bias ? 1 : greater<int64_t>(1, lesser<int64_t>(p.K, kLanes / (share * p.T)));
+    kv_heads = p.has_bias || p.head_step > 1 ? 1 : greater<int64_t>(1, lesser<int64_t>(p.K, kLanes / (share * p.T)));
     blocks = (p.K + kv_heads - 1) / kv_heads;
   }
   QueryTile tile(const Problem& p, int64_t b, int64_t block) const {
@@ -150,7 +151,7 @@ struct Stream {
     for (int i = 0; i < kRows; ++i) {
       rows[i] = zeros;
       if (key + i >= m.hi || !m.seen[key + i]) continue;
-      const int64_t at = ((tile.b * p->S + piece.first + key + i) * p->K + first) * size;
+      const int64_t at = p->kv_row(tile.b, piece.first + key + i, first) * size;
       rows[i] = in_place ? static_cast<const R*>(data) + at : copies + i * heads * padded;
       if (!in_place) convert(copies + i * heads * padded, data, at, heads, size, padded);
     }

@@ -195,6 +195,8 @@ struct Common {
     call.by_tiles = by_tiles.has_value() && *by_tiles != 0;
     const auto of_table = attrs.get<int64_t>("of_table");
     call.of_table = of_table.has_value() && *of_table != 0;
+    const auto heads_first = attrs.get<int64_t>("heads_first");  // only calls with this order have it
+    call.heads_first = heads_first.has_value() && *heads_first != 0;
     const auto roles = get<ffi::Span<const int32_t>>(attrs, "roles", {});
     const auto program = get<ffi::Span<const int32_t>>(attrs, "program", {});
     call.roles.assign(roles.begin(), roles.end());
@@ -316,32 +318,39 @@ ffi::Error product(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   return kernel->product(p, runner) ? ffi::Error::Success() : exhausted();
 }
 
-// Writes new rows of one layer into a stack [layers, B, slots, ...], in place: the result is the operand. Slots out of
-// range are skipped.
+// Writes new rows [B, n, ...] of one layer into a stack [layers, B, slots, ...], in place: the result is the operand.
+// With `heads_first` the stack is [layers, B, K, slots, H] and the rows are [B, n, K, H]. Slots out of range are
+// skipped.
 ffi::Error put(ffi::AnyBuffer stack, ffi::AnyBuffer which, ffi::AnyBuffer where, ffi::AnyBuffer rows,
-               ffi::Result<ffi::AnyBuffer> result) {
+               ffi::Result<ffi::AnyBuffer> result, ffi::Dictionary attrs) {
   std::string error;
   const auto all = to_array(stack, error), layer = to_array(which, error), slots = to_array(where, error),
              added = to_array(rows, error);
   if (!all || !layer || !slots || !added) return invalid(error);
+  const auto named = attrs.get<int64_t>("heads_first");  // only calls with this order have it
+  const bool heads_first = named.has_value() && *named != 0;
   if (layer->type != I32 || layer->rank != 0) return invalid("the layer must be int32 []");
   if (all->rank < 3 || added->rank != all->rank - 1 || added->type != all->type)
     return invalid("new rows must be [B, n, ...] of the type of their stack [layers, B, slots, ...]");
-  const int64_t B = added->dims[0], n = added->dims[1], layers = all->dims[0], count = all->dims[2];
+  if (heads_first && all->rank != 5) return invalid("with heads first, a stack must be [layers, B, K, slots, H]");
+  const int64_t B = added->dims[0], n = added->dims[1], layers = all->dims[0], heads = heads_first ? added->dims[2] : 1;
+  const int slot_axis = heads_first ? 3 : 2;
+  const int64_t count = all->dims[slot_axis];
   bool fits = all->dims[1] == B && slots->type == I32 && slots->rank == 2 && slots->dims[0] == B && slots->dims[1] == n;
-  for (int i = 2; i < added->rank; ++i) fits = fits && added->dims[i] == all->dims[i + 1];
+  for (int i = 2; i < added->rank; ++i) fits = fits && added->dims[i] == all->dims[i + 1 == slot_axis ? i : i + 1];
   if (!fits || result->size_bytes() != stack.size_bytes()) return invalid("new rows do not fit their stack");
   const int32_t at = *static_cast<const int32_t*>(layer->data);
   if (at < 0 || at >= layers) return invalid("there is no layer " + std::to_string(at));
   char* to = static_cast<char*>(result->untyped_data());
   if (to != stack.untyped_data()) std::memcpy(to, stack.untyped_data(), stack.size_bytes());
-  if (B == 0 || n == 0) return ffi::Error::Success();
-  const size_t row = rows.size_bytes() / size_t(B * n);
+  if (rows.size_bytes() == 0) return ffi::Error::Success();
+  const size_t row = rows.size_bytes() / size_t(B * n * heads);
   for (int64_t i = 0; i < B * n; ++i) {
     const int64_t slot = static_cast<const int32_t*>(slots->data)[i];
     if (slot < 0 || slot >= count) continue;
-    std::memcpy(to + size_t((at * B + i / n) * count + slot) * row,
-                static_cast<const char*>(added->data) + size_t(i) * row, row);
+    for (int64_t head = 0; head < heads; ++head)
+      std::memcpy(to + size_t(((at * B + i / n) * heads + head) * count + slot) * row,
+                  static_cast<const char*>(added->data) + size_t(i * heads + head) * row, row);
   }
   return ffi::Error::Success();
 }
@@ -371,6 +380,7 @@ LONGSPAN_EXPORT XLA_FFI_Error* longspan_put(XLA_FFI_CallFrame* frame) {
                              .Arg<Buffer>()
                              .Arg<Buffer>()
                              .Ret<Buffer>()
+                             .Attrs()
                              .To(longspan::put)
                              .release();
   return handler->Call(frame);

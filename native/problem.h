@@ -121,6 +121,9 @@ struct Problem {
   int64_t B = 0, T = 0, S = 0, N = 0, K = 0, H = 0, Hv = 0;  // Hv: of values and outputs
   Type type = F32;
   const void *q = nullptr, *k = nullptr, *v = nullptr;
+  // Steps in rows of k and v from slot to slot and from kv head to kv head: K and 1 for [B,S,K,H], 1 and S for
+  // [B,K,S,H].
+  int64_t slot_step = 0, head_step = 0;
   double scale = 1, soft_cap = 0;  // soft_cap 0: none
   bool has_bias = false;
   View4 bias;
@@ -141,6 +144,9 @@ struct Problem {
   // exp(difference of the two scores): for scores of 1e7, another order of rounding ruins it. So the forward pass must
   // compute tiles too, and not stream keys, even for few queries.
   bool by_tiles = false;
+
+  // The row of a key or value in k or v.
+  int64_t kv_row(int64_t b, int64_t s, int64_t head) const { return b * S * K + s * slot_step + head * head_step; }
 };
 
 struct Forward {

@@ -277,7 +277,7 @@ std::string take_layer(const Call& c, Array& a) {
   if (c.roles[kLayer] < 0) return "";
   const Array which = c.rest[size_t(c.roles[kLayer])];
   if (which.type != I32 || which.rank != 0) return bad("layer", "int32 []", which);
-  if (a.rank != 5) return "k and v of layers must be [layers,B,S,K,H], got " + shape_of(a);
+  if (a.rank != 5) return "k and v of layers must be [layers,B,S,K,H] or [layers,B,K,S,H], got " + shape_of(a);
   const int32_t layer = *static_cast<const int32_t*>(which.data);
   if (layer < 0 || layer >= a.dims[0]) return "there is no layer " + std::to_string(layer) + " in " + shape_of(a);
   int64_t bytes = a.type == F64 ? 8 : a.type == F32 ? 4 : 2;
@@ -293,16 +293,18 @@ std::string build_inputs(const Call& c, Problem& p) {
     const std::string error = take_layer(c, *a);
     if (!error.empty()) return error;
   }
+  const std::string order = c.heads_first ? "[B,K,S,H]" : "[B,S,K,H]";
   if (c.q.rank != 4 || k.rank != 4)
-    return "q must be [B,T,N,H] and k [B,S,K,H], got " + shape_of(c.q) + " and " + shape_of(k);
+    return "q must be [B,T,N,H] and k " + order + ", got " + shape_of(c.q) + " and " + shape_of(k);
   p.B = c.q.dims[0], p.T = c.q.dims[1], p.N = c.q.dims[2], p.H = c.q.dims[3];
-  p.S = k.dims[1], p.K = k.dims[2];
+  p.S = k.dims[c.heads_first ? 2 : 1], p.K = k.dims[c.heads_first ? 1 : 2];
+  p.slot_step = c.heads_first ? 1 : p.K, p.head_step = c.heads_first ? p.S : 1;
   p.type = c.q.type;
   if (!is_float(p.type) || k.type != p.type || v.type != p.type)
     return "q, k and v must have one type: f32, f64, bf16 or f16";
   p.Hv = v.rank == 4 ? v.dims[3] : 0;
-  if (!is_shape(k, {p.B, p.S, p.K, p.H}) || !is_shape(v, {p.B, p.S, p.K, p.Hv}))
-    return "k and v must be [B,S,K,H] with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(k) + ", v " +
+  if (!is_shape(k, {p.B, k.dims[1], k.dims[2], p.H}) || !is_shape(v, {p.B, k.dims[1], k.dims[2], p.Hv}))
+    return "k and v must be " + order + " with q's B and H, got q " + shape_of(c.q) + ", k " + shape_of(k) + ", v " +
            shape_of(v);
   if (p.B < 1 || p.T < 1 || p.S < 1 || p.N < 1)
     return "B, T, S and N must be at least 1, got q " + shape_of(c.q) + ", k " + shape_of(k);

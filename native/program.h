@@ -11,7 +11,7 @@ namespace longspan {
 
 // Python compares this with ABI in longspan/engines/cpu/library.py when it opens the library. Raise both whenever a
 // call changes: the words of the mask program, roles, attributes, operands or results.
-constexpr int32_t kAbi = 8;
+constexpr int32_t kAbi = 9;
 
 // Roles of optional arrays. Call::roles has their index in Call::rest, -1 if absent. The mask program refers to further
 // arrays by index.
@@ -38,8 +38,9 @@ struct Call {
   double scale = 1, soft_cap = 0, dropout_rate = 0;
   uint32_t dropout_threshold = 0;
   int64_t q_tile = 1, kv_tile = 1;
-  bool by_tiles = false;  // see Problem
-  bool of_table = false;  // see BiasGradient
+  bool by_tiles = false;     // see Problem
+  bool of_table = false;     // see BiasGradient
+  bool heads_first = false;  // whether k and v are [B,K,S,H], not [B,S,K,H]
 };
 
 struct Built {

@@ -177,7 +177,7 @@ static bool copy_keys(R* out, int64_t width, const Problem& p, const void* data,
   typename Simd<R>::I bad = {};
   for (int s = 0; s < count; ++s) {
     R* row = out + s * width;
-    const int64_t at = ((b * p.S + s0 + s) * p.K + head) * size;
+    const int64_t at = p.kv_row(b, s0 + s, head) * size;
     if (seen && !seen[s]) {
       __builtin_memset(row, 0, sizeof(R) * size_t(width));
     } else if (p.type == same && size % L == 0) {
@@ -271,7 +271,7 @@ struct KeyCache {
       const int64_t at = piece.first / keys % slots * keys;
       return {copied(k, at, width), copied(v, at, v_width), piece.count, each};
     }
-    const int64_t at = (b * p->S + piece.first) * p->K + head;
+    const int64_t at = p->kv_row(b, piece.first, head);
     return {given(p->k, at, p->H), given(p->v, at, p->Hv), piece.count, each};
   }
   static Ahead::Rows copied(const R* rows, int64_t at, int64_t row) {
@@ -280,7 +280,7 @@ struct KeyCache {
   }
   Ahead::Rows given(const void* data, int64_t at, int64_t size) const {
     const int64_t bytes = size * size_of(p->type);
-    return {static_cast<const char*>(data) + at * bytes, p->K * bytes, bytes};
+    return {static_cast<const char*>(data) + at * bytes, p->slot_step * bytes, bytes};
   }
   // Points to the rows of a piece. Rows that no query of the tile sees are zeroed if they hold NaN or infinity. Finite
   // values have no effect there, because their weight is 0.

@@ -128,7 +128,7 @@ def test_tokens_sorted_as_advised_lower_the_executed_flops(name):
         places = dict(q_positions=names["order"], kv_positions=names["order"])
     after = explained(eval(cut, names), **places)
     assert after.executed_flops < before.executed_flops and after.useful_flops == before.useful_flops
-    assert note.endswith(f"that executes {short(after.executed_flops, 'FLOP', 1000)}")
+    assert note.endswith(f"The call then executes {short(after.executed_flops, 'FLOP', 1000)}")
     assert ("position" in mask.reads) == bool(places)
 
 
@@ -139,7 +139,7 @@ def test_positions_of_the_call_are_sorted_with_the_tokens():
     order = np.argsort(SHUFFLED, kind="stable")
     places = dict.fromkeys(("q_positions", "kv_positions"), positions[order])
     after = explained(mask.cut(order, order), **places)
-    assert note.endswith(f"that executes {short(after.executed_flops, 'FLOP', 1000)}")
+    assert note.endswith(f"The call then executes {short(after.executed_flops, 'FLOP', 1000)}")
 
 
 @pytest.mark.parametrize(

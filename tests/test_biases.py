@@ -20,7 +20,7 @@ from tests.engines import every_engine, every_sparse_engine
 from tests.selection import one_in
 
 SHAPE = Shape(B=2, T=37, S=41, N=6, K=3, H=5)
-SPARSE = [name for name in ENGINES if name != "reference"]
+SPARSE = [name for name in RUNNING if name != "reference"]
 rng = np.random.default_rng(0)
 
 
@@ -185,7 +185,7 @@ def test_a_bias_equals_its_dense_array_in_both_passes(kind, case):
     def biased(q, k, v, arrays, engine):
         return loss(q, k, v, KINDS[kind].make(*arrays), engine, arguments)
 
-    for engine in ENGINES:
+    for engine in RUNNING:
         if engine == "cpu" and kind.startswith("score"):
             with pytest.raises(NotImplementedError, match=r"engine='cpu' cannot run this.*only JAX can call"):
                 biased(q, k, v, arrays, engine)
@@ -230,7 +230,7 @@ def test_far_positions_keep_the_distances_between_them():
     q, k, v = make_qkv(Shape(1, 5, 40, 2, 1, 8), jnp.float32)
     bias, far = ls.alibi(np.array([0.3, 0.7], np.float32)), 2**29 + 1
     wanted = ls.attention(q, k, v, bias=bias, q_positions=jnp.arange(5) * 7, engine="reference")
-    for engine in ENGINES:
+    for engine in RUNNING:
         places = dict(q_positions=jnp.arange(5) * 7 + far, kv_positions=jnp.arange(40) + far)
         close(ls.attention(q, k, v, bias=bias, engine=engine, **places), wanted)
 

@@ -126,7 +126,7 @@ WRONG = [
     ),
     (
         ValueError,
-        "a row of `table` has 5 blocks, more than max_blocks=2. Raise `max_blocks`, or leave it out",
+        "`table` allows 5 key blocks for one query block, more than max_blocks=2. Raise `max_blocks`, or leave it out",
         lambda: ls.Blocks.from_bool(bools(1, share=1), SIZE, max_blocks=2),
     ),
     (ValueError, "more than max_blocks=4", lambda: ls.Blocks.from_bool(jnp.asarray(bools(1, share=1)), SIZE, 4)),

@@ -54,11 +54,20 @@ def test_terms_are_written_as_they_are_read():
     assert array(flags, valid="!=0").data.tolist() == [[1, 0]]
 
 
+@rule
+class Undefined(Rule):
+    """Neither `lower` nor `allowed`."""
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: (position() + 1) // 2, ValueError, r"position \+ 1 cannot be divided: a term is source // divide"),
-        (lambda: (position() % 2) % 2, ValueError, "has no remainder"),
+        (
+            lambda: (position() + 1) // 2,
+            ValueError,
+            r"position \+ 1 cannot be divided. In a term, `//` must come before",
+        ),
+        (lambda: (position() % 2) % 2, ValueError, "cannot be followed by `%`"),
         (lambda: position() // 0, ValueError, r"Term.divide must be >= 1, got 0"),
         (lambda: position(modulo=-1), ValueError, r"Term.modulo must be >= 1"),
         (lambda: position() + 1.5, TypeError, r"Term.plus must hold integers"),
@@ -68,7 +77,11 @@ def test_terms_are_written_as_they_are_read():
         (lambda: number(np.zeros((2, 2), int)), ValueError, r"int array of shape \(\) or \[B\]"),
         (lambda: Compare(position(), "!=", position()), ValueError, "relation='!=' is not one of '<='"),
         (lambda: Compare(3, "<=", position()), TypeError, r"Compare.q must be a term: `position\(\)`"),
-        (lambda: Rule().show(2, 2), NotImplementedError, r"Rule must define `lower\(\)`, or `allowed\(q, kv\)`"),
+        (
+            lambda: Undefined().show(2, 2),
+            NotImplementedError,
+            r"Undefined must define `lower\(\)`, or `allowed\(q, kv\)`",
+        ),
     ],
 )
 def test_invalid_terms_raise_errors_with_a_fix(unchecked, make, error, message):

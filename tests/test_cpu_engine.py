@@ -267,7 +267,7 @@ def test_mask_bits_of_gigabytes_are_refused(known):
         return jax.jit(partial(run, **arguments)).lower(q, ids) if known else run(q, ids, **arguments)
 
     with pytest.raises(
-        NotImplementedError, match=r"cannot evaluate Custom\(<lambda>\).*takes 8.0 GiB, and the limit is 1 Gi"
+        NotImplementedError, match=r"cannot evaluate Custom\(<lambda>\).*The bits take 8.0 GiB, and the limit is 1 Gi"
     ):
         lowered()
     if LIBRARY_MISSING is None:

@@ -367,11 +367,11 @@ def bad(error, words, call):
 
 def test_invalid_slots_are_errors(unchecked):
     mask = ls.Segments(np.zeros((3, 9), int))
-    bad(TypeError, "`q` must be the slots to keep, ints [n] or [B, n], got int.", lambda: mask.cut(3))
+    bad(TypeError, "`q` must be the slots (array indices) to keep, ints [n] or [B, n], got int.", lambda: mask.cut(3))
     bad(TypeError, "`kv` must hold the indices of the slots to keep, got dtype bool", lambda: mask.cut(None, [True]))
     bad(ValueError, "`q` must be slots [n] or [B, n], got shape (1, 1, 1)", lambda: mask.cut(np.zeros((1, 1, 1), int)))
-    bad(ValueError, "`q` keeps slots from 2 to 9, but they are numbered from 0 to 8.", lambda: mask.cut([2, 9]))
-    bad(ValueError, "`kv` keeps slots from -1 to 2, but they are", lambda: Near(3).cut(None, [2, -1]))
+    bad(ValueError, "`q` keeps slots from 2 to 9, but the slots are numbered from 0 to 8.", lambda: mask.cut([2, 9]))
+    bad(ValueError, "`kv` keeps slots from -1 to 2, but the slots are", lambda: Near(3).cut(None, [2, -1]))
     bad(ValueError, "numbered from 0 to 4.", lambda: Near(3).cut(None, [5], kv_len=5))
-    bad(ValueError, "have 2 and 3 batch rows", lambda: mask.cut(np.zeros((2, 4), int)))
-    bad(ValueError, "have 2 and 4 batch rows", lambda: Near(3).cut(np.zeros((2, 4), int), np.zeros((4, 1), int)))
+    bad(ValueError, "the same number of batch rows, or 1, got 2 and 3", lambda: mask.cut(np.zeros((2, 4), int)))
+    bad(ValueError, "batch rows, or 1, got 2 and 4", lambda: Near(3).cut(np.zeros((2, 4), int), np.zeros((4, 1), int)))

@@ -10,9 +10,8 @@ import pytest
 import longspan as ls
 from longspan.engines import door
 from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, Answer, record
-from longspan.masks.by_slot import kv_flags
 from longspan.masks.sides import QUERIES
-from tests.users_masks import Louder, Near, NearSlots
+from tests.every_mask import every_mask
 
 T, S, B, N = 12, 20, 3, 4
 Q_TILE, KV_TILE = 5, 7
@@ -66,45 +65,7 @@ def blocks(mask, **positions):
         )
 
 
-def ids(length, low=-1, rows=B):
-    return RNG.integers(low, 3, (rows, length))
-
-
-NUMBERS = np.array([2, 5, 3])
-LISTS = RNG.integers(-1, 7, (N, 4, 2))
-MASKS = [
-    ls.Full(),
-    ls.Empty(),
-    ls.Causal(jnp.asarray(NUMBERS)),
-    ls.Band(np.array(-4), NUMBERS),
-    ls.Window(NUMBERS, jnp.array(1)),
-    ls.Window(NUMBERS, 2, dilation=NUMBERS - 1),
-    ls.Chunk(NUMBERS),
-    ls.BlockCausal(NUMBERS),
-    ls.Prefix(NUMBERS + 5),
-    ls.KvLengths(NUMBERS + 6),
-    ls.QLengths(NUMBERS + 1),
-    ls.Between(RNG.integers(0, 9, (B, N, T)), RNG.integers(5, 15, (B, 1, T))),
-    kv_flags(RNG.random((B, S)) < 0.5),
-    ls.Segments(ids(T), ids(S, rows=1)),
-    ls.FirstOfSegment(ids(T), NUMBERS, kv_ids=ids(S, rows=1)),
-    ls.TokenTypes(ids(T, 0), ids(S, 0)),
-    ls.TokenTypes(ids(T, 0), ids(S, 0), zero="none"),
-    ls.Global((4, 7, 11)),
-    ls.Global((7,), q_flags=RNG.random((1, T)) < 0.3, kv_flags=RNG.random((B, S)) < 0.3, rows=False),
-    ls.Blocks(LISTS, 3),
-    ls.Blocks(jnp.asarray(LISTS), 3),
-    ls.Dense(RNG.random((T, S)) < 0.5),
-    ls.Dense(RNG.random((B, 1, T, 1)) < 0.5),
-    ls.Dense(RNG.random((6, 9)) < 0.7, 4, NUMBERS + 3),
-    ls.Dense(RNG.random((B, N, T, 5)) < 0.7, kv_offset=jnp.array(9)),
-    ls.Custom(lambda q, k, far: q - k < far[0], NUMBERS),
-    ls.PerHead((ls.Causal(), ls.Full(), ls.Window(NUMBERS, 0), ls.Segments(ids(T), ids(S)))),
-    ls.Window(NUMBERS, 3) & ls.Causal(np.array(1)) & ~(ls.Chunk(2) | ls.KvLengths(NUMBERS)),
-    Near(4),
-    NearSlots(4),
-    Louder(ids(T), ids(S)),
-]
+MASKS = every_mask(B, N, T, S)
 
 
 def check_allowed(mask, **positions):
@@ -124,12 +85,12 @@ def check_bounds(mask, **positions):
         assert bool(every) <= truth.all()
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_recorded_rule_holds_on_the_blocks_of_a_kernel(mask):
     check_allowed(mask)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_recorded_rule_bounds_the_tiles_of_a_kernel(mask):
     check_bounds(mask)
 

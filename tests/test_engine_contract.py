@@ -200,7 +200,7 @@ def test_values_that_are_not_engines_are_refused(unchecked):
     for wrong in (4, None, Delegating, object(), Nameless()):
         with pytest.raises(TypeError, match=r"`engine` must be one of 'auto', .* or a longspan.engines.Engine, got"):
             ls.attention(q, k, v, engine=wrong)
-    with pytest.raises(TypeError, match="does not hash, but `jit` needs a hash of every engine"):
+    with pytest.raises(TypeError, match="is not hashable, but `jit` needs hashable engines"):
         ls.attention(q, k, v, engine=Unhashable())
     with pytest.raises(NotImplementedError, match="engine='five methods' cannot run this: it has no soft cap"):
         ls.attention(q, k, v, engine=FiveMethods(), soft_cap=2.0)

@@ -60,12 +60,12 @@ MASKS = [
     (TypeError, "Between.stops must be an array [T] or [B or 1, T] or", lambda: ls.Between(np.ones(3, int), 4)),
     (
         ValueError,
-        "Between.starts and Between.stops must have the same shape, got (3,) and (2, 4)",
+        "Between.starts has shape (3,) and Between.stops has shape (2, 4). Both must have the same number of queries",
         lambda: ls.Between(np.zeros(3, int), np.ones((2, 4), int)),
     ),
     (
         ValueError,
-        "must have the same shape, got (3, 1, 4) and (2, 1, 4). Both have one entry per query; along batch rows",
+        "has shape (3, 1, 4) and Between.stops has shape (2, 1, 4). Both must have the same number of queries",
         lambda: ls.Between(np.zeros((3, 1, 4), int), np.ones((2, 1, 4), int)),
     ),
     (ValueError, "got rank 4 (shape (1, 1, 1, 3))", lambda: ls.Between(np.zeros((1, 1, 1, 3), int), np.ones(3, int))),
@@ -140,7 +140,7 @@ MASKS = [
     ),
     (
         ValueError,
-        "q_tile must be at most 1073741823 (2**30 - 1), got 2147483648. A tile as long as the sequence",
+        "q_tile must be at most 1073741823 (2**30 - 1), got 2147483648. Give at most the length",
         lambda: ls.Causal().layout(4, 4, q_tile=2**31),
     ),
     (ValueError, "kv_tile must be at most 1073741823", lambda: ls.Causal().layout(4, 4, kv_tile=99999999999)),
@@ -160,12 +160,23 @@ MASKS = [
     ),
     (TypeError, "unsupported operand", lambda: ls.Causal() & np.ones((2, 2), bool)),
     (TypeError, "q_len must be a Python int (it sets array shapes)", lambda: ls.Causal().dense(2.0, 3)),
+    (TypeError, "q_len must be a Python int (it sets array shapes), got '5'", lambda: ls.Causal().show("5")),
     (ValueError, "kv_len must be >= 0, got -1", lambda: ls.Causal().dense(2, -1)),
     (ValueError, "q_tile must be a Python int >= 1, got 0", lambda: ls.Causal().layout(4, 4, q_tile=0)),
-    (ValueError, "Segments.q_ids covers 5 queries, but the call has 6", lambda: ls.Segments(IDS).dense(6, 6)),
     (
         ValueError,
-        "Blocks.table covers 2 blocks of 4 queries, but the call has 9",
+        "Segments.q_ids covers 5 queries, but the call has 6 queries. Create the mask with an array for 6 queries.",
+        lambda: ls.Segments(IDS).dense(6, 6),
+    ),
+    (
+        ValueError,
+        "Create the mask with an array for 4 queries, or cut the mask with `mask.cut(...)`.",
+        lambda: ls.Segments(IDS).dense(4, 4),
+    ),
+    (
+        ValueError,
+        "Blocks.table covers 2 blocks of 4 queries, but the call has 9 queries. Create the mask with an array for 3 "
+        "blocks of 4 queries.",
         lambda: ls.Blocks(np.zeros((1, 2, 1), int), 4).dense(9, 9),
     ),
     (
@@ -187,18 +198,22 @@ MASKS = [
 
 CALLS = [
     (ValueError, "`q` must have shape [B, T, N, H], got rank 2", dict(q=Q[0, 0])),
-    (ValueError, "must all have a batch axis, [B, T, N, H] and [B, S, K, H], or all have none", dict(q=Q[0])),
+    (ValueError, "Either all of `q`, `k` and `v` must have a batch axis, or none of them, got shapes", dict(q=Q[0])),
     (ValueError, "got shapes (5, 6, 4), (7, 3, 4), (2, 7, 3, 4). Add the axis", dict(q=Q[0], k=K[0])),
     (ValueError, "`q` has 5 heads and `k` has 3", dict(q=Q[0, :, :5], k=K[0], v=V[0])),
-    (ValueError, "q_positions has 2 batch rows, but the call has 1", dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS)),
-    (ValueError, "`PerHead` of shifted masks, for example `PerHead((Causal", dict(q_positions=np.ones((2, 6, 5), int))),
+    (
+        ValueError,
+        "q_positions has 2 batch rows, but the call has 1. Give 1.",
+        dict(q=Q[0], k=K[0], v=V[0], q_positions=IDS),
+    ),
+    (ValueError, "`PerHead` of shifted masks instead, for example", dict(q_positions=np.ones((2, 6, 5), int))),
     (TypeError, "`k` must be an array [B, S, K, H], got list", dict(k=[1])),
     (TypeError, "`q` must be one of float16, bfloat16, float32, float64, got int32", dict(q=Q.astype(int))),
     (TypeError, "must share a dtype, got float32, bfloat16 and float32", dict(k=K.astype(jnp.bfloat16))),
     (ValueError, "`k` and `v` must have the same batch, length and heads", dict(v=V[:, :3])),
-    (ValueError, "`q` has batch 1 and `k` has batch 2", dict(q=Q[:1])),
+    (ValueError, "`q` has batch size 1 and `k` has batch size 2", dict(q=Q[:1])),
     (ValueError, "`q` has head size 3 and `k` has head size 4", dict(q=Q[..., :3])),
-    (ValueError, "`q` has 5 heads and `k` has 3: query heads must be a multiple", dict(q=Q[:, :, :5])),
+    (ValueError, "`q` has 5 heads and `k` has 3. The number of query heads must be a multiple", dict(q=Q[:, :, :5])),
     (
         ValueError,
         "`mask` has rank 3, shape (2, 5, 7), which could be [B, T, S] or [N, T, S]",
@@ -234,18 +249,30 @@ CALLS = [
     (ValueError, "`soft_cap` must be a number > 0 or None, got nan", dict(soft_cap=float("nan"))),
     (ValueError, "`soft_cap` must be a number > 0 or None, got array([2.])", dict(soft_cap=np.array([2.0]))),
     (ValueError, "`soft_cap` must be a number > 0 or None, got np.True_", dict(soft_cap=np.True_)),
-    (ValueError, "`soft_cap` must lie between 1.18e-38 and 3.4e+38, the range of float32", dict(soft_cap=1e39)),
-    (ValueError, "scores are computed, got inf. Pass None for no cap", dict(soft_cap=float("inf"))),
-    (ValueError, "scores are computed, got 1e-40. Pass None for no cap", dict(soft_cap=1e-40)),
+    (
+        ValueError,
+        "`soft_cap` must lie between 1.18e-38 and 3.4e+38, got 1e+39. This is the range of float32",
+        dict(soft_cap=1e39),
+    ),
+    (
+        ValueError,
+        "got inf. This is the range of float32, the dtype of the scores. Pass None for no cap",
+        dict(soft_cap=float("inf")),
+    ),
+    (
+        ValueError,
+        "got 1e-40. This is the range of float32, the dtype of the scores. Pass None for no cap",
+        dict(soft_cap=1e-40),
+    ),
     (ValueError, "`scale` must be a number or a float array of shape (), got 'big'", dict(scale="big")),
     (ValueError, "`scale` must be a number or a float array of shape (), got True", dict(scale=True)),
     (ValueError, "`scale` must be a number or a float array of shape ()", dict(scale=jnp.ones(2))),
-    (ValueError, "in which scores are computed, got inf", dict(scale=np.float32(np.inf))),
+    (ValueError, "the dtype of the scores, got inf", dict(scale=np.float32(np.inf))),
     (ValueError, "`scale` must be finite in float32", dict(scale=float("inf"))),
-    (ValueError, "in which scores are computed, got nan. Pass None for 1/sqrt(H)", dict(scale=float("nan"))),
+    (ValueError, "the dtype of the scores, got nan. Pass None for 1/sqrt(H)", dict(scale=float("nan"))),
     (
         ValueError,
-        "`scale` must be finite in float32, in which scores are computed, got 1e+39",
+        "`scale` must be finite in float32, the dtype of the scores, got 1e+39",
         dict(scale=1e39),
     ),
     (ValueError, "engine='fast' is not one of 'auto'", dict(engine="fast")),
@@ -260,7 +287,8 @@ CALLS = [
     (ValueError, "PerHead.masks has 2 query heads, but the call has 6", dict(mask=ls.PerHead((ls.Full(), ls.Full())))),
     (
         ValueError,
-        "This BlockLayout is for 4 queries and 7 keys, but the call has 5 and 7",
+        "This BlockLayout is for 4 queries and 7 keys, but the call has 5 queries and 7 keys. Make a "
+        "BlockLayout for the lengths of the call.",
         dict(mask=ls.Causal().layout(4, 7)),
     ),
     (
@@ -295,23 +323,27 @@ def test_bad_calls(function, error, words, change):
 
 
 ELSEWHERE = {
-    "is_causal": "give it as `mask=ls.Causal()`.",
-    "local_window_size": "give it as `mask=ls.Window(left, right)`.",
-    "key_value_seq_lengths": "give it as `mask=ls.KvLengths(lengths)`.",
-    "query_seq_lengths": "give it as `mask=ls.QLengths(lengths)`.",
+    "is_causal": "Give `mask=ls.Causal()` instead.",
+    "local_window_size": "Give `mask=ls.Window(left, right)` instead.",
+    "key_value_seq_lengths": "Give `mask=ls.KvLengths(lengths)` instead.",
+    "query_seq_lengths": "Give `mask=ls.QLengths(lengths)` instead.",
 }
 
 
 @pytest.mark.parametrize("name, words", ELSEWHERE.items(), ids=ELSEWHERE)
 def test_arguments_of_jax_nn_are_translated(name, words):
     arguments: dict = {name: True}
-    raises(TypeError, f"attention() has no argument '{name}': {words}", lambda: ls.attention(Q, K, V, **arguments))
+    raises(TypeError, f"attention() has no argument '{name}'. {words}", lambda: ls.attention(Q, K, V, **arguments))
     raises(TypeError, words, lambda: jax.jit(lambda q: ls.attention(q, K, V, **arguments))(Q))
 
 
 def test_several_arguments_of_jax_nn_are_one_mask():
     both: dict = dict(is_causal=True, key_value_seq_lengths=3)
-    raises(TypeError, "together are `mask=ls.Causal() & ls.KvLengths(lengths)`.", lambda: ls.attention(Q, K, V, **both))
+    raises(
+        TypeError,
+        "'is_causal' and 'key_value_seq_lengths' together, give `mask=ls.Causal() & ls.KvLengths(lengths)`.",
+        lambda: ls.attention(Q, K, V, **both),
+    )
 
 
 def test_other_unknown_arguments_are_pythons_own_error():
@@ -322,5 +354,5 @@ def test_other_unknown_arguments_are_pythons_own_error():
 
 
 def test_errors_come_before_tracing_goes_deep():
-    with pytest.raises(ValueError, match="query heads must be a multiple"):
+    with pytest.raises(ValueError, match="number of query heads must be a multiple"):
         jax.jit(ls.attention)(Q[:, :, :5], K, V)

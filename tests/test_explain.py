@@ -72,7 +72,7 @@ def test_rows_name_their_bytes():
     rows = dict(line.split("  ", 1) for line in str(report).splitlines())
     rows = {name.strip(): value.strip() for name, value in rows.items()}
     assert {"inputs and outputs", "temporary memory", "dense mask (not allocated)"} <= set(rows)
-    assert report.temporary_bytes == 3 * 2 * 389 * 389 * 4 and rows["temporary memory"] == "at least 3.463 MB"
+    assert report.temporary_bytes == 3 * 2 * 389 * 389 * 4 and rows["temporary memory"] == "at least 3.463 MiB"
     assert "temporary memory" not in str(ls.explain(*call(), mask=ls.Causal(), engine="xla"))
 
 
@@ -117,7 +117,7 @@ def test_arrays_without_values_are_noted():
 
 def test_a_custom_rule_without_bounds_is_noted():
     report = ls.explain(*call(), mask=ls.Causal() & ls.Custom(lambda q, k: q % 2 == 0))
-    assert any("Custom without bounds" in note for note in report.notes)
+    assert any("Custom(<lambda>) has no `bounds`" in note for note in report.notes)
     assert not ls.explain(*call(), mask=ls.Causal()).notes
 
 
@@ -139,8 +139,8 @@ UNBOUNDED = ls.Custom(lambda q, k: q % 2 == 0)
         (UNBOUNDED | ls.Window(3, 0), "Custom(<lambda>)", "no tile can be skipped"),
         (~(UNBOUNDED & ls.Window(3, 0)), "Custom(<lambda>)", "no tile can be skipped"),
         (UNBOUNDED & ls.Window(3, 0), "Custom(<lambda>)", "no tile is known to be full"),
-        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that depend on it are masked"),
-        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "tiles that depend on it are masked"),
+        ((UNBOUNDED & ls.Window(3, 0)) | ls.Chunk(8), "Custom(<lambda>)", "tiles that depend on this rule are masked"),
+        (ls.PerHead((ls.Causal(), Mine())), "Mine()", "tiles that depend on this rule are masked"),
         (ls.Full() & UNBOUNDED, "Custom(<lambda>)", "no tile can be skipped"),
         (ls.Causal() & Mine(), "Mine()", "no tile is known to be full"),
     ],
@@ -297,7 +297,7 @@ def test_it_reports_the_size_of_a_cache_and_of_a_full_one():
     report = ls.explain(q, k, v, mask=ls.Causal() & (ls.Window(99, 0) | ls.Prefix(4)), engine="reference")
     assert report.cache_bytes == 104 * 3 * 2 * (16 + 8) * 2
     assert report.full_cache_bytes == 389 * 3 * 2 * (16 + 8) * 2
-    assert "KV cache for decoding       29.25 kB; 109.4 kB if it kept all keys" in str(report)
+    assert "KV cache for decoding       29.25 KiB; a cache of all keys takes 109.4 KiB" in str(report)
     ids = jax.ShapeDtypeStruct((3, 389), jnp.int32)
     packed = ls.explain(q, k, v, mask=ls.Causal() & ls.Window(99, 0) & ls.Segments(ids), engine="reference")
     assert packed.cache_bytes == 100 * 3 * 2 * (16 + 8) * 2

@@ -47,7 +47,7 @@ def test_sparse_exhibits_compute_just_the_tiles_that_hold_a_pair(name):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "reference"])
+@pytest.mark.parametrize("name", [name for name in RUNNING if name != "reference"])
 def test_attention_is_that_of_the_reference(exhibit, name):
     mask, _, q_len, kv_len = exhibit.build(**exhibit.small)
     q, k, v = make_qkv(Shape(B=1, T=q_len, S=kv_len, N=2, K=1, H=5), jnp.float32)

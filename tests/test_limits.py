@@ -116,7 +116,8 @@ def test_ids_beyond_32_bits_never_become_one_document():
     with jax.enable_x64(True):
         for make in makers:
             with pytest.raises(
-                TypeError, match="inside jit, got int64: ids that differ only beyond 32 bits would become equal"
+                TypeError,
+                match=r"Its values cannot be checked.* because a cast to 32 bits could make two different ids equal",
             ):
                 jax.jit(make)(WIDE)
             jax.jit(lambda ids, make=make: make(ids.astype("int32")))(WIDE)
@@ -249,7 +250,9 @@ def test_calls_of_no_rows_no_tokens_or_no_heads_give_zeros_and_zero_gradients(en
 
 def test_queries_without_key_heads_are_errors():
     q, k, v = make_qkv(Shape(2, 4, 5, 2, 1, 3), jnp.float32)
-    with pytest.raises(ValueError, match="`q` has 2 heads and `k` has 0: query heads must be a multiple"):
+    with pytest.raises(
+        ValueError, match=r"`q` has 2 heads and `k` has 0. The number of query heads must be a multiple"
+    ):
         ls.attention(q, k[:, :, :0], v[:, :, :0])
 
 

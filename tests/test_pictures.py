@@ -86,10 +86,11 @@ def test_pictures_by_blocks_have_a_caption_token_numbers_and_a_legend():
         "2,560 ....++..\n"
         "3,072 .....++.\n"
         "3,584 ......++\n"
-        "each 512 x 512 pairs: . none, : under a quarter, + about half, * over three quarters, # all"
+        "each character stands for 512 x 512 pairs, and shows the allowed share:\n"
+        ". none, : under a quarter, + about half, * over three quarters, # all"
     )
     bare = (ls.Causal() & ls.Window(511, 0)).show(4096, 4096, max_cells=8, axes=False)
-    assert bare.split() == [line.split()[-1] for line in picture.splitlines()[3:-1]]
+    assert bare.split() == [line.split()[-1] for line in picture.splitlines()[3:-2]]
     assert ls.Causal().show(2, 2, axes=True).splitlines()[2:] == ["  0", "0 #.", "1 ##", "# may attend, . may not"]
 
 

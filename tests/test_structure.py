@@ -194,7 +194,7 @@ def test_the_signature_of_attention_has_its_own_arguments_only():
         assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
         assert "unknown" not in pydoc.render_doc(function, renderer=pydoc.plaintext)
         with pytest.raises(
-            TypeError, match=r"attention\(\) has no argument 'is_causal': give it as `mask=ls.Causal\(\)`"
+            TypeError, match=r"attention\(\) has no argument 'is_causal'. Give `mask=ls.Causal\(\)` instead"
         ):
             function(is_causal=True)
         with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'is_cusal'"):

@@ -1,5 +1,6 @@
 """A subclass that overrides `allowed` is another rule: it does not inherit the properties of its parent."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,3 +78,31 @@ def test_attributes_defined_by_the_subclass_apply():
     assert Acausal().reads_q_place and not Acausal().unbounded()
     assert Heard(0, FLAGS).unbounded() == (Heard(0, FLAGS),)
     assert ls.Window(3, 0).reads == {"position"} and ls.Window(3, 0).layout(512, 512).visits() == 7
+
+
+def plain(base, **members):
+    """A class without `@rule`."""
+    return type("Plain", (base,), dict(allowed=lambda self, q, kv: q.position >= kv.position, **members))
+
+
+def with_own_fields(self, size):
+    self.size = size
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: plain(ls.Mask)(),
+        lambda: plain(ls.Mask, __init__=with_own_fields)(3),
+        lambda: dataclasses.dataclass(frozen=True)(plain(ls.Mask))(),
+        lambda: plain(ls.masks.Rule)(),
+        lambda: plain(ls.Bias)(),
+        lambda: plain(ls.Causal)(),  # the parent has `@rule`
+        lambda: plain(Acausal)(),
+        ls.Mask,
+    ],
+    ids=["mask", "own init", "dataclass", "rule", "bias", "leaf", "users rule", "the base"],
+)
+def test_a_class_without_the_decorator_is_refused_with_what_to_write(make):
+    with pytest.raises(TypeError, match=r"The class (Plain|Mask) has no `@rule`. Write `@longspan.masks.rule` above"):
+        make()

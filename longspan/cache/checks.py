@@ -23,12 +23,18 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"`dtype` must be one of {', '.join(FLOATS)}, got {name}.")
 
 
+def check_order(heads_first: Any) -> None:
+    """The order of heads and slots sets array shapes, so it is a Python bool."""
+    if not isinstance(heads_first, bool):
+        raise TypeError(f"`heads_first` must be True or False, a Python bool, got {_described(heads_first)}.")
+
+
 def check_new(cache: "Cache", k: Any, v: Any) -> None:
     """New keys and values have the cache's rows, heads and head sizes."""
     for name, x, like in (("k", k, cache.k), ("v", v, cache.v)):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(f"`{name}` must be an array [B, n, K, H], got {type(x).__name__}.")
-        B, _, K, H = like.shape
+        B, K, H = like.shape[0], like.shape[cache.heads_axis], like.shape[3]
         if len(x.shape) != 4 or (x.shape[0], *x.shape[2:]) != (B, K, H):
             raise ValueError(
                 f"`{name}` must have shape [B, n, K, H] with this cache's B, K and H = {B}, {K} and {H}, got "
@@ -88,13 +94,13 @@ def _refuse_rollback(cache: "Cache", row: int, count: int) -> None:
         raise ValueError(f"Row {row} has {length} tokens, so {count} cannot be rolled back. Roll back fewer.")
     if plan.evicts and remaining < furthest - plan.slack:
         raise ValueError(
-            f"A rollback to {remaining} tokens needs keys that were evicted: row {row} has had {furthest} tokens, and "
-            f"with slack={plan.slack} it can be rolled back to {furthest - plan.slack} tokens or more. Plan with "
+            f"Row {row} cannot be rolled back to {remaining} tokens: it once held {furthest}, and a cache with "
+            f"slack={plan.slack} keeps the keys only for a rollback to {furthest - plan.slack} or more. Plan with "
             f"`slack={furthest - remaining}` or more."
         )
     raise ValueError(
-        f"{plan.mask!r} lets position {remaining - 1} attend to position {remaining}, so a rollback cannot separate "
-        "them. Roll back whole chunks, and a prefix as a whole."
+        f"{plan.mask!r} lets position {remaining - 1} attend to position {remaining}, so a rollback must keep both or "
+        "remove both. Roll back whole chunks, and a prefix as a whole."
     )
 
 
@@ -118,15 +124,16 @@ def check_mask(plan: CachePlan, mask: Any, batch: int) -> None:
     longer = given.last > planned.last
     if longer.any():
         at = int(np.argmax(longer))
+        key = planned.outline.keys[at]
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, which needs key {planned.outline.keys[at]} until query "
-            f"{planned.last[at]}, but {mask!r} may attend to it until query {given.last[at]}. Plan with the mask that "
-            "you attend with."
+            f"This cache was planned for {plan.mask!r}, which needs key {key} until query {planned.last[at]}. With "
+            f"{mask!r}, later queries up to {given.last[at]} may attend to key {key}. Plan the cache with the mask "
+            "of the call."
         )
     if (given.tied & ~planned.tied).any():
         raise ValueError(
-            f"This cache was planned for {plan.mask!r}, but {mask!r} lets queries attend to later keys, which must be "
-            "appended together with the queries. Plan with the mask that you attend with."
+            f"{mask!r} lets queries attend to later keys. These keys must be appended together with the queries, but "
+            f"this cache was planned for {plan.mask!r}. Plan the cache with the mask of the call."
         )
 
 

@@ -26,7 +26,7 @@ def _check_lengths(path: Any, plan: CachePlan, row: int, length: int, furthest: 
     if plan.evicts:
         max_furthest = min(plan.length, length + plan.slack)
     if not length <= furthest <= max_furthest:
-        limits = f"its length {length} and {max_furthest}"
+        limits = f"the length {length} of the row and {max_furthest}"
         _refuse(path, plan, f"`furthest` of row {row} is {furthest}, not between {limits}")
     if plan.tied is not None and length < plan.length and plan.outline.at(plan.tied, np.array([length])).any():
         pair = f"positions {length - 1} and {length} must be appended together"
@@ -40,11 +40,15 @@ def _check_positions(path: Any, plan: CachePlan, row: int, length: int, furthest
     outside = used[(stored[used] < 0) | (stored[used] >= length)]
     if outside.size:
         slot = outside[0]
-        _refuse(path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, but its length is {length}")
+        _refuse(
+            path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, but the row has {length} tokens"
+        )
     misplaced = used[slot_of(slots, stored[used]) != used]
     if misplaced.size:
         slot = misplaced[0]
-        _refuse(path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, which belongs to other keys")
+        _refuse(
+            path, plan, f"`positions` of row {row} has {stored[slot]} in slot {slot}, which is reserved for other keys"
+        )
     needed = _needed(plan, length, furthest)
     missing = needed[stored[slot_of(slots, needed)] != needed]
     if missing.size:

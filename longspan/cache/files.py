@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspan.array_types import no_type_check
+from longspan.cache.checks import check_order
 from longspan.cache.contents import check_contents
 from longspan.cache.plan import CachePlan
-from longspan.cache.store import Cache, tables_of
+from longspan.cache.store import Cache, slots_first, tables_of
 from longspan.optional import needs
 
 STORED_AS = dict(float16="F16", bfloat16="U16", float32="F32", float64="F64")  # bfloat16 as its bits: see `save`
@@ -32,7 +33,9 @@ def save(cache: Cache, path: Any) -> None:
             f"This cache stacks {cache.positions.shape[0]} layers. Save each of them in a separate file: "
             "`jax.tree.map(lambda x: x[0], cache).save(path)`."
         )
-    tensors = {name: np.ascontiguousarray(getattr(cache, name)) for name in NAMES}
+    tensors = {name: np.asarray(getattr(cache, name)) for name in NAMES}
+    tensors |= {name: slots_first(tensors[name], cache.heads_first) for name in ("k", "v")}
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     metadata = dict(format=FORMAT, plan=cache.plan.digest, dtype=cache.k.dtype.name)
     if cache.k.dtype == jnp.bfloat16:  # as bits: safetensors does not support NumPy's bfloat16
         tensors |= {name: tensors[name].view(np.uint16) for name in ("k", "v")}
@@ -49,12 +52,14 @@ def save(cache: Cache, path: Any) -> None:
 
 
 @no_type_check
-def restore(path: Any, plan: CachePlan) -> Cache:
+def restore(path: Any, plan: CachePlan, *, heads_first: bool = False) -> Cache:
     """Reads the cache that `Cache.save` wrote.
 
     Args:
         path: the file.
         plan: the plan of the saved cache. A different plan raises a ValueError.
+        heads_first: the order of heads and slots in the new cache, as in `ls.cache.init`. It may differ from that of
+            the saved cache.
 
     Example:
         >>> plan = ls.cache.plan(ls.Causal(), 8)
@@ -68,6 +73,7 @@ def restore(path: Any, plan: CachePlan) -> Cache:
 
     if not isinstance(plan, CachePlan):
         raise TypeError(f"`plan` must be a CachePlan from `ls.cache.plan(mask, length)`, got {type(plan).__name__}.")
+    check_order(heads_first)
     if Path(path).is_dir():
         raise IsADirectoryError(f"{path} is a directory. Pass the file that `Cache.save` wrote.")
     try:
@@ -81,7 +87,10 @@ def restore(path: Any, plan: CachePlan) -> Cache:
     if metadata["dtype"] == "bfloat16":
         tensors |= {name: tensors[name].view(jnp.bfloat16) for name in ("k", "v")}
     check_contents(path, plan, tensors)
-    return Cache(**{name: jnp.asarray(x) for name, x in tensors.items()}, tables=tables_of(plan), plan=plan)
+    if heads_first:
+        tensors |= {name: tensors[name].swapaxes(1, 2) for name in ("k", "v")}
+    arrays = {name: jnp.asarray(x) for name, x in tensors.items()}
+    return Cache(**arrays, tables=tables_of(plan), plan=plan, heads_first=heads_first)
 
 
 def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: dict[str, tuple[str, tuple]]) -> None:
@@ -90,8 +99,8 @@ def _check_header(path: Any, plan: CachePlan, metadata: dict[str, str], found: d
         raise ValueError(f"{path} is not a cache that `Cache.save` wrote.")
     if metadata.get("plan") != plan.digest:
         raise ValueError(
-            f"{path} was saved with another plan than {plan!r}. Restore it with the plan of the same mask, "
-            "length and slack."
+            f"{path} was saved with another plan than {plan!r}. Restore it with a plan of the mask, length and slack "
+            "that it was saved with."
         )
     dtype = metadata["dtype"]
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):

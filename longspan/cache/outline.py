@@ -102,10 +102,10 @@ def every_position(length: int, mask: Any) -> Outline:
     """The outline without cuts."""
     if length > MAX_LISTED:
         raise ValueError(
-            f"A plan of {mask!r} for {length:,} positions lists each of them, which takes about "
+            f"A plan of {mask!r} for {length:,} positions lists every position, which takes about "
             f"{length * BYTES_EACH:,} bytes. The limit is {MAX_LISTED:,} positions, which take "
-            f"{MAX_LISTED * BYTES_EACH:,} bytes. Plan fewer positions, or use a mask whose plan is a ring and lists "
-            f"none: causal masks, prefixes, and windows and chunks of up to {MAX_LISTED // 16:,} positions."
+            f"{MAX_LISTED * BYTES_EACH:,} bytes. Plan fewer positions, or use a mask that needs no such list: a "
+            f"causal mask, a prefix, or a window or chunk of up to {MAX_LISTED // 16:,} positions."
         )
     return Outline(length)
 

@@ -73,7 +73,7 @@ def check_drawn(plan: "CachePlan") -> None:
     """Pictures list every position."""
     if plan.length > MAX_LISTED:
         raise ValueError(
-            f"A picture of {plan!r} lists each position, which takes about {plan.length * BYTES_EACH:,} bytes. The "
+            f"A picture of {plan!r} lists every position, which takes about {plan.length * BYTES_EACH:,} bytes. The "
             f"limit is {MAX_LISTED:,} positions. Draw a shorter plan of the same mask."
         )
 

@@ -253,14 +253,15 @@ def _why(mask: Mask, slots: SlotAllocation, end: np.ndarray, outline: Outline) -
     note = ""
     inexact = list(dict.fromkeys(map(repr, mask.inexact())))
     if inexact:
-        note = f"; {', '.join(inexact)} may need fewer keys"
+        note = f"; with {', '.join(inexact)}, fewer keys may be enough"
     if slots.table is None and _is_steady(end, slots, outline):
         forever = ""
         if slots.pinned:
             forever = f"; {_counted(len(slots.pinned), 'key is', 'keys are')} kept forever"
         return f"each key is kept for {_counted(slots.ring, 'step')}{forever}{note}"
     longest = int((end - key + 1)[alive].max())
-    return f"each key is kept for up to {_counted(longest, 'step')}, at most {slots.capacity:,} keys at a time{note}"
+    most = f"the cache never holds more than {_counted(slots.capacity, 'key')}"
+    return f"each key is kept for up to {_counted(longest, 'step')}; {most}{note}"
 
 
 def _rules_that_keep_all(mask: Mask, length: int) -> list[Mask]:

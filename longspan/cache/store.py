@@ -17,6 +17,7 @@ from longspan.cache.checks import (
     check_lengths,
     check_mask,
     check_new,
+    check_order,
     check_rollback,
     check_rows,
 )
@@ -89,16 +90,20 @@ class AppendStep:
     kv_positions: Leaf  # int32 [B, S]
     order: Any  # int32 [B, S]: sorts old and new keys by position; None: the cache holds all keys after the append
     plan: CachePlan = field(metadata=dict(static=True))
+    heads_first: bool = field(default=False, metadata=dict(static=True))  # the order of the buffers of keys and values
 
     def write(self, buffer: Any, new: Any) -> tuple[Any, Any]:
-        """The buffer [B, capacity, ...] with new entries [B, n, ...] in their slots, and the entries to attend to."""
+        """The buffer [B, capacity, ...] with new entries [B, n, ...] in their slots, and the entries to attend to.
+
+        With `heads_first` the buffer is [B, K, capacity, H]. The new entries and those to attend to are [B, n, K, H].
+        """
         new, written = jnp.asarray(new).astype(buffer.dtype), buffer
         if self.plan.capacity:
             # One row at a time: indices that include the batch axis would gather sharded rows.
-            written = jax.vmap(_write_row)(buffer, new, self.slots)
+            written = jax.vmap(_write_heads if self.heads_first else _write_row)(buffer, new, self.slots)
         if self.order is None:
-            return written, written
-        both = jnp.concatenate([buffer, new], axis=1)
+            return written, slots_first(written, self.heads_first)
+        both = jnp.concatenate([slots_first(buffer, self.heads_first), new], axis=1)
         return written, jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(both, self.order)
 
     def of(self, mask: Mask) -> dict[str, Any]:
@@ -118,20 +123,44 @@ def _specs(operands: tuple, results: tuple["Cache", View]) -> tuple["Cache", Vie
     """The specs of a cache and its view on explicit axes: rows and heads are sharded as the cache is, else as k is."""
     (cache, k, _, _), (after, view) = operands, results
     k_rows, _, k_heads, _ = spec_entries(k)
-    cache_rows, _, cache_heads, _ = spec_entries(cache.k)
-    rows, heads = cache_rows or k_rows, cache_heads or k_heads
+    of_buffer = spec_entries(cache.k)
+    rows, heads = of_buffer[0] or k_rows, of_buffer[cache.heads_axis] or k_heads
     tables = jax.tree.map(lambda x: P(*spec_entries(x)), cache.tables)
+    of_view = of_cache = P(rows, None, heads, None)
+    if cache.heads_first:
+        of_cache = P(rows, heads, None, None)
 
-    def specs(found):
-        names = [field.name for field in fields(found) if field.name not in ("k", "v", "plan", "tables")]
+    def specs(found, of_keys):
+        names = [f.name for f in fields(found) if f.name not in ("k", "v", "tables") and not f.metadata.get("static")]
         by_name = {name: P(rows, *[None] * (getattr(found, name).ndim - 1)) for name in names}
-        return by_name | dict(k=P(rows, None, heads, None), v=P(rows, None, heads, None))
+        return by_name | dict(k=of_keys, v=of_keys)
 
-    return replace(after, **specs(after), tables=tables), replace(view, **specs(view))
+    return replace(after, **specs(after, of_cache), tables=tables), replace(view, **specs(view, of_view))
 
 
 def _write_row(buffer, new, slots):
     return buffer.at[slots].set(new, mode="drop", unique_indices=True)
+
+
+def _write_heads(buffer, new, slots):
+    # Each head has its own copy of the slots. If `vmap` shared them, it would write [K, H] at once, and XLA for TPUs
+    # would copy the buffer to put slots before heads in memory.
+    by_head = jnp.broadcast_to(slots, (buffer.shape[0], *slots.shape))
+    return jax.vmap(_write_row, (0, 1, 0))(buffer, new, by_head)
+
+
+def slots_first(buffer: Any, heads_first: bool) -> Any:
+    """The keys or values of a cache as [B, capacity, K, H]."""
+    if heads_first:
+        return buffer.swapaxes(1, 2)
+    return buffer
+
+
+def in_order(cache: "Cache", heads_first: bool) -> "Cache":
+    """The same cache, with its keys and values in this order."""
+    if cache.heads_first == heads_first:
+        return cache
+    return replace(cache, k=cache.k.swapaxes(1, 2), v=cache.v.swapaxes(1, 2), heads_first=heads_first)
 
 
 def _attention_arguments(source: View | AppendStep, mask: Mask, batch: int) -> dict[str, Any]:
@@ -166,14 +195,20 @@ class Cache:
         [[0, 4, 3]]
     """
 
-    k: Leaf  # [B, capacity, K, H]
-    v: Leaf  # [B, capacity, K, Hv]
+    k: Leaf  # [B, capacity, K, H]; with `heads_first` [B, K, capacity, H]
+    v: Leaf  # [B, capacity, K, Hv]; with `heads_first` [B, K, capacity, Hv]
     positions: Leaf  # int32 [B, capacity]: the position of the key in each slot; 2**30 - 1: the slot is free
     length: Leaf  # int32 [B]: tokens in each row
     furthest: Leaf  # int32 [B]: the largest length so far: these tokens overwrote keys that no rollback can restore
     overflowed: Leaf  # bool [B]: rows for which a call inside jit was ignored, because the plan does not allow it
     tables: Any  # the plan's `table`, `end` and `tied`, or None for each: arguments of programs, not constants
     plan: CachePlan = field(metadata=dict(static=True))
+    heads_first: bool = field(default=False, metadata=dict(static=True))  # whether heads come before slots in k and v
+
+    @property
+    def heads_axis(self) -> int:
+        """The axis of `k` and `v` that counts heads."""
+        return 1 if self.heads_first else 2
 
     @no_type_check
     def append(
@@ -218,7 +253,8 @@ class Cache:
         length = self.length + lengths
         furthest = jnp.maximum(self.furthest, length)
         cache = replace(self, positions=positions, length=length, furthest=furthest, overflowed=self.overflowed | bad)
-        return cache, replace(step, kv_positions=kv_positions)
+        # Positions have no heads, so only now the step gets the order of the keys and values.
+        return cache, replace(step, kv_positions=kv_positions, heads_first=self.heads_first)
 
     def _new_tokens(self, count: int, lengths: Any) -> tuple[jax.Array, jax.Array]:
         """The number of new tokens in each row, and the rows that cannot take them: outside jit, these are an error."""
@@ -245,7 +281,7 @@ class Cache:
         if is_known(torn) and torn.any():
             row = int(np.argmax(np.asarray(torn)))
             raise ValueError(
-                f"{self.plan.mask!r} lets position {int(total[row]) - 1} attend to position {int(total[row])}, so they "
+                f"{self.plan.mask!r} lets position {int(total[row]) - 1} attend to position {int(total[row])}, so both "
                 "must be appended together. Append whole chunks, and a prefix as a whole."
             )
         return beyond | torn
@@ -336,6 +372,8 @@ class Cache:
     def save(self, path: Any) -> None:
         """Writes the cache to a safetensors file, which `ls.cache.restore(path, plan)` reads.
 
+        The file holds keys and values as [B, slots, K, H], also with `heads_first`.
+
         If writing fails, an earlier file at `path` is unchanged.
 
         Example:
@@ -352,7 +390,14 @@ class Cache:
 
 @no_type_check
 def init(
-    plan: CachePlan, batch: int, kv_heads: int, head_dim: int, dtype: Any, *, v_head_dim: int | None = None
+    plan: CachePlan,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    *,
+    v_head_dim: int | None = None,
+    heads_first: bool = False,
 ) -> Cache:
     """An empty cache with the slots of a plan.
 
@@ -363,6 +408,8 @@ def init(
         head_dim: the head size of keys, H.
         dtype: the dtype of keys and values.
         v_head_dim: the head size of values; H by default.
+        heads_first: whether `k` and `v` are stored as [B, K, slots, H], the order of TPU kernels, instead of
+            [B, slots, K, H]. Arguments, views and files are [B, slots, K, H] in both cases.
 
     Example:
         >>> plan = ls.cache.plan(ls.Causal() & ls.Window(1023, 0), 10**6)
@@ -378,12 +425,14 @@ def init(
     if v_head_dim is None:
         v_head_dim = head_dim
     v_head_dim = check_static_size("v_head_dim", v_head_dim, 1)
-    k = jnp.zeros((batch, plan.capacity, kv_heads, head_dim), dtype)
-    v = jnp.zeros((batch, plan.capacity, kv_heads, v_head_dim), dtype)
-    return replace(without_keys(plan, batch), k=k, v=v)
+    check_order(heads_first)
+    shape = (kv_heads, plan.capacity) if heads_first else (plan.capacity, kv_heads)
+    k = jnp.zeros((batch, *shape, head_dim), dtype)
+    v = jnp.zeros((batch, *shape, v_head_dim), dtype)
+    return replace(without_keys(plan, batch, heads_first), k=k, v=v)
 
 
-def without_keys(plan: CachePlan, batch: int) -> Cache:
+def without_keys(plan: CachePlan, batch: int, heads_first: bool = False) -> Cache:
     """An empty cache that stores positions, but no keys and values."""
     nothing: Any = None
     return Cache(
@@ -395,6 +444,7 @@ def without_keys(plan: CachePlan, batch: int) -> Cache:
         overflowed=jnp.zeros((batch,), bool),
         tables=tables_of(plan),
         plan=plan,
+        heads_first=heads_first,
     )
 
 

@@ -28,7 +28,7 @@ def bench(
     heads: Annotated[int, typer.Option(min=1, max=MAX_LENGTH, help="Number of heads.")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, max=MAX_LENGTH, help="Size of a head.")] = 64,
     engine: Annotated[
-        list[str] | None, typer.Option(help="Time this engine; may be repeated. By default all engines are timed.")
+        list[str] | None, typer.Option(help="Time this engine; may be repeated. By default all engines of this platform are timed.")
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also time the other libraries that are installed.")] = True,
     backward: Annotated[bool, typer.Option("--backward", help="Time the forward and the backward pass.")] = False,
@@ -126,12 +126,14 @@ def _check_engines(names: list[str] | None) -> list[str]:
     from longspan.cli.library import library
 
     library()
+    import jax
+
     from longspan.checks import check_choice
-    from longspan.engines import ENGINES
+    from longspan.engines import ENGINES, tried
 
     for name in names or ():
         check_choice("--engine", name, tuple(ENGINES))
-    return list(dict.fromkeys(names or ENGINES))
+    return list(dict.fromkeys(names or tried(jax.default_backend())))
 
 
 def _measure(

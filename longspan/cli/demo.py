@@ -131,10 +131,11 @@ def _comparison(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
     for one in (result.dense, result.sparse):
         table.add_row(one.name, f"{1e3 * one.seconds:,.1f} ms", f"{one.bytes / 1e6:,.1f} MB", f"{one.error:.1e}")
     stage.console.print(table)
-    stage.say("Memory: the temporary memory of the compiled program, without q, k, v and the result. Dense attention")
-    stage.say("ran on one part of the queries after another. Its memory is that of a program for all queries at once,")
-    stage.say("which was compiled but not run.")
-    stage.say("Error: the largest difference from NumPy's float64 in 64 rows.\n")
+    stage.say('Column "memory": the temporary memory of the compiled program, without q, k, v and the result. Dense')
+    stage.say("attention ran on one part of the queries after another. Its memory is that of a program for all queries")
+    stage.say("at once, which was compiled but not run.")
+    stage.say('Column "error": the largest difference from attention that NumPy computes in float64, for 64 of the')
+    stage.say("queries.\n")
     speedup = result.dense.seconds / max(result.sparse.seconds, 1e-9)
     saving = result.dense.bytes / max(result.sparse.bytes, 1e-9)
     stage.say(f"Sparse attention takes 1/{speedup:,.0f} of the time and 1/{saving:,.0f} of the memory.")
@@ -192,7 +193,7 @@ def _clues(stage: Stage, sizes: DemoSizes) -> None:
     stage.say(f"Accuracy on new documents: {with_global:.0%}.")
     stage.say(f"Accuracy without the global token, where information travels at most {reach} tokens: {without:.0%}.")
     stage.check("the encoder uses both ends of the documents (accuracy of at least 90%)", with_global >= 0.9)
-    stage.check("without the global token it cannot (accuracy of at most 75%)", without <= 0.75)
+    stage.check("without the global token the encoder cannot use both ends (accuracy of at most 75%)", without <= 0.75)
 
 
 def _decoder(stage: Stage, sizes: DemoSizes, seconds: float) -> None:

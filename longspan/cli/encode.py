@@ -45,8 +45,9 @@ def encode(
     pooling: Annotated[
         Pooling | None,
         typer.Option(
-            help="Use the mean of the token vectors (the default) or the first one. If given, unsupported modules of a "
-            "sentence-transformers directory are ignored; otherwise they are an error.",
+            help="The vector of a document: the mean of its token vectors (the default), or the vector of its first "
+            "token. With this option, unsupported modules of a sentence-transformers directory are ignored. Without "
+            "it, they are an error.",
             show_default=False,
         ),
     ] = None,
@@ -73,7 +74,7 @@ def encode(
     if split and truncate:
         raise ValueError("--split and --truncate were both given, but they exclude each other. Give one of them.")
     if [str(path) for path in files].count("-") > 1:
-        raise ValueError("- is given more than once, but standard input is read once. Give it once.")
+        raise ValueError("- is given more than once, but standard input can be read only once. Give it once.")
     check_writable(out)
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out: {out} is one of the documents and would be overwritten. Name another file.")
@@ -106,9 +107,9 @@ def _refuse(directory: Path, not_run: list[str]) -> None:
     """Raises a ValueError if the vectors would differ from those of sentence-transformers."""
     if not_run:
         raise ValueError(
-            f"{directory} is a sentence-transformers directory, and the vectors of `longspan encode` would differ, "
-            f"because it supports only a Transformer with mean pooling: {'; '.join(not_run)}. To ignore these "
-            "settings, give --pooling mean or --pooling cls."
+            f"{directory} is a sentence-transformers directory with settings that `longspan encode` does not support: "
+            f"{'; '.join(not_run)}. It supports only a Transformer with mean pooling, so its vectors would differ "
+            "from those of sentence-transformers. To ignore these settings, give --pooling mean or --pooling cls."
         )
 
 
@@ -125,7 +126,7 @@ def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
             numbered = enumerate(text.splitlines(), start=1)
             texts += [(f"{path}, line {number},", line) for number, line in numbered if line.strip()]
         elif not text.strip():
-            raise ValueError(f"{path} is empty, and an empty document has no vector. Leave it out.")
+            raise ValueError(f"{path} is empty, and an empty document has no vector. Leave the file out.")
         else:
             texts.append((str(path), text))
     if not texts:
@@ -145,7 +146,9 @@ def _check_global_tokens(encoder: Any, pooling: Pooling, given: int | None) -> i
     """The number of first tokens that are global; None if the model has no global tokens."""
     if not encoder.config.family.attention.has_globals:
         if given:
-            raise ValueError(f"--global-tokens: a {encoder.config.model_type} has no global tokens. Leave it out.")
+            raise ValueError(
+                f"--global-tokens: a {encoder.config.model_type} has no global tokens. Leave the option out."
+            )
         return None
     if given is None:
         return int(pooling is Pooling.cls)
@@ -160,13 +163,13 @@ def _pieces(
     for number, (name, text) in enumerate(texts):
         whole = tokenizer.encode(text)
         if not whole.ids:
-            raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave it out.")
+            raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave this document out.")
         parts = [whole]
         if len(whole.ids) > max_tokens:
             if not (split or truncate):
                 raise ValueError(
-                    f"{name} has {len(whole.ids):,} tokens, but the model takes at most {max_tokens:,}. Encode it in "
-                    "parts with --split, or only its beginning with --truncate."
+                    f"{name} has {len(whole.ids):,} tokens, but the model takes at most {max_tokens:,}. Encode the "
+                    "document in parts with --split, or only its beginning with --truncate."
                 )
             parts = _parts(tokenizer, text, max_tokens)
             if truncate:

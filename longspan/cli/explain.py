@@ -22,6 +22,9 @@ def explain(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the arrays: float32, bfloat16, float16 or float64.")] = "float32",
     engine: Annotated[str, typer.Option(help="Name of an engine; auto chooses one.")] = "auto",
+    chip: Annotated[
+        str | None, typer.Option(help="Report on the engine pallas_tpu on this TPU: v4, v5e, v5p, v6e or tpu7x.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print how attention would run: the engine and why, tiles, FLOPs, bytes."""
@@ -39,7 +42,7 @@ def explain(
         kv_heads = N
     q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
     k = jax.ShapeDtypeStruct((B, keys, kv_heads, H), dtype)
-    report = ls.explain(q, k, k, mask=mask, engine=engine)
+    report = ls.explain(q, k, k, mask=mask, engine=engine, chip=chip)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:

@@ -113,7 +113,7 @@ class _Interpreter:
         """A mask, made by its constructor."""
         name = _name(function)
         if name == "Custom":
-            raise ValueError("Custom takes a function, which text cannot contain. Use it in Python.")
+            raise ValueError("Custom takes a function, which text cannot contain. Use Custom in Python.")
         if name not in self.masks:
             raise ValueError(f"{_shorten(name)!r} is not a mask. Masks are: {', '.join(sorted(self.masks))}.")
         if any(isinstance(argument, ast.Starred) for argument in arguments) or any(k.arg is None for k in keywords):
@@ -227,7 +227,7 @@ def _error_message(node: ast.expr) -> str:
     if isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
         return f"{text!r}: masks compose with '&', '|' and '~', not with 'and', 'or' and 'not'."
     if isinstance(node, ast.Name):
-        return f"{text!r} is a name without arguments. Write them in parentheses: Causal(), Window(511, 0)."
+        return f"{text!r} is a name without arguments. Write the arguments in parentheses: Causal(), Window(511, 0)."
     return f"{text!r} is neither a mask nor a number, a string, a tuple or a list."
 
 

@@ -109,7 +109,7 @@ class GeneratedText(NamedTuple):
 
 def _read_prompts(prompts: list[str]) -> list[str]:
     if prompts.count("-") > 1:
-        raise ValueError("--prompt - is given more than once, but standard input is read once. Give it once.")
+        raise ValueError("--prompt - is given more than once, but standard input can be read only once. Give it once.")
     return [_read_prompt(prompt) for prompt in prompts]
 
 

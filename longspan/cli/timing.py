@@ -16,7 +16,7 @@ from longspan.optional import is_installed
 
 PAUSE = 0.05  # seconds between two implementations: thread pools spin for a while after their work is done
 MAX_DENSE_BYTES = 1 << 30  # dense implementations are skipped if their scores take more
-TOO_LARGE = "dense scores would need more than 1 GiB"
+TOO_LARGE = "its array of attention scores would need more than 1 GiB"
 NOT_INSTALLED = "not installed"
 
 
@@ -144,7 +144,7 @@ def _flex_attention(problem: Problem, qkv: Any) -> Implementation | str:
     torch, flex = importlib.import_module("torch"), importlib.import_module("torch.nn.attention.flex_attention")
     function, heads, length = _mask_function(torch, problem), problem.mask.heads, problem.length
     if function is None:
-        return "the table of the mask would need more than 1 GiB"
+        return "the dense mask that its mask function reads would need more than 1 GiB"
     q, k, v = _tensors(torch, qkv)
     block_heads = heads if heads > 1 else None  # None: one mask for all heads
     blocks = flex.create_block_mask(function, None, block_heads, length, length, device="cpu")

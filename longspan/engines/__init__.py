@@ -1,7 +1,7 @@
 """The implementations of attention. An `Engine` computes a `Request`, one checked call of `attention`.
 
-`reference` is dense and defines the correct result, `xla` is block-sparse in plain JAX, `cpu` calls a native kernel.
-Engines never import each other. `gradient` differentiates all of them, and `partition` splits them over devices.
+`reference` is dense and defines the correct result, `xla` is block-sparse in plain JAX, `cpu` calls a native kernel,
+`pallas_tpu` compiles kernels for TPUs. Engines never import each other. `gradient` differentiates all of them, and `partition` splits them over devices.
 `multiply` and `put` serve decoding: they read and write one layer of a stack of layers, in place where possible.
 
 Example:
@@ -26,14 +26,21 @@ from longspan.engines.cpu import library as _library
 from longspan.engines.cpu.product import can_multiply as _can_multiply
 from longspan.engines.cpu.product import products as _products
 from longspan.engines.cpu.put import put as _put
+from longspan.engines.pallas_tpu import PallasTpu as PallasTpu
 from longspan.engines.reference import ENGINE as _REFERENCE
 from longspan.engines.request import Request as Request
 from longspan.engines.xla import ENGINE as _XLA
 
-# engine="auto" tries them in this order, the fastest first. Measured by `python -m benchmarks crossover`: `cpu` is 1.1
+# engine="auto" tries them in this order, the fastest first, each on its own platform (`Engine.platform`). Measured by `python -m benchmarks crossover`: `cpu` is 1.1
 # (one query, 32 keys; `Custom`) to 7 times as fast as `xla`, at every size and with every feature. The reference is
 # faster only for the gradients of about 16 tokens, by 0.2 ms: too little to choose an engine that needs T×S memory.
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, _XLA, _REFERENCE)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, PallasTpu(), _XLA, _REFERENCE)}
+
+ABSENT = dict(
+    tpu="engine='pallas_tpu' runs kernels on TPUs, and engine='xla' plain JAX",
+    gpu="no engine has kernels for GPUs; engine='xla' runs plain JAX there",
+    cuda="no engine has kernels for GPUs; engine='xla' runs plain JAX there",
+)  # names of platforms, which users try as names of engines
 
 
 def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, str]]:
@@ -52,6 +59,8 @@ def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, st
         'xla'
     """
     if isinstance(engine, str):
+        if engine in ABSENT:
+            raise ValueError(f"engine={engine!r} is not the name of an engine: {ABSENT[engine]}.")
         check_choice("engine", engine, ("auto", *ENGINES))
         if engine == "auto":
             return _first(request)
@@ -63,12 +72,22 @@ def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, st
     return engine, {}
 
 
+def tried(platform: str) -> tuple[str, ...]:
+    """The names of the engines that engine="auto" tries on a platform, in order.
+
+    Example:
+        >>> tried("cpu"), tried("tpu")
+        (('cpu', 'xla', 'reference'), ('cpu', 'pallas_tpu', 'xla', 'reference'))
+    """
+    return tuple(name for name, engine in ENGINES.items() if engine.platform in (None, platform))
+
+
 def _first(request: Request) -> tuple[Engine, dict[str, str]]:
     refused: dict[str, str] = {}
-    for name, engine in ENGINES.items():
-        reason = engine.unsupported(request)
+    for name in tried(request.platform):
+        reason = ENGINES[name].unsupported(request) or ENGINES[name].unproven(request)
         if reason is None:
-            return engine, refused
+            return ENGINES[name], refused
         refused[name] = reason
     raise NotImplementedError(f"No engine can run this: {refused}")
 
@@ -82,8 +101,8 @@ def _check_engine(engine: object) -> None:
         hash(engine)
     except TypeError:
         raise TypeError(
-            f"engine={engine!r} does not hash, but `jit` needs a hash of every engine. Make it a frozen dataclass, "
-            "or remove its `__eq__`."
+            f"engine={engine!r} is not hashable, but `jit` needs hashable engines. Make its class a frozen dataclass, "
+            "or remove `__eq__` from the class."
         ) from None
 
 
@@ -112,17 +131,20 @@ def multiply(x: jax.Array, matrices: Sequence[jax.Array], layer: Any = 0, *, by_
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
-def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array, *, heads_first: bool = False) -> jax.Array:
     """Returns the stack with stack[layer, b, slots[b, i]] = new[b, i]; slots out of range are skipped.
 
     Args:
-        stack: [layers, B, slots, ...].
+        stack: [layers, B, slots, ...]; with `heads_first` [layers, B, K, slots, H].
         layer: the index into the stack, static or traced.
         slots: int32 [B, n]; within a row all slots differ.
-        new: [B, n, ...], of the stack's dtype.
+        new: [B, n, ...], of the stack's dtype; with `heads_first` [B, n, K, H].
+        heads_first: whether the stack's heads come before its slots: stack[layer, b, :, slots[b, i]] = new[b, i].
     """
     if jax.default_backend() == "cpu" and _library.missing() is None:
-        return _put(stack, layer, slots, new)
+        return _put(stack, layer, slots, new, heads_first=heads_first)
+    if heads_first:
+        return _scatter_by_head(stack, layer, slots, new)
     # Negative slots must not count from the end: they are moved past it, where `mode="drop"` skips them.
     slots = jnp.where(slots < 0, stack.shape[2], slots)
 
@@ -130,3 +152,22 @@ def put(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.A
         return row.at[layer, row_slots].set(values, mode="drop", unique_indices=True)
 
     return jax.vmap(write_row, (1, 0, 0), 1)(stack, slots, new)
+
+
+def _scatter_by_head(stack: jax.Array, layer: Any, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """`put` with heads first, as one scatter that XLA does in place on TPUs.
+
+    `vmap` would move rows and heads to the front of the stack, and a scatter of [K, H] at once needs slots before heads
+    in memory. On TPUs, either copies the whole stack for each layer. Devices that split rows or heads send nothing.
+    """
+    indices = jnp.stack([jnp.full_like(slots, layer), slots], axis=-1)  # negative slots do not count from the end here
+    indices = jnp.broadcast_to(indices[:, None], (*stack.shape[1:3], *indices.shape[1:]))  # [B, K, n, 2]
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=(0, 3),
+        scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1, 2),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    by_head = jnp.swapaxes(new, 1, 2)
+    return jax.lax.scatter(stack, indices, by_head, numbers, unique_indices=True, mode="drop")

@@ -30,10 +30,15 @@ class Engine(ABC):
 
     name: str
     differentiable: ClassVar[bool] = False  # whether JAX differentiates `run`, also twice, without `backward`
+    platform: ClassVar[str | None] = None  # engine="auto" tries it on this platform only; None: on every platform
     dense: ClassVar[bool] = False  # whether every pair is computed; `explain` then gives no advice about tiles
 
     def unsupported(self, request: Request) -> str | None:
         """The reason why this engine cannot run a request, and what to do; None if it can."""
+        return None
+
+    def unproven(self, request: Request) -> str | None:
+        """The reason why engine="auto" does not choose this engine, although it can run the request; None if it may."""
         return None
 
     def tiles(self, request: Request) -> tuple[int, int]:
@@ -79,10 +84,15 @@ class Engine(ABC):
         """
         raise NotImplementedError(f"engine={self.name!r} has no backward pass. Differentiate with engine='reference'.")
 
-    def run_layer(self, request: Request, layout: BlockLayout, k: Any, v: Any, layer: Any) -> Any:
+    def run_layer(
+        self, request: Request, layout: BlockLayout, k: Any, v: Any, layer: Any, *, heads_first: bool = False
+    ) -> Any:
         """(out, lse) for one layer of stacked keys and values [layers, B, S, K, H], read in place; None: not supported.
 
         `layer` is a traced int, and the request has the shapes of one layer. A loop over layers then copies no cache.
         Called on one device only. JAX cannot differentiate it. By default the caller copies the layer and calls `run`.
+
+        With `heads_first`, the stacks are [layers, B, K, S, H]. The request still has keys [B, S, K, H] and values
+        [B, S, K, Hv], as `ShapeDtypeStruct`. Queries and results have the same order in both cases.
         """
         return None

@@ -79,7 +79,7 @@ def _may_run_on_several_devices() -> bool:
 
 
 def _with_row_and_head_numbers(request: Request) -> Request:
-    """The request with the numbers of all rows and heads in its layout; each device receives those of its own."""
+    """The request with the indices of all rows and heads in its layout; each device receives those of its own."""
     layout = request.layout
     if layout is None or layout.rows is not None:
         return request

@@ -40,7 +40,7 @@ class Request:
     """One checked call of `attention`: its arrays and numbers. `Request.of` makes one from the arguments.
 
     The arrays may be `jax.ShapeDtypeStruct`s where an engine only inspects a request (`unsupported`, `tiles`, `notes`).
-    When an engine runs it, `layout` is set, `dropout` has its random words and the numbers of rows and heads, and `q`
+    When an engine runs it, `layout` is set, `dropout` has its random words and the indices of rows and heads, and `q`
     is already multiplied by `q_scale`.
 
     Example:
@@ -64,7 +64,7 @@ class Request:
     dropout: Dropout | None = None
     q_positions: Any = None  # int32 [T] or [B or 1, T]; None: each slot's index
     kv_positions: Any = None
-    # int32 [B], [N]: the numbers of batch rows and heads in the whole batch, where these are one shard; None: from 0.
+    # int32 [B], [N]: the indices of batch rows and heads in the whole batch, where these are one shard; None: from 0.
     # Engines read them from the layout (`layout.sides`) and the dropout.
     rows: Any = None
     heads: Any = None
@@ -311,8 +311,8 @@ def _check_soft_cap(soft_cap: Any, dtype: Any) -> float | None:
     kept = np.finfo(statistics_dtype(dtype))
     if not float(kept.tiny) <= number <= float(kept.max):  # scores are divided by it, and multiplied with it
         raise ValueError(
-            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, the range of {kept.dtype}, in which "
-            f"scores are computed, got {number!r}. Pass None for no cap."
+            f"`soft_cap` must lie between {kept.tiny:.3g} and {kept.max:.3g}, got {number!r}. This is the range of "
+            f"{kept.dtype}, the dtype of the scores. Pass None for no cap."
         )
     return float(number)
 
@@ -331,8 +331,7 @@ def _check_scale(scale: Any, is_data: bool, dtype: Any) -> float:
     kept = np.finfo(statistics_dtype(dtype))
     if not abs(number) <= float(kept.max):
         raise ValueError(
-            f"`scale` must be finite in {kept.dtype}, in which scores are computed, got {number!r}. "
-            "Pass None for 1/sqrt(H)."
+            f"`scale` must be finite in {kept.dtype}, the dtype of the scores, got {number!r}. Pass None for 1/sqrt(H)."
         )
     return float(number)
 

@@ -129,8 +129,9 @@ def _model_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
     known = sorted(name for family in FAMILIES for name in (family.model_type, *family.inside))
     raise ValueError(
         f"{where} has model_type={name!r:.200}, but Longspan supports {', '.join(map(repr, known))}. Load a checkpoint "
-        "of one of these. If this checkpoint has the layers and the tensor names of one of them, set `model_type` to "
-        'it in config.json. CONTRIBUTING.md, "Adding a model family", explains how to add another one.'
+        "of one of these types. If this checkpoint has the layers and the tensor names of one of these types, set "
+        "`model_type` in config.json to the name of that type. CONTRIBUTING.md explains in 'Adding a model family' how "
+        "to add another type."
     )
 
 
@@ -143,8 +144,8 @@ def _override(content: ConfigContent, overrides: Mapping[str, Any]) -> ConfigCon
         arguments = [key for key in unknown if key in LOAD_ARGUMENTS]
         hint = f" `{arguments[0]}` is an argument of `hf.load`." if arguments else ""
         raise ValueError(
-            f"`config` has {', '.join(map(repr, unknown))}, which a {family.model_type} does not read from config.json."
-            f"{hint} It reads {', '.join(sorted(known))}."
+            f"`config` has {', '.join(map(repr, unknown))}, which a {family.model_type} model does not read from "
+            f"config.json.{hint} The model reads {', '.join(sorted(known))}."
         )
     where = f"{content.where} with config={dict(overrides)!r:.200}"
     return content._replace(raw=family.override(content.raw, overrides, where), where=where)

@@ -49,7 +49,7 @@ def extend(
     if isinstance(model, CausalLM) or not old.family.extendable:
         extendable = " or ".join(family.model_type for family in FAMILIES if family.extendable)
         raise ValueError(
-            f"`extend` turns a {extendable} model into a Longformer, got a {old.model_type}. Load one of those."
+            f"`extend` turns a {extendable} model into a Longformer, got a {old.model_type}. Load a {extendable} model."
         )
     if max_positions < old.max_tokens:
         raise ValueError(
@@ -74,8 +74,8 @@ def _check_activation(old) -> None:
     given = old.family.lm_activation or old.hidden_act
     if ACTIVATIONS[given] is not ACTIVATIONS[expected]:
         raise ValueError(
-            f"A Longformer's masked-LM head has the activation {expected!r}, but this model's has {given!r}. Extend "
-            "only its encoder: `extend(model.encoder)`."
+            f"A Longformer's masked-LM head has the activation {expected!r}, but this model's head has {given!r}. "
+            "Extend only the encoder: `extend(model.encoder)`."
         )
 
 
@@ -87,8 +87,8 @@ def _separator(model, given: int | None) -> int:
         return found[0]
     if isinstance(model, QuestionAnswering):
         raise ValueError(
-            "This BERT's config has no token that separates question and text, which a Longformer needs to find the "
-            "global tokens. Pass `sep_token_id`, the tokenizer's [SEP] (102 in the original BERTs)."
+            "This BERT's config has no token that separates question and text. A Longformer needs this token to find "
+            "the global tokens. Pass `sep_token_id`, the tokenizer's [SEP] (102 in the original BERTs)."
         )
     return LongformerConfig.sep_token_id
 

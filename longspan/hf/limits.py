@@ -68,8 +68,8 @@ def warn_of_limits(where: Path, files: Mapping[str, bytes | None], new: int) -> 
     ]
     if low:
         warnings.warn(
-            f"The model reads up to {new} tokens, but {' and '.join(low)}, which truncates longer texts. Set it to "
-            f"{new} in the file to use the model's full length.",
+            f"The model reads up to {new} tokens, but {' and '.join(low)}, which truncates longer texts. To use the "
+            f"model's full length, set this limit to {new} in the file.",
             stacklevel=4,
         )
 

@@ -202,7 +202,7 @@ def _find_sources(model: Any, tensors: CheckpointTensors, report: "_LoadReport",
         else:
             report.missing.append(f"{p.name} {list(p.shape)}")
     used = {name for source in sources.values() for name, _ in source}
-    report.ignored["the index lists another shard or none"] = tensors.unlisted
+    report.ignored["the index does not list this tensor in this file"] = tensors.unlisted
     own_heads = head_prefixes(model) if file_has_head else ()
     report.classify_unused(set(tensors.where) - used, model, own_heads)
     report.raise_or_log()
@@ -299,7 +299,7 @@ _IGNORED = {
     "a pooler that this model does not use": logging.INFO,
     "of the larger model that contains this one": logging.INFO,
     "another task's head": logging.WARNING,
-    "the index lists another shard or none": logging.WARNING,
+    "the index does not list this tensor in this file": logging.WARNING,
 }
 
 

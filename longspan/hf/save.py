@@ -64,7 +64,7 @@ def save(
     raw["dtype"] = next(iter(tensors.values())).dtype.name
     if id2label is not None:
         if not has_labels(type(config)):
-            raise ValueError(f"`id2label` was given, but a {config.model_type} has no labels. Leave it out.")
+            raise ValueError(f"`id2label` was given, but a {config.model_type} has no labels. Leave `id2label` out.")
         raw |= _labels(id2label, config.num_labels)
     where = Path(directory)
     files = {

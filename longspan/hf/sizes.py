@@ -113,6 +113,7 @@ def refuse_large_heads(content: ConfigContent, new: int, tensors: CheckpointTens
     if new > in_file:
         count = number_of_labels(content.raw, content.where)
         raise ValueError(
-            f"{content.where} has num_labels={count}, so the new head would have {new} parameters, but {tensors.files} "
-            f"has only {in_file}. Pass `num_labels=` to `hf.load`, or correct the number."
+            f"{content.where} has num_labels={count}. The new head would have {new} parameters, more than the "
+            f"{in_file} of all tensors in {tensors.files}. Pass `num_labels=` to `hf.load`, or correct the number of "
+            "labels in the config."
         )

@@ -91,6 +91,7 @@ def _warn_no_tokenizer(model: Any) -> None:
         reason = "the model was not loaded from a directory"
     warnings.warn(
         f"No tokenizer is saved: {reason}. `transformers` would silently create an empty one, and the model's results "
-        "would be wrong. Pass `tokenizer=`, a directory with one, or save one there yourself.",
+        "would be wrong. Pass `tokenizer=`, a directory with a tokenizer, or copy a tokenizer into the saved "
+        "directory.",
         stacklevel=5,
     )

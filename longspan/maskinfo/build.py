@@ -285,8 +285,8 @@ class Constructors(BoundMask):
             check_rank("inputs_embeds", inputs_embeds, (3,), "(B, T, D)")
             return cls.from_segments(jnp.zeros(inputs_embeds.shape[:2], np.int32))
         raise ValueError(
-            "dynamic_init needs at least one of mask_info, input_ids, inputs_embeds and attention_mask, which fix the "
-            "number of rows and tokens."
+            "dynamic_init needs at least one of mask_info, input_ids, inputs_embeds and attention_mask. They set the "
+            "number of batch rows and tokens."
         )
 
 

@@ -58,7 +58,8 @@ def check_ids(
     rows = {q_ids.shape[0], kv_ids.shape[0]}
     if len(rows - {1}) > 1:
         raise ValueError(
-            f"{names[0]} has {q_ids.shape[0]} batch rows, but {names[1]} has {kv_ids.shape[0]}. They must agree."
+            f"{names[0]} has {q_ids.shape[0]} batch rows, but {names[1]} has {kv_ids.shape[0]}. "
+            "The two numbers must be equal."
         )
     batch = (rows - {1} or {1}).pop()
     return jnp.broadcast_to(q_ids, (batch, q_ids.shape[1])), jnp.broadcast_to(kv_ids, (batch, kv_ids.shape[1]))

@@ -31,8 +31,8 @@ class MaskInfo(Constructors, MaskInfoRules, Views, Shardings, Pictures):
     `replace` return new ones. They are pytrees, and work under jit, vmap, grad, scan, cond, remat and shard_map.
 
     Documents and padding (`from_segments`) stay in force whatever is applied later. Causal, window and chunk rules
-    compare `q_positions` and `kv_positions` [B, L] if these are given, slots otherwise. Segment ids number documents,
-    chunks and padding; they do not describe the whole mask.
+    compare `q_positions` and `kv_positions` [B, L] if these are given, slots otherwise. Segment ids give each document,
+    each chunk and the padding a number. They do not describe the whole mask.
 
     `==` compares values.
 

@@ -69,7 +69,7 @@ class Pictures(BoundMask):
                1|    ..  |
              PAD|        |
                 +--------+
-            ## all, .. some, blank none; ids of queries left, of keys above: PAD padding, MIX and ?? several
+            ## all, .. some, blank none; left: query ids, above: key ids (PAD: padding, MIX and ??: several ids)
         """
         check_choice("charset", charset, tuple(INK))
         limits = (max_rows, max_cols) if fit_in_screen else (None, None)
@@ -81,7 +81,7 @@ class Pictures(BoundMask):
         _, some, every = INK[charset]
         legend = f"{every} all, {some} some, blank none"
         if show_segments:
-            legend += "; ids of queries left, of keys above: PAD padding, MIX and ?? several"
+            legend += "; left: query ids, above: key ids (PAD: padding, MIX and ??: several ids)"
         text = "\n".join([title, *_text(picture, INK[charset], show_segments), legend])
         if return_str:
             return text

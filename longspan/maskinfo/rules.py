@@ -300,8 +300,8 @@ def _check_static_window(mode: str, left: Any, right: Any) -> tuple[int, int]:
     """The static sizes of a window, for a mode that slices."""
     if any(is_traced(n) or np.ndim(n) for n in (left, right)):
         raise ValueError(
-            f"mode={mode!r} slices, so sliding_window must be static, got a traced size or one size per batch row. "
-            "Pass Python ints, or leave `mode` out."
+            f"mode={mode!r} slices arrays, so sliding_window must be static, got a traced size or one size per batch "
+            "row. Pass Python ints, or leave `mode` out."
         )
     return int(left), int(right)
 

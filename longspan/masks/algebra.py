@@ -212,7 +212,10 @@ class Or(_Composition):
 
 @rule
 class Not(_Composition):
-    """Allows the pairs that `mask` does not; write it `~a`. It also allows padding: add padding after it, with `&`.
+    """Allows the pairs that `mask` does not allow; written `~mask`.
+
+    `~mask` also allows pairs with padding. To exclude padding, add the padding rule after the negation:
+    `~mask & KvLengths(lengths)`.
 
     Example:
         >>> from longspan import Causal

@@ -54,13 +54,14 @@ class Mask(Value):
     """A rule for which query may attend to which key; `True` = may attend.
 
     Masks do not depend on lengths. They compose with `&`, `|` and `~`. They are pytrees whose leaves are their arrays
-    (new arrays never retrace), compare by value, and hash if they hold no arrays. `~` is plain negation: it also allows
-    padding, so add padding last, with `&`.
+    (new arrays never retrace), compare by value, and hash if they hold no arrays. `~mask` also allows pairs with
+    padding. To exclude padding, add the padding rule after the negation: `~mask & KvLengths(lengths)`.
 
     Subclass with `@rule` and define `allowed`. `classify`, `kv_spans` and `q_spans` are optional: with them, engines
-    skip tiles. Read arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). Set `reads` if the
-    rule does not compare both positions and slots. Set `array_axes` to name the axes of arrays that are batch rows and
-    heads (`{"ids": "BT"}`); arrays without it are replicated on every device.
+    skip tiles. Read arrays through the sides (`q.take(array)`, `q.number(value)`, `q.table(array)`). By default,
+    Longspan assumes that a rule compares both positions and slots. If the rule compares only one of them, or neither,
+    set `reads`. Set `array_axes` to name the axes of arrays that are batch rows and heads (`{"ids": "BT"}`); arrays
+    without an entry there are replicated on every device.
 
     Example:
         >>> from longspan import Causal, Window
@@ -239,7 +240,8 @@ class Mask(Value):
     ) -> "Mask":
         """The mask of some slots of each side: one decoding step, or one shard.
 
-        Masks by position are unchanged, so cut the positions that you attend with in the same way. If the slots are in
+        Rules that compare positions (`Causal`, `Window`, `Chunk`, ...) are not changed by `cut`. For these rules, pass
+        the positions of the kept slots to `attention`, as `q_positions` and `kv_positions`. If the slots are in
         increasing order, tiles can still be skipped.
 
         Args:
@@ -384,8 +386,8 @@ class Mask(Value):
         """A picture in characters: one row per query, `#` = may attend, `.` = may not.
 
         Lengths over `max_cells` are drawn by blocks: `.:+*#` are the share of a block's pairs that is allowed, from
-        none to all. Token numbers are along the edges. Pairs are evaluated one by one only where tiles do not settle
-        a block, so masks of a million tokens can be drawn.
+        none to all. Token numbers are along the edges. Single pairs are evaluated only in blocks that tiles do not
+        classify as all allowed or all masked, so masks of a million tokens can be drawn.
 
         Args:
             q_len: number of queries, T.
@@ -415,7 +417,8 @@ class Mask(Value):
             640 ..:*###*
             768 ...:*###
             896 ....:*##
-            each 128 x 128 pairs: . none, : under a quarter, + about half, * over three quarters, # all
+            each character stands for 128 x 128 pairs, and shows the allowed share:
+            . none, : under a quarter, + about half, * over three quarters, # all
         """
         from longspan.render import draw
 

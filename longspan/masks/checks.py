@@ -22,7 +22,7 @@ def check_number(mask: Any, name: str) -> None:
         if not is_int(value):
             cure = "Cast it with `.astype('int32')`"
             if _is_bool(value.dtype):  # a cast would give the numbers 0 and 1
-                cure = "Count flags, e.g. `mask.sum(-1)`"
+                cure = "To get a number from a padding mask, count its True entries, e.g. `mask.sum(-1)`"
             raise TypeError(f"{label} must hold integers, got dtype {value.dtype}. {cure}.")
         if value.ndim > 1:
             raise ValueError(
@@ -175,8 +175,8 @@ def check_block_bools(table: Any, max_blocks: Any) -> tuple[Any, int]:
         longest = int(np.asarray(table).sum(-1).max(initial=0))  # NumPy, because JAX may be tracing
         if longest > limit:
             raise ValueError(
-                f"Blocks.from_bool: a row of `table` has {longest} blocks, more than max_blocks={limit}. Raise "
-                "`max_blocks`, or leave it out."
+                f"Blocks.from_bool: `table` allows {longest} key blocks for one query block, more than "
+                f"max_blocks={limit}. Raise `max_blocks`, or leave it out."
             )
     return table, min(limit, count)
 
@@ -194,8 +194,9 @@ def check_intervals(mask: Any, starts: str, stops: str) -> None:
     if differ or full[0][2] != full[1][2]:
         label = type(mask).__name__
         raise ValueError(
-            f"{label}.{starts} and {label}.{stops} must have the same shape, got {shapes[0]} and {shapes[1]}. Both "
-            "have one entry per query; along batch rows and heads, one of them may have size 1."
+            f"{label}.{starts} has shape {shapes[0]} and {label}.{stops} has shape {shapes[1]}. Both must have the "
+            "same number of queries (the last axis). Their numbers of batch rows and of heads must be equal, or one "
+            "of them must be 1."
         )
     for name, shape in zip((starts, stops), full, strict=True):
         object.__setattr__(mask, name, _reshaped(getattr(mask, name), shape))
@@ -263,14 +264,35 @@ def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
         return False
     if fits_four and not fits_two:
         return True
-    problem = "could be either"
+    label = getattr(fn, "__name__", repr(fn))
+    problem = f"accepts both {2 + arrays} and {4 + arrays} arguments"
     if not fits_two:
-        problem = f"requires {required} parameters and takes at most {accepted:g}"
+        problem = f"has {counted(required, 'required parameter')}"
+        if accepted < 2 + arrays:
+            problem = f"takes at most {counted(len(named), 'parameter')}"
     raise TypeError(
-        f"Custom.{name} must be a function of (q, k) or (b, h, q, k) and of the {arrays} arrays given, {2 + arrays} or "
-        f"{4 + arrays} parameters in all, but {getattr(fn, '__name__', repr(fn))} {problem}. Wrap it in a function "
-        f"with exactly these parameters, for example `lambda b, h, q, k: ...`."
+        f"Custom.{name}: {label} {problem}. With {counted(arrays, 'array')}, the function must take "
+        f"{parameter_forms(arrays)}. Wrap {label} in such a function."
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: "1 array", "2 arrays"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def parameter_forms(arrays: int, noun: str = "parameters") -> str:
+    """The two lists of parameters that a user's function may have, in words.
+
+    Example:
+        >>> parameter_forms(0), parameter_forms(1)
+        ('2 parameters, `(q, k)`, or 4, `(b, h, q, k)`', '3 parameters, `(q, k, array)`, or 5, `(b, h, q, k, array)`')
+    """
+    names = ["array"]
+    if arrays != 1:
+        names = [f"array{i}" for i in range(1, arrays + 1)]
+    two, four = ", ".join(["q", "k", *names]), ", ".join(["b", "h", "q", "k", *names])
+    return f"{2 + arrays} {noun}, `({two})`, or {4 + arrays}, `({four})`"
 
 
 def check_lowered(rule: Any, lowered: Any) -> None:
@@ -316,8 +338,9 @@ def check_slots(mask: Any, q: Any, kv: Any, q_len: int | None, kv_len: int | Non
     batches = {slots.shape[0] for slots in found if slots is not None} | {mask.batch}
     if len(batches - {1}) > 1:
         raise ValueError(
-            f"The slots and the mask's arrays have {' and '.join(map(str, sorted(batches - {1})))} batch rows, which "
-            "must agree. Give one row of slots for all, or as many as the mask has."
+            "The slots and the mask's arrays must have the same number of batch rows, or 1, got "
+            f"{' and '.join(map(str, sorted(batches - {1})))}. Give one row of slots for all batch rows, or as many "
+            "as the mask has."
         )
     return found
 
@@ -327,7 +350,9 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
         return None
     if not isinstance(slots, np.ndarray | jax.Array):
         if not isinstance(slots, Sequence) or isinstance(slots, str):
-            raise TypeError(f"`{name}` must be the slots to keep, ints [n] or [B, n], got {type(slots).__name__}.")
+            raise TypeError(
+                f"`{name}` must be the slots (array indices) to keep, ints [n] or [B, n], got {type(slots).__name__}."
+            )
         if len(slots) == 0:
             slots = np.zeros(0, np.int32)
         slots = np.asarray(slots)
@@ -344,7 +369,7 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
         least, greatest = int(slots.min()), int(slots.max())
         if least < 0 or greatest >= length:
             raise ValueError(
-                f"`{name}` keeps slots from {least} to {greatest}, but they are numbered from 0 to {length - 1}."
+                f"`{name}` keeps slots from {least} to {greatest}, but the slots are numbered from 0 to {length - 1}."
             )
     slots = slots.astype(np.int32)
     if slots.ndim == 1:

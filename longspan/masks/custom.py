@@ -21,14 +21,15 @@ class Custom(Mask):
 
     `q` and `k` are positions, `b` is the index of the batch row and `h` the index of the query head: int arrays that
     broadcast against each other. The number of parameters that `fn` requires decides between the two forms: two or four
-    more than there are arrays. If both forms fit (`*args`, default values), it is `fn(q, k, *arrays)` if `fn` requires
-    at most two parameters, and an error otherwise.
+    more than there are arrays. Both forms can fit if `fn` has `*args` or default values. Then Longspan calls
+    `fn(q, k, *arrays)` if `fn` requires at most two parameters, and raises an error otherwise.
 
     `batch` and `heads` are the numbers of distinct rows and heads: 1, or all of the call's. With 1, all rows (or heads)
     share one mask, and `b` (or `h`) is 0. The indices are global over a batch that `jit` shards. Inside `shard_map`
     they are global if `batch` and `heads` count all rows and heads, and `batch_axes` and `head_axis` name
-    the mesh axes. With the numbers of one shard, and under `vmap`, they count within one shard or example. There, pass
-    the first index as data: `Custom(lambda b, h, q, k, first: rule(b + first, h, q, k), first, batch=B)`.
+    the mesh axes. If `batch` and `heads` count the rows and heads of one shard, the indices start at 0 in each shard.
+    Under `vmap` the indices start at 0 in each example. In both cases, pass the index of the first row as an array:
+    `Custom(lambda b, h, q, k, first: rule(b + first, h, q, k), first, batch=B)`.
 
     Without `bounds` no tile is skipped (`explain` reports this).
 

@@ -24,9 +24,10 @@ PADDING = -1  # the id of a key that is not among the first tokens of its docume
 
 @no_type_check
 def positions_from_segments(segment_ids: Int[Array, "*B L"]) -> Int[jax.Array, "*B L"]:
-    """Positions that start at 0 in every document of a packed row: the number of its tokens before each token.
+    """Positions that start at 0 in every document of a packed row.
 
-    A document is all tokens of a row with the same id >= 0. Padding (negative ids) has position 0.
+    The position of a token is the number of tokens of its document that come before it. A document is all tokens of a
+    row with the same id >= 0. Padding (negative ids) has position 0.
 
     Args:
         segment_ids: int [L] or [B, L], as for `Segments`.

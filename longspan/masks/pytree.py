@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 Class = TypeVar("Class", bound=type)
+Self = TypeVar("Self", bound="Value")
 
 
 class Value:
@@ -23,6 +24,16 @@ class Value:
     # {"ids": "BT"}, each device holds the ids of its own rows. Name only arrays that are read through the sides: arrays
     # that are not named are replicated.
     array_axes: ClassVar[dict[str, str]] = {}
+    _class_of_rule: ClassVar[type | None] = None  # the class that `rule` decorated: subclasses inherit it
+
+    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+        # Without `rule` a class is not a pytree. JAX would refuse its objects only later, without naming the cause.
+        if cls._class_of_rule is not cls:
+            raise TypeError(
+                f"The class {cls.__name__} has no `@rule`. Write `@longspan.masks.rule` above the class, and declare "
+                "its fields as in a dataclass. `@rule` makes the class a frozen dataclass and a pytree, as JAX needs."
+            )
+        return object.__new__(cls)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -112,6 +123,7 @@ def rule(cls: Class) -> Class:
         return self
 
     made.__init__ = init
+    made._class_of_rule = made
     jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
     return made
 

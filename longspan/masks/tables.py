@@ -64,9 +64,10 @@ class Blocks(BySlot):
     ) -> Mask:
         """`Blocks` that allow the block pairs for which a table of bools is True.
 
-        `max_blocks` shortens the lists, and so the planning. The allowed pairs are always those of the table: a known
-        row with more True entries is a ValueError. A traced row keeps the further blocks in a second list: the result
-        is `Blocks | Blocks`, and all tiles from the first to the last block of the second list are visited.
+        `max_blocks` limits the length of the lists, which makes planning faster. It never changes the allowed pairs. If
+        the table's values are known and a row has more than `max_blocks` True entries, `from_bool` raises a ValueError.
+        If the table is traced, a second list keeps the further blocks: the result is `Blocks | Blocks`, and all tiles
+        from the first to the last block of the second list are visited.
 
         Args:
             table: bool [N or 1, q blocks, kv blocks] or [B or 1, N or 1, q blocks, kv blocks]. A NumPy table is static,
@@ -209,9 +210,9 @@ class Blocks(BySlot):
 class Dense(BySlot):
     """Allows the pairs for which a bool array is True. It takes T×S memory: use it as the last resort.
 
-    Without offsets the array covers all slots of the call; an axis of size 1 broadcasts. Along a side with an offset
-    (0 is one), entry i is for slot offset + i, and the array may have any size: pairs outside of it are not allowed.
-    With a small array after a long prefix, only the tiles of the array are visited.
+    Without offsets the array covers all slots of the call; an axis of size 1 broadcasts. Along a side with an offset,
+    also with an offset of 0, entry i is for slot offset + i, and the array may have any size. Pairs outside of the
+    array are not allowed. With a small array after a long prefix, only the tiles of the array are visited.
 
     Args:
         array: bool, rank 2 [T, S] or broadcastable rank 4 [B, N, T, S].

@@ -59,15 +59,16 @@ class Term(Value):
     def __floordiv__(self, divide: Number) -> "Term":
         if self.modulo is not None or not is_static_number(self.plus, 0) or not is_static_number(self.divide, 1):
             raise ValueError(
-                f"{self!r} cannot be divided: a term is source // divide % modulo + plus, in this order. Divide first."
+                f"{self!r} cannot be divided. In a term, `//` must come before `%` and `+`, and only once, as in "
+                "`position() // 4 % 2 + 1`."
             )
         return replace(self, divide=divide)
 
     def __mod__(self, modulo: Number) -> "Term":
         if self.modulo is not None or not is_static_number(self.plus, 0):
             raise ValueError(
-                f"{self!r} has no remainder: a term is source // divide % modulo + plus, in this order. Take the "
-                "remainder before adding."
+                f"{self!r} cannot be followed by `%`. In a term, `%` must come before `+`, and only once, as in "
+                "`position() // 4 % 2 + 1`."
             )
         return replace(self, modulo=modulo)
 

@@ -136,7 +136,8 @@ def _decode(
     params, settings = on_auto_mesh((params, settings))
     program = ProgramKey(HashedGraph(graph), model._reads_in_place(len(rows)))
     check_memory(config, len(rows), length, model.dtype)
-    cache, last_hidden = _on_auto_axes(allocate, config, len(rows), length, model.dtype)
+    heads_first = jax.default_backend() == "tpu"  # TPU kernels read this order without a transposed copy of the cache
+    cache, last_hidden = _on_auto_axes(allocate, config, len(rows), length, model.dtype, heads_first)
     for ids, lengths in prompt_chunks(rows, prefill_chunk):
         cache, last_hidden = _on_auto_axes(prefill, program, params, cache, last_hidden, ids, lengths, settings.ropes)
     check_cache(config, cache)

@@ -60,9 +60,10 @@ def next_key(stream: nnx.RngStream | SingleKey) -> jax.Array:
         return stream()
     except TraceContextError as error:
         raise ValueError(
-            "`rngs` was made outside of the function that Flax transforms here, so Flax cannot count its keys. Either "
-            "pass it as an argument, `nnx.jit(step)(model, rngs, ...)` or `nnx.value_and_grad(loss)(model, rngs)`, or "
-            "draw a key outside of the function, `key = rngs.dropout()`, and call `model(..., rngs=key)` inside."
+            "`rngs` was made outside of the function that Flax transforms (with `nnx.jit` or `nnx.grad`, for "
+            "example), so the function cannot draw keys from it. Pass `rngs` to the function as an argument: "
+            "`nnx.jit(step)(model, rngs, ...)` or `nnx.value_and_grad(loss)(model, rngs)`. Or draw a key outside of "
+            "the function, `key = rngs.dropout()`, and call `model(..., rngs=key)` inside."
         ) from error
 
 

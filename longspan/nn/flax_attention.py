@@ -94,7 +94,8 @@ def attention_fn(
 def _check_no_sown_weights(module) -> None:
     if module is not None:
         raise NotImplementedError(
-            "`sow_weights` needs the attention weights, which Longspan never stores as an array. Leave it out."
+            "`sow_weights` needs the attention weights, which Longspan never stores as an array. Leave `sow_weights` "
+            "out."
         )
 
 
@@ -108,8 +109,8 @@ def _check_query_position(mask, query, key, is_causal: bool) -> None:
     if is_decoding and depends and not position_given:
         name = "is_causal" if is_causal else repr(mask)
         raise NotImplementedError(
-            f"One query and {key.shape[-3]} keys look like Flax's `decode=True`, where {name} would treat the query as "
-            "position 0. Use `attention` with `q_positions` for decoding."
+            f"One query and {key.shape[-3]} keys look like a call with Flax's `decode=True`. Flax does not pass the "
+            f"query's position, so {name} would use position 0. Use `ls.attention` with `q_positions` for decoding."
         )
 
 
@@ -123,7 +124,7 @@ def _check_precision(precision, dtype) -> None:
     if wanted and (wanted != {jax.lax.Precision.HIGHEST} or not is_wide or backend != "cpu"):
         raise NotImplementedError(
             f"precision={precision!r} for {dtype} on a {backend} is not supported: Longspan's engines use JAX's "
-            "default precision, which is the highest only for float32 on a CPU. Leave it None."
+            "default precision, which is the highest only for float32 on a CPU. Leave `precision` None."
         )
 
 

@@ -310,7 +310,9 @@ class LongformerSelfAttention(_Attention, kw_only=True):
 
 
 class BigBirdSelfAttention(_Attention, kw_only=True):
-    """BigBird's self-attention: window, global and random blocks. These are drawn as in the original implementations.
+    """BigBird's self-attention: window, global and random blocks.
+
+    The random blocks are drawn as in the original implementations.
 
     Example:
         >>> layer = BigBirdSelfAttention(num_heads=2, block_size=2, num_random_blocks=1)

@@ -288,7 +288,9 @@ class LongformerSelfAttention(_Attention):
 
 
 class BigBirdSelfAttention(_Attention):
-    """BigBird's self-attention: window, global and random blocks. These are drawn as in the original implementations.
+    """BigBird's self-attention: window, global and random blocks.
+
+    The random blocks are drawn as in the original implementations.
 
     Example:
         >>> blocks = dict(block_size=2, num_random_blocks=1)

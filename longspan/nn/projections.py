@@ -74,8 +74,8 @@ def check_partitioning(partition_params: bool, head_axis: str | None) -> str | N
         return None
     if not isinstance(head_axis, str):
         raise ValueError(
-            "`partition_params=True` splits parameters over the mesh axis `head_axis`, which must be one name, got "
-            f"{head_axis!r}. Name the mesh axis that splits heads."
+            f"`head_axis` must be the name of one mesh axis, got {head_axis!r}: `partition_params=True` splits the "
+            "parameters over this axis. Name the mesh axis that splits heads."
         )
     return head_axis
 

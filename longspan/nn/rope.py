@@ -20,7 +20,7 @@ def hashable_rope(rope: Any) -> Any:
     if is_abstract(inv_freq) or is_abstract(factor) or np.ndim(inv_freq) != 1:
         raise ValueError(
             "The `rope` of a module must be static: frequencies [D/2] and a factor, with known values. Pass traced "
-            "frequencies, or frequencies [B, D/2], to the call."
+            "frequencies, or frequencies [B, D/2], to the call of the module instead, as `rope=`."
         )
     return tuple(map(float, np.asarray(inv_freq, np.float32))), float(factor)
 
@@ -74,13 +74,13 @@ def select_rope_positions(rope: Any, positions: Any, rope_positions: Any) -> Any
     check_rope_positions(rope, rope_positions)
     if rope is None and positions is not None:
         raise ValueError(
-            "`positions` are used only with `rope`, which this module does not have: its windows and blocks compare "
+            "`positions` are used only with `rope`, which this module does not have. Its windows and blocks compare "
             "slots. Give `rope`, or leave `positions` out."
         )
     if positions is not None and rope_positions is not None:
         raise ValueError(
-            "`positions` and `rope_positions` were both given, but both mean the positions for `rope`: windows and "
-            "blocks of this module compare slots. Give one of them."
+            "`positions` and `rope_positions` were both given. In this module both set the positions for `rope`, "
+            "because its windows and blocks compare slots. Give one of them."
         )
     if rope_positions is None:
         return positions

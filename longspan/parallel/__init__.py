@@ -15,7 +15,8 @@ Example:
     Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load max/mean 1.06
       all-reduce: 2 rows, keys that every device needs
       shift +1: 7 rows, keys from the device before
-      each device receives 10 rows forward and 10 backward; lower bound 9, an all-gather 48
+      each device receives 10 rows forward and 10 backward; a row is the key and value of one token
+      the mask requires at least 9 rows forward; an all-gather sends 48
 """
 
 from longspan.parallel.balance import order as order

@@ -97,8 +97,9 @@ def unshard(
     whole = x.shape[1]
     if padded(whole, axes.shards, order) != whole:
         raise ValueError(
-            f"`x` has {whole} tokens, but a batch that `shard_batch` made for {axes.shards} devices and "
-            f"order={order!r} cannot have this length. Pass an array of such a batch, with the same mesh and order."
+            f"`x` has {whole} tokens, but `shard_batch` pads to a multiple of {padded(1, axes.shards, order)} for "
+            f"{axes.shards} devices and order={order!r}. Pass an array in the order of a batch from `shard_batch`, "
+            "with the same mesh and order."
         )
     if length is None:
         length = whole
@@ -140,7 +141,7 @@ def _check_names(batch: Any, fill: Mapping[str, int]) -> None:
         raise TypeError(f"`batch` must be a dict from names to arrays, got {type(batch).__name__}.")
     missing = next((name for name, x in batch.items() if x is None), None)
     if missing is not None:
-        raise TypeError(f"`batch` must be a dict from names to arrays, but {missing!r} is None. Leave it out.")
+        raise TypeError(f"`batch` must be a dict from names to arrays, but {missing!r} is None. Leave {missing!r} out.")
     unknown = next((name for name in fill if name not in batch), None)
     if unknown is not None:
         names = ", ".join(map(repr, batch))
@@ -154,16 +155,24 @@ def _check_arrays(arrays: dict[str, Any], axes: Axes) -> tuple[int, int]:
     lengths = {name: x.shape[1] for name, x in arrays.items() if x.ndim > 1}
     rows = {name: x.shape[0] for name, x in arrays.items() if x.ndim > 0}
     if not lengths:
-        raise ValueError(f"The batch has no array [B, T, ...], but {', '.join(map(repr, arrays)) or 'nothing'}.")
+        raise ValueError(
+            "`shard_batch` needs at least one array of shape [B, T, ...]. The batch has "
+            f"{', '.join(map(repr, arrays)) or 'no arrays'}."
+        )
     for what, sizes in (("tokens", lengths), ("batch rows", rows)):
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name!r} has {size}" for name, size in sizes.items())
             raise ValueError(f"All arrays of a batch must have the same number of {what}, but {listed}.")
     length, batch = next(iter(lengths.values())), next(iter(rows.values()))
     if length < axes.shards:
-        raise ValueError(f"{length} tokens cannot be shared by {axes.shards} devices. Pad to at least one each.")
+        raise ValueError(
+            f"{length} tokens cannot be shared by {axes.shards} devices. Pad to at least one token per device."
+        )
     if batch % axes.count(axes.batch):
-        raise ValueError(f"{batch} batch rows cannot be split over {axes.count(axes.batch)} devices. Use a multiple.")
+        raise ValueError(
+            f"{batch} batch rows cannot be split over {axes.count(axes.batch)} devices. Use a multiple of "
+            f"{axes.count(axes.batch)} rows."
+        )
     return length, batch
 
 

@@ -146,8 +146,9 @@ def attention(
     prints this communication. A length that the axis does not divide is padded internally. First derivatives are exact;
     second derivatives raise a NotImplementedError.
 
-    Arrays [B, T] of the mask and given positions are sharded like the tokens and sent with the keys. A ring gathers
-    them, which takes a few bytes per token.
+    Arrays [B, T] of the mask and given positions are sharded like the tokens and sent with the keys. If the plan
+    contains a ring, an exchange of blocks or flags of global tokens, each device gathers the whole arrays instead,
+    which takes a few bytes per token.
 
     Args:
         q: queries [B, T, N, H], or [T, N, H] if keys and values lack the batch axis too.
@@ -161,12 +162,13 @@ def attention(
         head_axis: the mesh axis that shards the heads; ignored if the mesh lacks it.
         order: the order of the tokens: "contiguous", or "zigzag" as in the output of `ls.parallel.shard_batch`. In
             zigzag order q, k, v, arrays [B, T] of the mask, biases by query or by key and positions are all in that
-            order; rules by slot (`Blocks`, `Dense`, `Between`) and biases [T, T] raise a ValueError.
+            order. Rules by slot (`Blocks`, `Dense`, `Between`, `FirstOfSegment`, your own rules that read slots) and
+            biases [T, T] raise a ValueError.
         global_capacity: the number of tokens that the flags of a `Global` may name; with more, all keys are sent. By
             default 128, and at most an eighth of a device's tokens.
         plan: a plan from `ls.parallel.plan` for the same mask, length, number of devices and order. By default the call
             makes its plan; the last 64 plans of masks without arrays are cached.
-        bias: as in `ls.attention`; rows of arrays are sharded like the queries.
+        bias: as in `ls.attention`; the query axis of a bias array is sharded like the queries.
         scale: as in `ls.attention`.
         soft_cap: as in `ls.attention`.
         sinks: one logit per query head, [N].
@@ -250,8 +252,9 @@ def check_call(axes: Axes, request: Request, order: str) -> None:
     parts = axes.count(axes.heads)
     if K % parts and N % np.lcm(K, parts):
         raise ValueError(
-            f"{K} key/value heads, even if repeated, cannot be split over {parts} devices with {N} query heads. "
-            "Choose another mesh, or leave the axis out of `head_axis`."
+            f"{K} key/value heads cannot be split over {parts} devices. Repeating them to {np.lcm(K, parts)} heads "
+            f"needs a multiple of {np.lcm(K, parts)} query heads, got {N}. Choose another mesh, or leave the axis out "
+            "of `head_axis`."
         )
     if order == "zigzag":
         check_zigzag(request.mask, request.bias)
@@ -286,8 +289,8 @@ def chosen_plan(
     # Masks with the same structure have the same plan, so keys are compared: the call is not planned again.
     if given.key != PlanInputs.of(request.mask, length, shards, order, **options, capacity=capacity).key():
         raise ValueError(
-            f"This plan is for {given.text}, but the call has {request.mask!r}, or other heads, positions or bias. "
-            "Leave the plan out, or plan again."
+            f"This plan is for {given.text}, and the call has {request.mask!r}. The mask, the heads, the positions or "
+            "the bias of the call differ from those of the plan. Leave the plan out, or plan again."
         )
     return given
 
@@ -381,7 +384,7 @@ def _known(request: Request) -> tuple[Any, ...]:
 
 
 def _numbered(request: Request, axes: Axes) -> Request:
-    """One device's part of a call, with the numbers of its rows and heads."""
+    """One device's part of a call, with the indices of its rows and heads."""
     batch, heads = request.dims["B"], request.dims["N"]
     row_numbers = axes.number(axes.batch) * np.int32(batch) + jnp.arange(batch, dtype=np.int32)
     head_numbers = axes.number(axes.heads) * np.int32(heads) + jnp.arange(heads, dtype=np.int32)

@@ -1,6 +1,6 @@
 """`cost`: estimates of the compute and communication time of a layer's attention, from assumed rates of a chip."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,10 @@ BACKWARD_FLOPS = 2.5  # of the backward pass, relative to the forward pass
 class Cost:
     """The cost of one layer's attention on one device, printed as a table.
 
-    Bytes sent are exact. Times are estimates from the chip's assumed rates. The memory is that of q, k, v, out and
-    received rows in the forward pass, without lse, gradients and temporaries.
+    Bytes are exact, without the arrays of the mask (ids, flags) that are sent with the keys. If the plan depends on the
+    mask's arrays, bytes and FLOPs are those of the worst case, and the load is that of the mask without its arrays.
+    Times are estimates from the chip's assumed rates. The memory is that of q, k, v, out and received rows in the
+    forward pass, without lse, gradients and temporaries.
 
     Example:
         >>> plan = ls.parallel.plan(ls.Causal() & ls.Window(1023, 0), 1 << 20, 256)
@@ -52,6 +54,7 @@ class Cost:
     """
 
     chip: Chip
+    plan: ParallelPlan = field(repr=False)
     useful_flops: float  # of the busiest device, forward
     sent_bytes: int  # that each device receives, forward
     sent_bytes_backward: int
@@ -98,11 +101,17 @@ class Cost:
         bound, gather = short(self.bound_bytes, "B", 1024), short(self.gather_bytes, "B", 1024)
         chip = f"{self.chip.name}: {flops}, of which attention reaches {self.chip.share:.0%}; link {link}"
         load = f"load max/mean {self.load:.2f}"
+        useful = f"{short(self.useful_flops, 'FLOP', 1000)} forward, on the busiest device"
+        if self.plan.pairs is None:
+            load, useful = f"{load} without the mask's arrays", f"at most {useful}"
+        at_most = "at most " * self.plan.data
+        required = "in the worst case, " * self.plan.bound_is_worst_case + f"the mask requires {bound} forward"
         return [
             ("assumed chip", chip),
             ("devices", f"{self.shards:,} share the sequence, {self.rows:,} tokens each; {load}"),
-            ("useful FLOPs", f"{short(self.useful_flops, 'FLOP', 1000)} forward, on the busiest device"),
-            ("received", f"{sent} forward and {backward} backward; lower bound {bound}, an all-gather {gather}"),
+            ("useful FLOPs", useful),
+            ("received", f"{at_most}{sent} forward and {backward} backward"),
+            ("lower bound", f"{required}; an all-gather sends {gather}"),
             ("memory", self._memory()),
             ("estimated time", self._time()),
             ("twice the devices", self._twice()),
@@ -119,7 +128,7 @@ class Cost:
 
     def _twice(self) -> str:
         if self.doubled is None:
-            return "no estimate: it depends on the mask's arrays, or there are too few tokens"
+            return f"no estimate: {_why_not_doubled(self.plan) or 'these are the costs for twice the devices'}"
         compute, link = _duration(self.doubled.compute_seconds), _duration(self.doubled.link_seconds)
         memory = short(self.doubled.shard_bytes + self.doubled.received_bytes, "B", 1024)
         return f"{compute} of compute and {link} of communication, {memory} of memory each"
@@ -165,10 +174,11 @@ def cost(
         assumed chip       TPU v5e: 197 TFLOP/s, of which attention reaches 40%; link 50 GB/s
         devices            256 share the sequence, 4,096 tokens each; load max/mean 1.00
         useful FLOPs       34.36 GFLOP forward, on the busiest device
-        received           1023 kB forward and 1023 kB backward; lower bound 1023 kB, an all-gather 1020 MB
-        memory             36 MB of q, k, v and out, 1023 kB of received rows
+        received           1023 KiB forward and 1023 KiB backward
+        lower bound        the mask requires 1023 KiB forward; an all-gather sends 1020 MiB
+        memory             36 MiB of q, k, v and out, 1023 KiB of received rows
         estimated time     1.53 ms of compute and 0.0419 ms of communication, forward and backward
-        twice the devices  0.763 ms of compute and 0.0419 ms of communication, 19 MB of memory each
+        twice the devices  0.763 ms of compute and 0.0419 ms of communication, 19 MiB of memory each
         rule of thumb      more shards help: compute takes longer than communication
     """
     if not isinstance(plan, ParallelPlan):
@@ -194,6 +204,7 @@ def _cost(
     pairs = _pairs(plan) * busiest / plan.shards
     return Cost(
         chip,
+        plan,
         useful_flops=4.0 * head_dim * heads * batch * pairs,
         sent_bytes=bytes_of.forward,
         sent_bytes_backward=bytes_of.backward,
@@ -210,12 +221,20 @@ def _cost(
 
 
 def _doubled_plan(plan: ParallelPlan) -> ParallelPlan | None:
-    """The plan for twice the shards. None if it needs the mask's flags or tables, which a plan does not keep."""
-    exchange = plan.exchange
-    if any(plan.by_flags) or (exchange is not None and exchange.data) or 2 * plan.shards > plan.length:
+    """The plan for twice the shards; None if there is none."""
+    if _why_not_doubled(plan) is not None:
         return None
-    kv_heads = None if exchange is None else exchange.heads
+    kv_heads = None if plan.exchange is None else plan.exchange.heads
     return plan_communication(plan.mask, plan.length, 2 * plan.shards, plan.order, kv_heads=kv_heads)
+
+
+def _why_not_doubled(plan: ParallelPlan) -> str | None:
+    """The reason why there is no plan for twice the shards; None if there is one."""
+    if 2 * plan.shards > plan.length:
+        return "twice the devices would be more devices than tokens"
+    if any(plan.by_flags) or (plan.exchange is not None and plan.exchange.data):
+        return "the plan for twice the devices needs the mask's flags or tables"  # which a plan does not keep
+    return None
 
 
 def _pairs(plan: ParallelPlan) -> float:

@@ -23,7 +23,9 @@ def check_mesh(order: Any, mesh: Any) -> None:
     """An order other than "contiguous" needs a mesh: without one it would be ignored, and the results be wrong."""
     check_order(order)
     if mesh is None and order != "contiguous":
-        raise ValueError(f"order={order!r} is an order of tokens on the devices of a mesh. Pass `mesh` too.")
+        raise ValueError(
+            f"order={order!r} orders the tokens over the devices of a mesh, but no mesh was given. Pass `mesh`."
+        )
 
 
 def check_length(length: int, shards: int, order: str) -> None:

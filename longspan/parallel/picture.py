@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 NEITHER, SOME, ALL, QUERY, OWN = range(5)
 INK = ".:+q#"
-MEANING = {OWN: "held", ALL: "received", SOME: "some received", QUERY: "received query", NEITHER: "neither"}
+MEANING = {
+    OWN: "held",
+    ALL: "received",
+    SOME: "some received",
+    QUERY: "received query",
+    NEITHER: "neither held nor received",
+}
 MAX_SPANS = 3  # that are listed for one transfer and device
 MAX_WIDTH, MIN_LAST_COLUMN = 120, 60  # characters: longer rows are continued below, but their last column has 60
 HTML_DEVICES = 16
@@ -79,7 +85,8 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
     cell = max(1, -(-plan.length // max_cells))
     rows = [("device", "holds", "pairs", "load", numbers_above(plan.length, cell, count=4))]
     received = [["receives"]]
-    for one in _shown(plan, devices):
+    shown = _shown(plan, devices)
+    for one in shown:
         if one is None:
             rows.append(("...", f"{plan.shards - devices:,} more", "", "", ""))
             received.append([])
@@ -94,10 +101,11 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
         cells += [number.rjust(width) for number, width in zip(numbers, widths[2:4], strict=True)]
         table += _folded("  ".join([*cells, strip.ljust(widths[4])]), texts)
     ink = "".join(row[4] for row in rows[1:])
-    legend = ", ".join(f"{INK[level]} {meaning}" for level, meaning in MEANING.items() if INK[level] in ink)
+    meaning = _meaning(shown)
+    legend = ", ".join(f"{INK[level]} {text}" for level, text in meaning.items() if INK[level] in ink)
     if cell > 1:
         legend = f"cells of {cell:,} tokens: {legend}"
-    return "\n".join(text.rstrip() for text in (*_head(plan), *table, f"{legend}; {_about_pairs(plan)}"))
+    return "\n".join(text.rstrip() for text in (*_head(plan), *table, legend, _about_pairs(plan)))
 
 
 def picture_html(plan: "ParallelPlan") -> str:
@@ -113,7 +121,8 @@ def picture_html(plan: "ParallelPlan") -> str:
         line(html.escape(head), bold=True),
         *(line(_lettered(fact.split("  ", 2)[1:])) for fact in facts),
         f'<table style="{style}"><tr>{names}</tr>{rows}</table>',
-        line(f"{key}; {html.escape(_about_pairs(plan))}"),
+        line(key),
+        line(html.escape(_about_pairs(plan))),
     )
 
 
@@ -222,6 +231,14 @@ def _head(plan: "ParallelPlan") -> list[str]:
     return [first.replace(plan.text, shortened(plan.text), 1), *others]
 
 
+def _meaning(shown: Sequence[DeviceTokens | None]) -> dict[int, str]:
+    """The legend of the characters. Tokens that are known only at run time are not drawn, which the legend states."""
+    letters = sorted({ascii_letters[rows.step] for one in shown if one is not None for rows in one.others})
+    if not letters:
+        return MEANING
+    return {**MEANING, NEITHER: f"not held; tokens received in {', '.join(letters)} are not drawn"}
+
+
 def _work(plan: "ParallelPlan", device: int) -> tuple[str, str]:
     """The pairs that a device computes, and their ratio to the mean."""
     if plan.pairs is None:
@@ -312,8 +329,8 @@ def _about_pairs(plan: "ParallelPlan") -> str:
     if plan.pairs is None:
         return "the pairs of a device depend on the mask's arrays"
     if plan.columns or plan.queries or plan.capacity:
-        return "pairs per head, without global tokens"
-    return "pairs per head"
+        return "pairs are counted per head, without those of global tokens"
+    return "pairs are counted per head"
 
 
 def _short(number: int | float) -> str:

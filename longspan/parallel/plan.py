@@ -90,6 +90,11 @@ class ParallelPlan:
         return load(self.pairs)
 
     @property
+    def bound_is_worst_case(self) -> bool:
+        """Whether the mask's arrays decide which keys are needed; `bound_rows` is then that of the worst case."""
+        return self.pairs is None or any(self.by_flags)
+
+    @property
     def ring(self) -> Transfer | None:
         return next((step for step in self.steps if step.kind == "ring"), None)
 
@@ -118,7 +123,7 @@ class ParallelPlan:
         if any(self.by_flags):
             cases.append(f"more than {self.capacity} tokens are global")
         if self.exchange is not None and self.exchange.data:
-            cases.append(f"a device lists more than {self.exchange.blocks} blocks of another device")
+            cases.append(f"a device needs more than {self.exchange.blocks} blocks of another device")
         return " or ".join(cases)
 
     @property
@@ -139,7 +144,9 @@ class ParallelPlan:
         return step.rows + gradient_hops(self, step) * self.rows
 
     def show(self, *, max_cells: int = 32, devices: int = 12) -> str:
-        """A text picture of the tokens that each device holds and receives, the sender, and the pairs it computes.
+        """A text picture of each device: the tokens that it holds and receives, and the pairs that it computes.
+
+        For received tokens, the picture also names the device that sends them.
 
         Args:
             max_cells: the largest number of cells (characters) across.
@@ -150,13 +157,15 @@ class ParallelPlan:
             Causal() & (Window(7, 0) | Prefix(2)): 64 tokens on 4 devices, contiguous, load max/mean 1.06
               a  all-reduce: 2 rows, keys that every device needs
               b  shift +1: 7 rows, keys from the device before
-              each device receives 10 rows forward and 10 backward; lower bound 9, an all-gather 48
+              each device receives 10 rows forward and 10 backward; a row is the key and value of one token
+              the mask requires at least 9 rows forward; an all-gather sends 48
             device  holds  pairs  load  0       16      32      48        receives
                  0  0-15     100  0.83  ########........................  nothing
                  1  16-31    128  1.06  +...:+++########................  a 0-1 from 0; b 9-15 from 0
                  2  32-47    128  1.06  +...........:+++########........  a 0-1 from 0; b 25-31 from 1
                  3  48-63    128  1.06  +...................:+++########  a 0-1 from 0; b 41-47 from 2
-            cells of 2 tokens: # held, + received, : some received, . neither; pairs per head, without global tokens
+            cells of 2 tokens: # held, + received, : some received, . neither held nor received
+            pairs are counted per head, without those of global tokens
         """
         return picture_text(self, max_cells, devices)
 
@@ -175,11 +184,15 @@ class ParallelPlan:
         if not self.steps:
             lines.append("  no communication")
         at_most = "at most " if self.data else ""
-        sent = f"{at_most}{self.sent_rows:,} rows forward and {self.sent_rows_backward:,} backward"
-        references = f"lower bound {self.bound_rows:,}, an all-gather {self.gather_rows:,}"
-        lines.append(f"  each device receives {sent}; {references}")
+        sent = f"{at_most}{_rows(self.sent_rows)} forward and {self.sent_rows_backward:,} backward"
+        lines.append(f"  each device receives {sent}; a row is the key and value of one token")
+        required, gathered = _rows(self.bound_rows), f"{self.gather_rows:,}"
+        needed = f"the mask requires at least {required} forward"
+        if self.bound_is_worst_case:
+            needed = f"in the worst case, the mask requires {required} forward"
+        lines.append(f"  {needed}; an all-gather sends {gathered}")
         if self.fallback is not None:
-            lines.append(f"  if {self.beyond}, each device receives {self.fallback.sent_rows:,} rows forward")
+            lines.append(f"  if {self.beyond}, each device receives {_rows(self.fallback.sent_rows)} forward")
         return lines
 
 
@@ -198,8 +211,11 @@ def describe(step: Transfer) -> str:
         operation = _shifts(step) or "all-to-all"
     else:
         operation = "all-reduce"
-    rows = "1 row" if step.rows == 1 else f"{step.rows:,} rows"
-    return f"{operation}: {rows}, {step.why}"
+    return f"{operation}: {_rows(step.rows)}, {step.why}"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def _shifts(step: Transfer) -> str:
@@ -258,7 +274,8 @@ def plan(
         Window(3, 2): 64 tokens on 4 devices, contiguous, load max/mean 1.02
           shift +1: 3 rows, keys from the device before
           shift -1: 2 rows, keys from the device after
-          each device receives 5 rows forward and 5 backward; lower bound 5, an all-gather 48
+          each device receives 5 rows forward and 5 backward; a row is the key and value of one token
+          the mask requires at least 5 rows forward; an all-gather sends 48
         >>> ls.parallel.plan(ls.Chunk(8), 64, 4).sent_rows
         0
     """
@@ -448,7 +465,8 @@ def _token_transfers(tokens: GlobalTokens, blocks: Exchange | None) -> list[Tran
         who = "most devices need" if blocks is not None and blocks.popular else "every device needs"
         steps.append(Transfer("columns", columns, f"keys that {who}"))
     if queries := len(tokens.queries) + tokens.capacity * tokens.by_flags[1]:
-        steps.append(Transfer("queries", queries, "sent to all devices; their outputs are sent back"))
+        outputs = "its outputs" if queries == 1 else "the outputs of these queries"
+        steps.append(Transfer("queries", queries, f"sent to all devices, which send back {outputs}"))
     return steps
 
 
@@ -500,5 +518,5 @@ def _why_ring(rest: Mask, data: bool) -> str:
     if unbounded:
         return f"{unbounded[0]!r} has no bounds"
     if data:
-        return "worst case: the mask's arrays decide how many shards are sent"
-    return "keys of each of these shards are needed"
+        return "in the worst case, because the mask's arrays decide how many shards are sent"
+    return "at least one device needs keys from each of these distances"

@@ -27,7 +27,9 @@ def sending(request: Request, axes: Axes, order: str, global_capacity: int | Non
     return dict(
         sent_bytes=bytes_of.forward,
         sent_bytes_backward=bytes_of.backward,
+        sent_is_worst_case=plan.data,
         bound_bytes=bytes_of.bound,
+        bound_is_worst_case=plan.bound_is_worst_case,
         gather_bytes=bytes_of.gather,
         sending=tuple(lines),
     )
@@ -53,7 +55,10 @@ def _arrays(request: Request, axes: Axes, bytes_of: Traffic) -> list[str]:
     size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pairs)
     if size:
         share = size * (axes.shards - 1) // axes.shards
-        lines.append(f"not counted: the mask's tables are replicated, {share:,} B if they are sharded before the call")
+        lines.append(
+            f"not counted: the mask's tables are replicated, which sends {share:,} B if they are sharded before the "
+            "call"
+        )
     return lines
 
 

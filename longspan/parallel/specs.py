@@ -42,7 +42,8 @@ class Axes:
         twice = {name for name in (*batch, *heads, axis) if (*batch, *heads, axis).count(name) > 1}
         if twice:
             raise ValueError(
-                f"The mesh axis {sorted(twice)[0]!r} is named twice, as `axis`, `batch_axes` or `head_axis`."
+                f"The mesh axis {sorted(twice)[0]!r} is named twice in `axis`, `batch_axes` and `head_axis`. Name "
+                "it once."
             )
         return cls(mesh, batch, heads, axis)
 
@@ -93,7 +94,7 @@ class Axes:
 def rule_specs(axes: Axes, rule: Bias) -> Any:
     """The spec of each array of a `Bias`: batch rows and heads are split, the sequence is not.
 
-    Arrays of unknown axes are replicated; rules read them by the numbers of rows and heads.
+    Arrays of unknown axes are replicated; rules read them by the indices of rows and heads.
     """
     leaves, tree = jax.tree.flatten(rule)
     return tree.unflatten([axes.spec(names, np.shape(leaf)) for names, leaf in zip(axes_of(rule), leaves, strict=True)])
@@ -124,12 +125,12 @@ def check_zigzag(mask: Mask, bias: Any = None) -> None:
     bad = rule_by_slot(mask)
     if bad is not None:
         raise ValueError(
-            f"order='zigzag' moves tokens to other slots, but {bad!r} is indexed by slot. Use order='contiguous', or "
-            "a rule that compares positions or ids."
+            f"order='zigzag' moves tokens to other slots, but {bad!r} depends on the slots. Use order='contiguous', "
+            "or a rule that compares positions or ids."
         )
     for term in terms(bias):
         if not isinstance(term, Bias) and min(term.shape[2:]) > 1:
             raise ValueError(
-                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} is indexed "
-                "by slot. Use order='contiguous', or a `Bias`, which is computed from positions."
+                f"order='zigzag' moves tokens to other slots, but a bias of shape {tuple(term.shape)} depends on the "
+                "slots. Use order='contiguous', or a `Bias`, which is computed from positions."
             )

@@ -84,9 +84,9 @@ def bigbird_attention(
     """BigBird's block-sparse attention (arXiv:2007.14062): one softmax over a multiset of key blocks.
 
     With nb blocks, query block i attends to blocks 0, i-1, i, i+1, nb-1 and `rand_attn[head, i-1]`. A block that this
-    list contains twice counts twice in the softmax, as in the original, except block 0 for i = 1 and block nb-1 for
-    i = nb-2, which are also neighbours and count once. Query blocks 0 and nb-1 attend to every block once. The scale is
-    1/sqrt(H).
+    list contains twice counts twice in the softmax, as in the original. There is one exception: for i = 1, block 0 is
+    also a neighbour, and for i = nb-2, block nb-1 is. These count once. Query blocks 0 and nb-1 attend to every block
+    once. The scale is 1/sqrt(H).
 
     Args:
         q: queries [B, T, N, H], T a multiple of `block_size`, at least 5 blocks.
@@ -158,9 +158,11 @@ def bigbird_random_blocks(
         num_random_blocks: random blocks per query block, r.
         num_heads: number of heads N; each has its own blocks.
         seed: seed of the generator; in a model, the index of the layer.
-        max_seq_len: the model's maximum length. Legacy lengths draw blocks for it and keep the first rows.
-        legacy_lengths: lengths whose blocks are drawn from the first 1024 tokens, as in the paper. Hugging Face has
-            these three, the original code also 2048. All other lengths need at least 2r + 6 blocks.
+        max_seq_len: the model's maximum length. Only the lengths in `legacy_lengths` use it: their blocks are drawn for
+            this length, and the first rows are returned.
+        legacy_lengths: lengths whose blocks are drawn from the first 1024 tokens, as in the paper. The default, 1024,
+            3072 and 4096, is Hugging Face's. The original code also has 2048. All other lengths need at least 2r + 6
+            blocks.
 
     Returns:
         int32 [N, T / block_size - 2, r]; row 0 belongs to block 1.
@@ -287,8 +289,8 @@ def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> N
     shape = tuple(rand_attn.shape)
     if len(shape) != 3 or shape[0] == 0 or shape[1] != blocks - 2 or (heads and shape[0] not in (1, heads)):
         raise ValueError(
-            f"`rand_attn` must be {wanted} for {blocks} blocks (no row for the first and the last), got shape {shape}. "
-            "Make it with `bigbird_random_blocks(...)` for this length."
+            f"`rand_attn` must be {wanted} for {blocks} blocks (none for the first and the last block), got shape "
+            f"{shape}. Make it with `bigbird_random_blocks(...)` for this length."
         )
     if isinstance(rand_attn, np.ndarray) and rand_attn.size and (rand_attn.min() < 0 or rand_attn.max() >= blocks):
         raise ValueError(
@@ -319,7 +321,7 @@ def _check_zero_one(name: str, mask: Any) -> None:
     if not ((values == 0) | (values == 1)).all():
         raise ValueError(
             f"`{name}` must hold 0 (padding) and 1 (a token), got values from {values.min():g} to {values.max():g}. "
-            "Convert a mask that is added to scores with `mask == 0`."
+            "If it is an additive mask (0 for tokens, large negative numbers for padding), convert it: `mask == 0`."
         )
 
 
@@ -366,12 +368,12 @@ def _check_blocks(q_len: Any, kv_len: Any, block_size: Any) -> int:
     q_len, kv_len = check_static_size("seq_len", q_len, 0), check_static_size("seq_len", kv_len, 0)
     if q_len != kv_len:
         raise ValueError(
-            f"BigBird needs as many query blocks as key blocks, got {q_len} queries and {kv_len} keys. Use it for "
-            "self-attention only."
+            f"BigBird needs as many query blocks as key blocks, got {q_len} queries and {kv_len} keys. Use "
+            "BigBird for self-attention only."
         )
     if q_len % size:
         raise ValueError(
-            f"BigBird needs a length that is a multiple of block_size={size}, got {q_len}. Pad it to "
+            f"BigBird needs a length that is a multiple of block_size={size}, got {q_len}. Pad the sequence to "
             f"{-(-q_len // size) * size} tokens and mark the padding in `q_mask` and `kv_mask`."
         )
     if q_len // size < 5:
@@ -389,9 +391,9 @@ def _check_random_plan(blocks: int, num_random_blocks: int) -> None:
     least = 2 * num_random_blocks + 6
     if blocks < least:
         raise ValueError(
-            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got {blocks} "
-            "(with fewer, the original fails or repeats blocks). Use full attention for this length, or fewer random "
-            "blocks."
+            f"{num_random_blocks} random blocks need at least 2·{num_random_blocks} + 6 = {least} blocks, got "
+            f"{blocks}. With fewer, the original code fails or repeats blocks. Use full attention for this length, or "
+            "fewer random blocks."
         )
 
 
@@ -410,5 +412,5 @@ def _check_legacy_length(seq_len: int, max_seq_len: Any) -> None:
     if seq_len > max_seq_len:
         raise ValueError(
             f"seq_len={seq_len} is in `legacy_lengths`, so its blocks are drawn for max_seq_len={max_seq_len} tokens. "
-            "It must not be longer than that. Raise `max_seq_len`, or remove the length from `legacy_lengths`."
+            "`seq_len` must be at most `max_seq_len`. Raise `max_seq_len`, or remove the length from `legacy_lengths`."
         )

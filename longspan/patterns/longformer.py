@@ -351,7 +351,10 @@ def _check_dilation(dilation: Any, heads: int | None = None) -> int | tuple[int,
     if not np.ndim(dilation):
         return values[0]
     if heads is not None and len(values) != heads:
-        raise ValueError(f"`dilation` has {len(values)} entries, but `q` has {heads} heads. Give one int, or {heads}.")
+        raise ValueError(
+            f"`dilation` has {len(values)} entries, but `q` has {heads} heads. Give one int for all heads, or {heads} "
+            "ints, one per head."
+        )
     return values
 
 
@@ -387,6 +390,6 @@ def _check_global_projections(qkv: Sequence[Any], global_qkv: Sequence[Any]) -> 
 def _check_same_lengths(q_len: int, kv_len: int) -> None:
     if q_len != kv_len:
         raise ValueError(
-            f"Longformer's attention is self-attention: `q` has {q_len} tokens and `k` has {kv_len}, they must agree. "
-            "For other lengths use `attention` with `longformer(...)` as its mask."
+            f"Longformer's attention is self-attention, but `q` has {q_len} tokens and `k` has {kv_len}. For different "
+            "lengths use `attention` with `longformer(...)` as its mask."
         )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longspan.checks import check_static_size
+from longspan.checks import check_lengths, check_static_size
 from longspan.masks import Mask
 from longspan.render.grid import Grid
 from longspan.render.picture import Panel, Picture, heads_shown, picture_of, ticks
@@ -25,6 +25,7 @@ def draw(
     kv_positions: Any = None,
 ) -> str:
     """A picture in characters, see `Mask.show`."""
+    check_lengths(q_len, kv_len)
     max_cells = check_static_size("max_cells", max_cells, 1)
     heads = len(heads_shown(mask, head))
     if heads > 1:
@@ -71,10 +72,10 @@ def _with_axes(picture: Picture, panels: list[list[str]], cell: int) -> list[str
     if picture.panels[0].head is not None:
         names = [_name(panel, picture).ljust(width) for panel in picture.panels]
         above.insert(0, " " * (edge + 1) + "".join(names))
-    legend = "# may attend, . may not"
+    legend = ["# may attend, . may not"]
     if cell > 1:
-        legend = f"each {cell:,} x {cell:,} pairs: {LEGEND}"
-    return [picture.title, picture.facts, *above, *body, legend]
+        legend = [f"each character stands for {cell:,} x {cell:,} pairs, and shows the allowed share:", LEGEND]
+    return [picture.title, picture.facts, *above, *body, *legend]
 
 
 def _name(panel: Panel, picture: Picture) -> str:

@@ -44,6 +44,25 @@ def make_qkv(shape: Shape, dtype: Any, seed: int = 0):
     return tuple(jnp.asarray(rng.normal(size=size, scale=1.5).astype(wide).astype(dtype), dtype) for size in sizes)
 
 
+class Compared(NamedTuple):
+    """One result of an engine, the exact result, and the largest error that is allowed."""
+
+    got: np.ndarray
+    exact: np.ndarray
+    allowed: float
+
+    @property
+    def error(self) -> float:
+        """The largest error; NaN or inf if the result is not finite where the exact one is."""
+        finite = np.isfinite(self.exact)
+        return float(np.abs(self.got[finite] - self.exact[finite]).max(initial=0))
+
+    def is_close(self) -> bool:
+        """Whether the error is allowed, and infinities are where they should be."""
+        infinite = ~np.isfinite(self.exact)
+        return self.error <= self.allowed and np.array_equal(self.got[infinite], self.exact[infinite])
+
+
 def assert_matches_reference(
     engine: str | Engine | Sequence[str | Engine],
     q,
@@ -68,32 +87,41 @@ def assert_matches_reference(
         run: a function with the signature of `attention` to test instead of `attention`.
         features: further arguments of `attention`: bias, sinks, scale, soft_cap, dropout, positions.
     """
+    engines = list(engine) if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]
+    for name, results in zip(engines, compare(engines, q, k, v, mask, run=run, **features), strict=True):
+        for part, compared in results.items():
+            _assert_close(f"{getattr(name, 'name', name)}: {part}", compared)
+
+
+def compare(
+    engines: Sequence[str | Engine], q, k, v, mask: Any = None, *, run: Callable | None = None, **features: Any
+) -> list[dict[str, Compared]]:
+    """For each engine its outputs, lse and all gradients by name, with the exact results and the allowed errors."""
     operands = {"q": q, "k": k, "v": v}
     for name in ("bias", "sinks"):
         if features.get(name) is not None:
             operands[name] = features.pop(name)
     floats, integers = partition_floats(operands)
     reference, tested = _taking_floats(attention, integers), _taking_floats(run or attention, integers)
-    engines = list(engine) if isinstance(engine, Sequence) and not isinstance(engine, str) else [engine]
     # The reference's error in float64 cannot be measured, so its error in float32 is scaled to float64's rounding unit.
     narrow = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, floats)
     shrink = float(jnp.finfo(q.dtype).eps / jnp.finfo(narrow["q"].dtype).eps)
 
     @jax.jit  # one program, because compiling takes nearly all of the time
     def run_all(narrow, floats, mask):
-        near = _values_and_gradients(reference, "reference", narrow, mask, features)
+        with jax.default_matmul_precision("highest"):  # accelerators would multiply float32 in fewer bits
+            near = _values_and_gradients(reference, "reference", narrow, mask, features)
         return near, [_values_and_gradients(tested, e, floats, mask, features) for e in engines]
 
     near, got = jax.tree.map(_as_numpy, run_all(narrow, floats, mask))
     exact, scales = _exact(floats, integers, mask, features)
     units = _units(floats)
+    allowed = {}
     for part in exact:
         _assert_usable(part, near[part], exact[part])
-    for name, results in zip(engines, got, strict=True):
-        for part in exact:
-            rounding = ROUNDING_UNITS * units[part] * scales[part]
-            allowed = MAX_ERROR_RATIO * shrink * _distance(near[part], exact[part]) + rounding
-            _assert_close(f"{getattr(name, 'name', name)}: {part}", results[part], exact[part], allowed)
+        error = Compared(near[part], exact[part], 0.0).error
+        allowed[part] = MAX_ERROR_RATIO * shrink * error + ROUNDING_UNITS * units[part] * scales[part]
+    return [{part: Compared(results[part], exact[part], allowed[part]) for part in exact} for results in got]
 
 
 def _taking_floats(call: Callable, integers: dict[str, Any]) -> Callable:
@@ -203,15 +231,10 @@ def _assert_usable(what: str, near: np.ndarray, exact: np.ndarray) -> None:
     assert np.isfinite(near[finite]).all(), f"{what}: the reference overflows in the tested dtype, but not in float64"
 
 
-def _distance(near: np.ndarray, exact: np.ndarray) -> float:
-    finite = np.isfinite(exact)
-    return float(np.abs(near[finite] - exact[finite]).max(initial=0))
-
-
-def _assert_close(what: str, got: np.ndarray, exact: np.ndarray, allowed: float) -> None:
+def _assert_close(what: str, compared: Compared) -> None:
+    got, exact, allowed = compared
     assert got.shape == exact.shape, f"{what}: shape {got.shape}, expected {exact.shape}"
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=what)
-    assert np.all(np.isfinite(got[finite])), f"{what}: not finite where the reference is"
-    error = np.abs(got[finite] - exact[finite]).max(initial=0)
-    assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}"
+    assert np.all(np.isfinite(got[finite])), f"{what}: NaN or infinite where the exact result is finite"
+    assert compared.error <= allowed, f"{what}: off by {compared.error:.3g}, allowed {allowed:.3g}"

@@ -301,15 +301,21 @@ void Case::make_inputs() {
   }
 }
 
-// The same call with its keys and values as one layer of a stack; the other layers are NaN.
+// The same call with its keys and values as one layer of a stack, in either order; the other layers are NaN.
 Call Case::stacked() {
   Call of = call;
+  of.heads_first = chance(0.5);
   const int64_t layers = pick(1, 3), layer = pick(0, layers - 1);
   for (Array* a : {&of.k, &of.v}) {
     const Array one = *a;
-    *a = store.array(type, {layers, one.dims[0], one.dims[1], one.dims[2], one.dims[3]});
-    const int64_t count = count_of(one);
-    for (int64_t i = 0; i < layers * count; ++i) set(*a, i, i / count == layer ? get(one, i % count) : NAN);
+    const int64_t size = one.dims[3], count = count_of(one);
+    *a = store.array(type, {layers, B, of.heads_first ? K : S, of.heads_first ? S : K, size});
+    for (int64_t i = 0; i < layers * count; ++i) set(*a, i, NAN);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t h = i % size, n = i / size % K, s = i / size / K % S, b = i / size / K / S;
+      const int64_t row = of.heads_first ? (b * K + n) * S + s : (b * S + s) * K + n;
+      set(*a, layer * count + row * size + h, get(one, i));
+    }
   }
   const Array which = store.array(I32, {});
   set(which, 0, double(layer));

@@ -48,11 +48,11 @@ def scanned(cache, q, k, v, mask):
 class Sequence:
     """One cache of a plan for `length` positions, from position `start` on, and the tokens of its rows."""
 
-    def __init__(self, mask, length: int, start: int, slack: int, seed: int):
+    def __init__(self, mask, length: int, start: int, slack: int, heads_first: bool, seed: int):
         try:
             self.plan = ls.cache.plan(mask, length, slack=slack)
         except ValueError as refused:
-            assert "& Causal()" in str(refused) or "lists each of them" in str(refused)
+            assert "& Causal()" in str(refused) or "lists every position" in str(refused)
             assume(False)
             raise
         assume(self.plan.capacity <= MAX_SLOTS)  # larger plans are tested without allocating them
@@ -65,7 +65,8 @@ class Sequence:
         self.seen = truth(mask, self.count, self.count, at, at, batch=1)[0]
         self.tokens = [np.zeros((0, KV_HEADS, SIZE + V_SIZE), np.float32) for _ in range(BATCH)]
         self.furthest, self.marked = [0] * BATCH, [False] * BATCH
-        cache = ls.cache.init(self.plan, BATCH, KV_HEADS, SIZE, jnp.float32, v_head_dim=V_SIZE)
+        sizes = dict(v_head_dim=V_SIZE, heads_first=heads_first)
+        cache = ls.cache.init(self.plan, BATCH, KV_HEADS, SIZE, jnp.float32, **sizes)
         first = [jnp.full(BATCH, start, np.int32) for _ in range(2)]  # two arrays, because both are donated
         self.cache = self._poisoned(replace(cache, length=first[0], furthest=first[1]))
 
@@ -80,11 +81,11 @@ class Sequence:
     def _poisoned(self, cache):
         """The cache with NaN in free slots, which must never reach an output."""
         held = np.asarray(cache.positions)
-        dead = held == FREE_SLOT
+        dead = np.expand_dims(held == FREE_SLOT, (cache.heads_axis, 3))
         return replace(cache, k=self._nan(cache.k, dead), v=self._nan(cache.v, dead))
 
     def _nan(self, x, where):
-        return jnp.where(where[:, :, None, None], np.float32(np.nan), x)
+        return jnp.where(where, np.float32(np.nan), x)
 
     # Valid arguments
 
@@ -155,11 +156,11 @@ class Sequence:
         self._after()
 
     def save(self, folder):
-        """Saves and restores the cache, unless it starts late: then it lacks keys that `restore` requires."""
+        """Saves the cache and restores it in the other order, unless it lacks keys because it starts late."""
         if self.start:
             return
         self.cache.save(folder / "cache")
-        self.cache = ls.cache.restore(folder / "cache", self.plan)
+        self.cache = ls.cache.restore(folder / "cache", self.plan, heads_first=not self.cache.heads_first)
         self._after()
 
     def refuse(self, row: int, kind: str):
@@ -235,7 +236,7 @@ class Sequence:
         assert self.cache.overflowed.tolist() == self.marked
         assert self.cache.length.tolist() == [self.start + len(tokens) for tokens in self.tokens]
         assert self.cache.furthest.tolist() == [self.start + most for most in self.furthest]
-        held, kept = np.asarray(self.cache.positions), np.asarray(self.cache.k)
+        held, kept = np.asarray(self.cache.positions), np.moveaxis(self.cache.k, self.cache.heads_axis, 2)
         for row, tokens in enumerate(self.tokens):
             slots = np.flatnonzero(held[row] != FREE_SLOT)
             at = held[row, slots] - self.start

@@ -45,6 +45,16 @@ def test_rows_heads_and_sizes_that_differ_are_refused(k, v, message):
         empty().append(jnp.ones(k), jnp.ones(v))
 
 
+def test_the_order_of_heads_and_slots_is_a_bool_and_that_of_arguments_is_fixed():
+    for order, shown in ((1, "got 1"), (None, "got None"), (jnp.array(True), r"got bool\[\]")):
+        with pytest.raises(TypeError, match="`heads_first` must be True or False, a Python bool, " + shown):
+            ls.cache.init(PLAN, 2, 3, 5, jnp.float32, heads_first=order)  # type: ignore[arg-type]
+    cache = ls.cache.init(PLAN, 2, 3, 5, jnp.float32, v_head_dim=4, heads_first=True)
+    k, v = new(count=7)
+    with pytest.raises(ValueError, match=r"`k` must have shape \[B, n, K, H\] .* 2, 3 and 5, got \(2, 3, 7, 5\)"):
+        cache.append(k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
 def test_arguments_that_are_not_float_arrays_are_refused():
     k, v = new()
     with pytest.raises(TypeError, match=r"`k` must be an array \[B, n, K, H\], got list"):
@@ -103,7 +113,9 @@ def test_rollbacks_between_tied_positions_are_refused():
     plan = ls.cache.plan(ls.Causal() | ls.Prefix(5), 20)
     cache = after(7, plan)
     assert cache.rollback(2).length.tolist() == [5, 5] and cache.rollback(7).length.tolist() == [0, 0]
-    with pytest.raises(ValueError, match="lets position 3 attend to position 4, so a rollback cannot separate them"):
+    with pytest.raises(
+        ValueError, match="lets position 3 attend to position 4, so a rollback must keep both or remove both"
+    ):
         cache.rollback(3)
     assert jax.jit(lambda c, n: c.rollback(n))(cache, jnp.array([3, 2])).overflowed.tolist() == [True, False]
 
@@ -113,7 +125,8 @@ def test_rollbacks_beyond_the_slack_are_refused_and_name_the_needed_slack():
     with pytest.raises(ValueError, match="`n` must be at least 0, got -1"):
         cache.rollback(-1)
     with pytest.raises(
-        ValueError, match=r"row 1 has had 12 tokens, .* slack=1 .* to 11 tokens or more. Plan with `slack=3`"
+        ValueError,
+        match=r"Row 1 cannot be rolled back to 9 tokens: it once held 12, .*=1 .* to 11 or more. Plan with `slack=3`",
     ):
         cache.rollback(np.array([1, 3]))
     with pytest.raises(ValueError, match="Row 0 has 12 tokens, so 13 cannot be rolled back"):
@@ -155,13 +168,13 @@ def test_a_mask_that_allows_more_than_the_planned_one_is_refused_and_a_narrower_
     _, view = empty().append(*new(6))
     needs, sees = (
         r"Causal\(\) & Window\(3, 0\), which needs key 0 until query 3",
-        r"Causal\(\) may attend to it until query 19",
+        r"With Causal\(\), later queries up to 19 may attend to key 0",
     )
-    with pytest.raises(ValueError, match=rf"planned for {needs}, but {sees}. Plan with the mask that you attend with"):
+    with pytest.raises(ValueError, match=rf"planned for {needs}. {sees}. Plan the cache with the mask of the call"):
         view.of(ls.Causal())
-    with pytest.raises(ValueError, match="may attend to it until query 4"):
+    with pytest.raises(ValueError, match="later queries up to 4 may attend to key"):
         view.of(ls.Causal() & ls.Window(4, 0))
-    with pytest.raises(ValueError, match="lets queries attend to later keys, which must be appended together"):
+    with pytest.raises(ValueError, match=r"lets queries attend to later keys. These keys must be appended together"):
         view.of(ls.Window(3, 1))
     with pytest.raises(TypeError, match="`mask` must be a Mask, got MaskInfo"):
         view.of(ls.MaskInfo.from_random(2, 20, 20))

@@ -77,7 +77,7 @@ def test_lengths_that_appends_and_rollbacks_cannot_leave_are_refused(tmp_path):
     plan = PLANS["ring"]
     arrays = tensors(plan)
     arrays["furthest"][0] = 27
-    message = "`furthest` of row 0 is 27, not between its length 24 and 26"
+    message = "`furthest` of row 0 is 27, not between the length 24 of the row and 26"
     refused(tmp_path / "cache", plan, arrays, message)
     arrays = tensors(PLANS["tied"])
     arrays["length"][1] = arrays["furthest"][1] = 11
@@ -90,7 +90,7 @@ def test_positions_outside_of_the_row_are_refused(tmp_path, value):
     for name, plan in PLANS.items():
         arrays = tensors(plan)
         arrays["positions"][0, 1] = value
-        refused(tmp_path / name, plan, arrays, f"`positions` of row 0 has {value} in slot 1, but its length is 24")
+        refused(tmp_path / name, plan, arrays, f"`positions` of row 0 has {value} in slot 1, but the row has 24 tokens")
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -99,7 +99,7 @@ def test_keys_in_the_slots_of_others_are_refused(tmp_path, name):
     held = arrays["positions"][0]
     one, other = np.flatnonzero(held != FREE_SLOT)[:2]
     held[[one, other]] = held[[other, one]]
-    message = rf"`positions` of row 0 has {held[one]} in slot {one}, which belongs to other keys"
+    message = rf"`positions` of row 0 has {held[one]} in slot {one}, which is reserved for other keys"
     refused(tmp_path / "cache", PLANS[name], arrays, message)
 
 

@@ -185,7 +185,7 @@ def test_several_rollbacks_cannot_go_further_back_than_one():
         cache, _ = cache.append(one, one)
     back = cache.rollback(1).rollback(1)
     for again in (back, back.append(one, one)[0].rollback(1)):
-        with pytest.raises(ValueError, match=r"A rollback to 17 tokens .* row 0 has had 20 tokens, and with slack=2"):
+        with pytest.raises(ValueError, match=r"Row 0 cannot be rolled back to 17 tokens: it once held 20, .* slack=2"):
             again.rollback(1)
     far = back
     for _ in range(3):

@@ -227,14 +227,14 @@ def test_bytes_are_those_of_the_arrays():
             "no key can be evicted: every key is needed until the end because of Causal(), Window(100, 0)",
         ),
         (WINDOW & ~(ls.Chunk(3) | ls.Prefix(3)), "each key is kept for up to 4 steps"),
-        (WINDOW & ~ls.Window(1, 0, dilation=2), "; ~Window(1, 0, dilation=2) may need fewer keys"),
+        (WINDOW & ~ls.Window(1, 0, dilation=2), "; with ~Window(1, 0, dilation=2), fewer keys may be enough"),
         (
             WINDOW & ls.Window(2, 0, dilation=2) & ls.Window(2, 0, dilation=3),
-            "; Window(2, 0, dilation=2), Window(2, 0, dilation=3) may need fewer keys",
+            "; with Window(2, 0, dilation=2), Window(2, 0, dilation=3), fewer keys may be enough",
         ),
         (WINDOW, "each key is kept for 4 steps"),
         (PINNED, "each key is kept for 4 steps; 2 keys are kept forever"),
-        (ls.Causal() & ls.Chunk(5), "each key is kept for up to 5 steps, at most 5 keys at a time"),
+        (ls.Causal() & ls.Chunk(5), "each key is kept for up to 5 steps; the cache never holds more than 5 keys"),
         (ls.Empty(), "no query attends to any key"),
     ],
     ids=repr,
@@ -246,7 +246,7 @@ def test_why_names_the_rules_that_keep_keys(mask, why):
 def test_a_users_rule_is_assumed_to_allow_everything_and_named():
     mine = ls.Custom(lambda q, k: (q - k) % 2 == 0)
     assert ls.cache.plan(WINDOW & mine, 30).capacity == 4
-    assert "; Custom(<lambda>) may need fewer keys" in ls.cache.plan(WINDOW & mine, 30).why
+    assert "; with Custom(<lambda>), fewer keys may be enough" in ls.cache.plan(WINDOW & mine, 30).why
 
     @rule
     class Odd(ls.Window):

@@ -26,8 +26,8 @@ def new(seed, batch=B, count=1):
     return [jnp.asarray(rng.normal(size=(batch, count, heads, H)), jnp.float32) for heads in (N, K, K)]
 
 
-def empty(mask, batch=B, length=LENGTH, kv_heads=K):
-    return ls.cache.init(ls.cache.plan(mask, length), batch, kv_heads, H, jnp.float32)
+def empty(mask, batch=B, length=LENGTH, kv_heads=K, heads_first=False):
+    return ls.cache.init(ls.cache.plan(mask, length), batch, kv_heads, H, jnp.float32, heads_first=heads_first)
 
 
 def step(cache, q, k, v, mask, engine="cpu"):
@@ -81,19 +81,20 @@ def test_caches_are_mapped():
 
 def specs(cache):
     """Rows over `data`, heads over `model`; the plan's tables on every device."""
-    by_name = dict(k=P("data", None, "model"), v=P("data", None, "model"), tables=P())
-    names = [field.name for field in fields(cache) if field.name != "plan"]
+    keys = P("data", "model") if cache.heads_first else P("data", None, "model")
+    by_name = dict(k=keys, v=keys, tables=P())
+    names = [field.name for field in fields(cache) if not field.metadata.get("static")]
     parts = [jax.tree.map(lambda _, n=n: by_name.get(n, P("data")), getattr(cache, n)) for n in names]
     return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, P)))
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("mask", [PINNED, TABLE], ids=repr)
-@pytest.mark.parametrize("count", [1, 4])
-def test_rows_and_heads_are_sharded_without_communication(mask, count):
+@pytest.mark.parametrize(("count", "heads_first"), [(1, False), (4, False), (1, True), (4, True)])
+def test_rows_and_heads_are_sharded_without_communication(mask, count, heads_first):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     here = P("data", None, "model")
-    cache, tokens = empty(mask, batch=8), new(0, batch=8, count=count)
+    cache, tokens = empty(mask, batch=8, heads_first=heads_first), new(0, batch=8, count=count)
     placed = jax.device_put(cache, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(cache)))
     placed_tokens = [jax.device_put(x, NamedSharding(mesh, here)) for x in tokens]
 
@@ -108,7 +109,7 @@ def test_rows_and_heads_are_sharded_without_communication(mask, count):
         after, out = compiled(placed, *placed_tokens)
         np.testing.assert_allclose(out, wanted[1], rtol=0, atol=1e-6)
         np.testing.assert_array_equal(after.k, wanted[0].k)
-        assert after.k.sharding.is_equivalent_to(NamedSharding(mesh, here), 4)
+        assert after.k.sharding.is_equivalent_to(NamedSharding(mesh, specs(cache).k), 4)
 
 
 @pytest.mark.parametrize("mask", [WIDE, PINNED, TABLE, ls.Causal()], ids=repr)

@@ -79,7 +79,8 @@ def cases(draw, *how):
     mask = draw(decodable(position_masks(min(length, 5000))))
     if length > 5000 and draw(st.booleans()):  # or most plans would keep every key, which takes too much memory
         mask = mask & ls.Window(draw(st.integers(0, 40)), 3)
-    return mask, length, start, draw(st.sampled_from([0, 0, 1, 3, 9])), draw(operations(*how))
+    slack, heads_first = draw(st.sampled_from([0, 0, 1, 3, 9])), draw(st.booleans())
+    return mask, length, start, slack, heads_first, draw(operations(*how))
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,7 @@ def test_encode_reads_lines_and_splits_or_truncates_what_is_too_long(run, saved,
     command = ("encode", "--model", saved("bert"), path, "--lines", "--out", out)
     assert_one_line(
         run(*command),
-        f"{path}, line 3, has 202 tokens, but the model takes at most 90. Encode it in parts with --split",
+        f"{path}, line 3, has 202 tokens, but the model takes at most 90. Encode the document in parts with --split",
     )
     assert not out.exists()
     model = hf.load(saved("bert"))

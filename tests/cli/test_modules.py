@@ -248,7 +248,9 @@ def test_encode_refuses_other_modules_unless_pooling_is_named(encode):
     (code, _, err), plain = encode()
     assert (code, err) == (0, "")
     result, vectors = encode(**ALL_OF_IT)
-    assert_one_line(result, "is a sentence-transformers directory, and the vectors of `longspan encode` would differ")
+    assert_one_line(
+        result, "is a sentence-transformers directory with settings that `longspan encode` does not support"
+    )
     assert vectors is None
     files = [
         "modules.json lists Dense",

@@ -58,8 +58,8 @@ def test_a_command_runs_by_its_entry_point_and_as_a_module():
     code, out, err = run("show", "Causal() & Window(1, 0)", "-T", "3", "--json")
     assert (code, err) == (0, "") and json.loads(out)["allowed"] == pytest.approx(5 / 9)
     module = "import runpy; runpy.run_module('longspan', run_name='__main__')"
-    assert run("show", "Cau", code=module) == (2, "", "longspan: 'Cau' is a name without arguments. Write them in "
-                                               "parentheses: Causal(), Window(511, 0).\n")  # fmt: skip
+    assert run("show", "Cau", code=module) == (2, "", "longspan: 'Cau' is a name without arguments. Write the "
+                                               "arguments in parentheses: Causal(), Window(511, 0).\n")  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [3, 500], ids=["at the end", "in between"])

@@ -28,7 +28,11 @@ ERRORS = [
         "q_segment_ids must be an int array (B, L), got dtype float64",
     ),
     (lambda: MaskInfo.from_segments("ids"), TypeError, "got str"),
-    (lambda: MaskInfo.from_segments(np.zeros((2, 3), int), np.zeros((3, 3), int)), ValueError, "They must agree."),
+    (
+        lambda: MaskInfo.from_segments(np.zeros((2, 3), int), np.zeros((3, 3), int)),
+        ValueError,
+        "The two numbers must be equal.",
+    ),
     (
         lambda: MaskInfo.from_segments(np.zeros((2, 3), int), q_positions=np.zeros((2, 4), int)),
         ValueError,
@@ -107,12 +111,12 @@ ERRORS = [
     (
         traced(lambda w: SELF.apply_sliding_window(w, mode="decode", index=0).shape),
         ValueError,
-        "mode='decode' slices, so sliding_window must be static",
+        "mode='decode' slices arrays, so sliding_window must be static",
     ),
     (
         traced(lambda w: SELF.apply_sliding_window((w, 0), mode="prefill").shape),
         ValueError,
-        "mode='prefill' slices, so sliding_window must be static",
+        "mode='prefill' slices arrays, so sliding_window must be static",
     ),
     (lambda: SELF.apply_chunked(0), ValueError, "chunk_size must be >= 1, got 0"),
     (lambda: SELF.apply_chunked(np.array([2, 0])), ValueError, "chunk_size must be >= 1, got [2, 0]"),

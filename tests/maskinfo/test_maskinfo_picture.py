@@ -8,7 +8,7 @@ from longspan import MaskInfo
 
 PACKED = np.array([[0, 0, 0, 0, 1, 1, 1, -1, -1], [3, 3, 3, 3, 3, 3, 3, 3, 3]])
 TITLE = "Attention mask of batch {}, head 0: 9 queries x 9 keys in blocks of {}\n"
-SEGMENTS = "; ids of queries left, of keys above: PAD padding, MIX and ?? several"
+SEGMENTS = "; left: query ids, above: key ids (PAD: padding, MIX and ??: several ids)"
 
 
 def test_unicode_blocks_with_ids_along_the_edges():

@@ -127,7 +127,7 @@ def whole_and_bound():
     """Arguments of `attention` that are bound to a length, with the error for another length."""
     info = MaskInfo.from_segments(ids(1, 8)).apply_causal()
     return {
-        "MaskInfo": (dict(mask=info), "This MaskInfo is for 8 queries and 8 keys, but the call has 4 and 4"),
+        "MaskInfo": (dict(mask=info), "This MaskInfo is for 8 queries and 8 keys, but the call has 4 queries"),
         "BlockLayout": (dict(mask=info.layout()), "This BlockLayout is for 8 queries and 8 keys, but the call has 4"),
         "ids": (dict(mask=info.mask), "Segments.q_ids covers 8 queries, but the call has 4"),
         "flags": (dict(mask=ls.Global(kv_flags=np.ones((1, 8), bool))), "Global.kv_flags covers 8 keys, but the call"),

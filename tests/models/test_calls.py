@@ -137,7 +137,7 @@ def test_a_loss_that_closes_over_rngs_is_refused_with_the_way_in(jitted):
 
     model, rngs = make(hidden_dropout_prob=0.5), nnx.Rngs(dropout=0)
     model.train()
-    words = r"outside of the function that Flax transforms here.*`nnx.value_and_grad\(loss\)\(model, rngs\)`"
+    words = r"outside of the function that Flax transforms .*`nnx.value_and_grad\(loss\)\(model, rngs\)`"
     with pytest.raises(ValueError, match=words):
         (nnx.jit(closed_over) if jitted else closed_over)(model, rngs)
     assert int(rngs.dropout.count[...]) == 0
@@ -159,7 +159,7 @@ def test_rngs_held_by_a_module_work_under_jit_and_grad():
 
 def test_rngs_from_outside_of_jit_are_refused_with_the_way_in():
     model, rngs = make(), nnx.Rngs(dropout=0)
-    with pytest.raises(ValueError, match="pass it as an argument") as error:
+    with pytest.raises(ValueError, match="Pass `rngs` to the function as an argument") as error:
         nnx.jit(lambda m: m(IDS, deterministic=False, rngs=rngs).logits)(model)
     assert "made outside of the function that Flax transforms" in str(error.value)
 

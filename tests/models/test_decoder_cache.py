@@ -50,12 +50,13 @@ def test_a_users_step_is_as_long_with_48_layers_as_with_6(kind, count):
 @pytest.mark.check
 @needs_native
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_users_step_copies_neither_parameters_nor_the_cache(dtype):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_users_step_copies_neither_parameters_nor_the_cache(dtype, heads_first):
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=5, sliding_window=512)
     config = models.MistralConfig(**{**SIZES, **sizes})
     model = models.CausalLM(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
     step, params = step_of(model)
-    cache = model.init_cache(1, 4096)
+    cache = model.init_cache(1, 4096, heads_first=heads_first)
     memory = step.lower(params, IDS[:1, :1], cache).compile().memory_analysis()
     one_layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.layers))) // 5
     assert memory.alias_size_in_bytes >= cache.nbytes
@@ -108,8 +109,18 @@ def test_rolled_back_tokens_leave_no_trace():
     assert_close(np.asarray(model(IDS[:, 4:], cache=further).logits), want)
     sliding = small()
     full = sliding(IDS, cache=sliding.init_cache(2, 20)).cache
-    with pytest.raises(ValueError, match="needs keys that were evicted"):
+    with pytest.raises(ValueError, match="Row 0 cannot be rolled back to 5 tokens: it once held 6"):
         full.rollback(1)
+
+
+def test_slack_lets_sliding_layers_roll_back():
+    model = small()
+    cache = model(IDS[:, :4], cache=model.init_cache(2, 20, slack=2)).cache
+    want = np.asarray(model(IDS[:, 4:], cache=cache).logits)
+    further = model(IDS[:, :2], cache=cache).cache.rollback(2)
+    assert_close(np.asarray(model(IDS[:, 4:], cache=further).logits), want)
+    with pytest.raises(ValueError, match="Plan with `slack=3` or more"):
+        further.rollback(1)
 
 
 def test_saved_layers_make_a_cache_again(tmp_path):
@@ -122,6 +133,48 @@ def test_saved_layers_make_a_cache_again(tmp_path):
     assert jax.tree.structure(again) == jax.tree.structure(cache)
     got, want = (model(IDS[:, 4:], cache=one).logits for one in (again, cache))
     np.testing.assert_array_equal(got, want)
+    reordered = model.init_cache(1, 20, heads_first=True).with_layers(layers)
+    assert reordered.heads_first and all(layer.heads_first for layer in reordered)
+    for layer, original in zip(reordered, cache, strict=True):
+        np.testing.assert_array_equal(layer.k.swapaxes(1, 2), original.k)
+    assert_close(np.asarray(model(IDS[:, 4:], cache=reordered).logits), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    "native",
+    [pytest.param(True, marks=needs_native), pytest.param(False, marks=pytest.mark.check)],
+    ids=["native", "xla"],
+)
+def test_heads_before_slots_give_the_same_logits(native, monkeypatch):
+    """A prompt with padding, then tokens one by one in place, a fork and a rollback; windows and full attention."""
+    if not native:
+        monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+        jax.clear_caches()  # otherwise a cached program with native calls would be used
+    model = load("gemma3_text")
+    caches = [model.init_cache(2, 20, heads_first=heads_first) for heads_first in (True, False)]
+    assert [cache.stacks[0][0].shape for cache in caches] == [(3, 2, 2, 5, 10), (3, 2, 5, 2, 10)]
+    assert caches[0].nbytes == caches[1].nbytes
+    steps = [(IDS, np.array([[1] * 6, [1] * 2 + [0] * 4]))] + [(IDS[:, i : i + 1], None) for i in range(4)]
+    for ids, mask in steps:
+        outputs = [model(ids, mask, cache=cache) for cache in caches]
+        caches = [output.cache for output in outputs]
+        valid = np.ones(ids.shape, bool) if mask is None else mask.astype(bool)
+        assert_close(*(np.asarray(output.logits)[valid] for output in outputs))
+        for layer, other in zip(*caches, strict=True):
+            np.testing.assert_array_equal(layer.positions, other.positions)
+            assert_close(np.asarray(layer.k.swapaxes(1, 2)), np.asarray(other.k))
+    caches = [cache.fork(np.array([1, 0, 1])) for cache in caches]
+    assert_close(*(np.asarray(model(IDS[[0, 1, 0], :1], cache=cache).logits) for cache in caches))
+    llama = load("llama")
+    caches = [llama.init_cache(2, 20, heads_first=heads_first) for heads_first in (True, False)]
+    caches = [llama(IDS, cache=cache).cache.rollback(np.array([1, 3])) for cache in caches]
+    assert_close(*(np.asarray(llama(IDS[:, :1], cache=cache).logits) for cache in caches))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_order_of_heads_and_slots_is_a_bool():
+    with pytest.raises(TypeError, match="`heads_first` must be True or False, a Python bool, got 'yes'"):
+        small().init_cache(2, 20, heads_first="yes")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -135,7 +188,7 @@ def test_layers_that_do_not_belong_together_are_refused():
         empty.with_layers([1, 2, 3])
     with pytest.raises(ValueError, match=r"Layer 0 has the plan CachePlan\(4 of 20"):
         model.init_cache(2, 30).with_layers(layers)
-    with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but contain different"):
+    with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but hold different"):
         empty.with_layers([*layers[:2], empty[2]])
 
 
@@ -147,7 +200,8 @@ def test_a_cache_of_another_model_is_refused():
 
 @pytest.mark.check
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
-def test_gradients_and_vmap_of_cached_calls_are_those_of_a_full_pass(native, monkeypatch):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_gradients_and_vmap_of_cached_calls_are_those_of_a_full_pass(native, heads_first, monkeypatch):
     """Chunks of 3, 2 and 1 tokens in windows of 4."""
     if not native:
         monkeypatch.setenv("LONGSPAN_NATIVE", "0")
@@ -156,7 +210,7 @@ def test_gradients_and_vmap_of_cached_calls_are_those_of_a_full_pass(native, mon
 
     def cached(params, ids):
         bound = nnx.merge(graph, params)
-        cache, found = bound.init_cache(ids.shape[0], 10), []
+        cache, found = bound.init_cache(ids.shape[0], 10, heads_first=heads_first), []
         for begin, end in ((0, 3), (3, 5), (5, 6)):
             output = bound(ids[:, begin:end], cache=cache)
             cache = output.cache

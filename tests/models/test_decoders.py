@@ -195,7 +195,7 @@ def test_the_program_of_48_layers_is_as_long_as_that_of_6(kind):
     [
         (dict(quantization_config=dict(quant_method="awq")), r"quantization_config \(awq\)"),
         (dict(rope_scaling=dict(rope_type="spiral")), "rope_type='spiral' is not one of"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported: a llama rotates all"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported: a llama model rotates all"),
         (dict(num_local_experts=8), "does not support mixtures of experts"),
         (dict(hidden_act="mish"), "hidden_act='mish'"),
         (dict(num_attention_heads=5, head_dim=8), "multiple of num_key_value_heads=2"),

@@ -72,7 +72,7 @@ def test_what_cannot_be_extended_is_refused():
         hf.extend(hf.extend(make("bert"), max_positions=50, window=5))
     with pytest.raises(ValueError, match="max_positions=36 must be at least 37"):
         hf.extend(make("bert"), max_positions=36)
-    with pytest.raises(ValueError, match=r"has 'relu'. Extend only its encoder: `extend\(model.encoder\)`"):
+    with pytest.raises(ValueError, match=r"has 'relu'. Extend only the encoder: `extend\(model.encoder\)`"):
         hf.extend(make("bert", models.MaskedLM, hidden_act="relu"), max_positions=50)
 
 

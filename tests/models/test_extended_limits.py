@@ -132,7 +132,7 @@ def test_files_that_save_does_not_own_stay_and_are_reported(short, tmp_path):
         f"{new / 'tokenizer.json'} has truncation.max_length=512",
         f"{new / 'tokenizer.json'} has padding.strategy.Fixed=512",
         f"{new / 'sentence_bert_config.json'} has max_seq_length=128",
-        "Set it to 1000 in the file",
+        "set this limit to 1000 in the file",
     ):
         assert line in message
     assert read(new, "tokenizer_config.json") == dict(model_max_length=512)

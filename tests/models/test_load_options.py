@@ -196,7 +196,7 @@ def test_overrides_are_checked_like_the_files_keys(name, overrides, message, che
 def test_keys_that_a_family_does_not_read_are_refused_by_name():
     where = GOLDEN / "bertModel"
     with pytest.raises(
-        ValueError, match=r"`config` has 'hidden_dropout', 'x', which a bert does not read.*It reads att"
+        ValueError, match=r"`config` has 'hidden_dropout', 'x', which a bert model does not read.*The model reads att"
     ):
         hf.load(where, config=dict(hidden_dropout=0, hidden_act="relu", x=1))
     for key in ("num_labels", "random_blocks", "dtype"):

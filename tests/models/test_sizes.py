@@ -146,7 +146,7 @@ def test_labels_are_compared_with_the_head(name, task, checkpoint):
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_a_new_head_is_not_larger_than_the_file(checkpoint, rngs):
-    words = f"num_labels={HUGE}, so the new head would have 13000000000 parameters, but model.safetensors has only"
+    words = f"num_labels={HUGE}. The new head would have 13000000000 parameters, more than the"
     refused(checkpoint("bert", num_labels=HUGE), words, task="token_classification", rngs=rngs)
 
 

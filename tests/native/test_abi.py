@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent.parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
 NUMBERED = f'extern "C" int longspan_abi() {{ return {library.ABI + 1}; }}'
 STALE = {
-    f"has ABI {library.ABI + 1}, but this longspan calls ABI {library.ABI}.*make native.*install": NUMBERED,
-    "has no ABI number, but this longspan calls": 'extern "C" const char* longspan_isas() { return "baseline"; }',
+    f"It has ABI {library.ABI + 1}, but this version calls ABI {library.ABI}.*make native.*install": NUMBERED,
+    "has no ABI number, but this version calls": 'extern "C" const char* longspan_isas() { return "baseline"; }',
 }
 
 

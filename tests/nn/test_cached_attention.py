@@ -124,7 +124,7 @@ def test_gradients_flow_through_a_cached_call():
         (dict(cache={}), TypeError, "`cache` must be a Cache, made by `ls.cache.init(plan, ...)`, got"),
         (dict(cache=empty(ls.Causal()), positions=jnp.arange(T)), ValueError, "`positions` and `cache` were both"),
         (dict(cache=empty(ls.Causal()), mask=np.ones((T, T), bool)), TypeError, "`mask` must be a Mask, got ndarray"),
-        (dict(cache=empty(ls.Band(-2, 0)), mask=ls.Causal()), ValueError, "Plan with the mask that you"),
+        (dict(cache=empty(ls.Band(-2, 0)), mask=ls.Causal()), ValueError, "Plan the cache with the mask of the call"),
     ],
 )  # fmt: skip
 def test_what_a_cached_call_cannot_take_is_explained(unchecked, call, error, text):

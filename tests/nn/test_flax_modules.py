@@ -217,7 +217,7 @@ def test_parameters_carry_no_metadata_unless_asked():
 @every_module
 def test_partitioned_parameters_need_the_name_of_one_mesh_axis(name):
     options = dict(**SIZES, **MODULES[name][0], head_axis=None, partition_params=True)
-    text = "`partition_params=True` splits parameters over the mesh axis `head_axis`, which must be one name, got None"
+    text = "`head_axis` must be the name of one mesh axis, got None"
     with pytest.raises(ValueError, match=text):
         getattr(in_linen, name)(**options).init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=text):

@@ -91,7 +91,7 @@ def test_new_tokens_of_a_cache_are_rotated_by_them(rows):
 def test_where_masks_go_by_slots_they_are_what_positions_are(name):
     for run in runs(name, rope=YARN)[:2]:
         np.testing.assert_array_equal(run(X, rope_positions=POSITIONS), run(X, positions=POSITIONS))
-        text = "`positions` and `rope_positions` were both given, but both mean the positions for `rope`"
+        text = "`positions` and `rope_positions` were both given. In this module both set the positions for `rope`"
         with pytest.raises(ValueError, match=re.escape(text)):
             run(X, positions=POSITIONS, rope_positions=POSITIONS)
 

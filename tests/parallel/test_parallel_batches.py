@@ -67,11 +67,11 @@ REFUSED = {
     "The batch already has 'positions'": dict(positions=np.zeros((2, 41))),
     "must have the same number of tokens, but 'a' has 41, 'b' has 40": dict(a=np.zeros((2, 41)), b=np.zeros((2, 40))),
     "must have the same number of batch rows": dict(a=np.zeros((2, 41)), b=np.zeros(3)),
-    "has no array": dict(a=np.zeros(3)),
+    "needs at least one array of shape": dict(a=np.zeros(3)),
     "2 tokens cannot be shared by 4 devices": dict(a=np.zeros((2, 2))),
     "3 batch rows cannot be split over 2 devices": dict(a=np.zeros((3, 41))),
     "'labels' is uint8, which cannot hold -100": dict(labels=np.zeros((2, 41), np.uint8)),
-    "but 'mask' is None. Leave it out": dict(a=np.zeros((2, 41)), mask=None),
+    "but 'mask' is None. Leave 'mask' out": dict(a=np.zeros((2, 41)), mask=None),
     "must be a dict from names to arrays, got list": [np.zeros((2, 41))],
 }
 
@@ -101,7 +101,9 @@ def test_explicit_axes_too(order):
 
 def test_unshard_refuses_lengths_that_shard_batch_does_not_return():
     mesh = ls.parallel.mesh(sp=4)
-    with pytest.raises(ValueError, match=r"7 tokens, but a batch .* 4 devices and order='zigzag' cannot have"):
+    with pytest.raises(
+        ValueError, match=r"7 tokens, but `shard_batch` pads to a multiple of 8 for 4 devices and order='zigzag'"
+    ):
         ls.parallel.unshard(jnp.zeros((1, 7)), mesh, order="zigzag")
     with pytest.raises(ValueError, match="`length` must be at most the 8 tokens of the array, got 9"):
         ls.parallel.unshard(jnp.zeros((1, 8)), mesh, length=9)
@@ -150,7 +152,7 @@ def test_cost_prints_memory_and_an_estimate_for_twice_the_devices():
     assert cost.doubled.compute_seconds == pytest.approx(cost.compute_seconds / 2, rel=0.01)
     text = str(cost)
     assert "assumed chip       TPU v5e: 197 TFLOP/s, of which attention reaches 40%; link 50 GB/s" in text
-    assert "memory             36 MB of q, k, v and out, 1.003 MB of received rows" in text
+    assert "memory             36 MiB of q, k, v and out, 1.003 MiB of received rows" in text
     assert "twice the devices  0.766 ms of compute and" in text
     assert "twice the devices" in cost._repr_html_()
 
@@ -166,10 +168,18 @@ def test_a_ring_holds_two_shards_and_global_queries_their_outputs():
 def test_cost_has_no_estimate_for_twice_the_devices_without_the_masks_flags():
     flags = np.zeros((1, 1 << 12), bool)
     plan = ls.parallel.plan(ls.Window(64, 64) | ls.Global(q_flags=flags, kv_flags=flags), 1 << 12, 8)
-    assert "no estimate: it depends on the mask's arrays" in str(ls.parallel.cost(plan, **SIZES))
-    assert ls.parallel.cost(ls.parallel.plan(ls.Causal(), 8, 8), **SIZES).doubled is None
+    text = str(ls.parallel.cost(plan, **SIZES))
+    assert "no estimate: the plan for twice the devices needs the mask's flags or tables" in text
+    assert "in the worst case, the mask requires" in text
+    cost = ls.parallel.cost(ls.parallel.plan(ls.Causal(), 8, 8), **SIZES)
+    assert cost.doubled is None and "no estimate: twice the devices would be more devices than tokens" in str(cost)
+    doubled = ls.parallel.cost(ls.parallel.plan(ls.Causal(), 64, 8), **SIZES).doubled
+    assert "no estimate: these are the costs for twice the devices" in str(doubled)
     # Worst cases are compared with worst cases.
     documents = ls.parallel.plan(ls.Causal() & ls.Segments(np.zeros((1, 64), int)), 64, 4)
+    text = str(ls.parallel.cost(documents, **SIZES))
+    assert "load max/mean 1.75 without the mask's arrays" in text and "useful FLOPs       at most " in text
+    assert "received           at most " in text and "lower bound        in the worst case, the mask " in text
     assert ls.parallel.cost(documents, **SIZES).doubled.gather_bytes == 7 * 8 * 2 * 2 * 128 * 2
 
 

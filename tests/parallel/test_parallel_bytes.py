@@ -104,7 +104,7 @@ def test_dynamic_tables_send_their_capacity_or_all():
     mask = ls.Blocks(jnp.asarray(RNG.integers(0, 1024, (1, 1024, 1))), 1)
     said = report(mask, length=1024)
     assert "all-to-all" in str(said)
-    assert "a device lists more than" in str(said)
+    assert "a device needs more than" in str(said)
     both = compiled(mask, length=1024, backward=True)
     assert hlo.total(both, branch=0) == said.sent_bytes + said.sent_bytes_backward
 
@@ -199,12 +199,12 @@ def test_explain_prints_order_load_transfers_and_the_worst_case():
     text = str(report(ls.Causal() & ls.Segments(IDS), "zigzag"))
     assert "8 share the sequence, zigzag, 64 tokens each; load max/mean depends on the mask's arrays" in text
     assert "ring of 7 shards: 448 rows" in text
-    assert "worst case: the mask's arrays decide how many shards are sent: at most" in text
+    assert "in the worst case, because the mask's arrays decide how many shards are sent: at most" in text
     assert "ids, flags and positions of the received tokens: 1,792 B forward" in text
     text = str(report(ls.Dense(np.zeros((T, T), bool))))
-    assert "the mask's tables are replicated, 229,376 B if they are sharded before the call" in text
+    assert "the mask's tables are replicated, which sends 229,376 B if they are sharded before the call" in text
     text = str(report(ls.Window(9, 5)))
     assert "shift +1: 9 rows, keys from the device before: 1,152 B forward, 1,152 B backward" in text
-    assert "each device receives " in text and "; lower bound " in text
+    assert "each device receives " in text and "  the mask requires " in text
     assert "nothing" in str(report(ls.Chunk(64)))
     assert ls.explain(*[jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32)] * 3).sent_bytes is None

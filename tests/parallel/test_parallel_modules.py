@@ -164,7 +164,7 @@ def test_an_encoder_on_devices_equals_one(family):
 def test_an_encoder_in_another_order_needs_position_ids():
     encoder, at = models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
     shared = dict(mesh=MESHES["sp4"](), order="zigzag")
-    with pytest.raises(ValueError, match="an encoder needs `position_ids`"):
+    with pytest.raises(ValueError, match="`position_ids` is missing"):
         encoder(TEXT[:, at], **shared)
     got = encoder(TEXT[:, at], position_ids=at[None], **shared).last_hidden_state
     np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)

@@ -63,10 +63,11 @@ def test_a_picture_of_a_longformer_on_four_devices():
     assert shown.splitlines() == [
         "Window(3, 3) | Global((0, 40)): 64 tokens on 4 devices, contiguous, load max/mean 1.03",
         "  a  all-reduce: 2 rows, keys that every device needs",
-        "  b  all-reduce of queries: 2 queries, sent to all devices; their outputs are sent back",
+        "  b  all-reduce of queries: 2 queries, sent to all devices, which send back the outputs of these queries",
         "  c  shift +1: 3 rows, keys from the device before",
         "  d  shift -1: 3 rows, keys from the device after",
-        "  each device receives 9 rows forward and 9 backward; lower bound 8, an all-gather 48",
+        "  each device receives 9 rows forward and 9 backward; a row is the key and value of one token",
+        "  the mask requires at least 8 rows forward; an all-gather sends 48",
         "device  holds  pairs  load  0   16  32  48    receives",
         "     0  0-15     106  0.97  ####:.....q.....  a 40 from 2; b query 40 from 2; d 16-18 from 1",
         "     1  16-31    112  1.03  q..:####:.q.....  "
@@ -75,8 +76,8 @@ def test_a_picture_of_a_longformer_on_four_devices():
         "     2  32-47    112  1.03  q......:####:...  a 0 from 0; b query 0 from 0; c 29-31 from 1; d 48-50 from 3",
         "     3  48-63    106  0.97  q.........q:####  "
         "a 0 from 0, 40 from 2; b queries 0 from 0, 40 from 2; c 45-47 from 2",
-        "cells of 4 tokens: # held, : some received, q received query, . neither; "
-        "pairs per head, without global tokens",
+        "cells of 4 tokens: # held, : some received, q received query, . neither held nor received",
+        "pairs are counted per head, without those of global tokens",
     ]
 
 

@@ -205,7 +205,7 @@ def test_dynamic_tables_have_an_estimate_and_a_fallback():
     found = plan(ls.Blocks(jnp.asarray(blocks(number=1)), 64))
     assert found.exchange.data
     assert found.fallback.sent_rows == GATHER
-    assert f"if a device lists more than {found.exchange.blocks} blocks of another device, each" in str(found)
+    assert f"if a device needs more than {found.exchange.blocks} blocks of another device, each" in str(found)
     # Too many blocks for an exchange.
     assert plan(ls.Blocks(jnp.asarray(blocks(number=9)), 64)).ring is not None
 

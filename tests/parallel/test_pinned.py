@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import longspan as ls
+from longspan.masks import rule
 from longspan.masks.pytree import axes_of
 from tests.users_masks import Louder
 
@@ -38,6 +39,7 @@ def test_a_traced_prefix_is_not_pinned():
 
 
 def test_a_subclass_with_another_rule_pins_nothing():
+    @rule
     class Other(ls.Prefix):
         def allowed(self, q, kv):
             return kv.position > q.position

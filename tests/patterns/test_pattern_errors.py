@@ -34,7 +34,7 @@ CASES = {
     "length no multiple": (
         lambda: bigbird(X[:, :11], X[:, :11], X[:, :11]),
         ValueError,
-        "a multiple of block_size=2, got 11. Pad it to 12 tokens and mark the padding in `q_mask` and `kv_mask`.",
+        "a multiple of block_size=2, got 11. Pad the sequence to 12 tokens and mark the padding in `q_mask`",
     ),
     "too few blocks": (
         lambda: bigbird(block_size=3),
@@ -59,7 +59,7 @@ CASES = {
     "other key length": (
         lambda: bigbird(X, X[:, :10], X[:, :10]),
         ValueError,
-        "got 12 queries and 10 keys. Use it for self-attention only.",
+        "got 12 queries and 10 keys. Use BigBird for self-attention only.",
     ),
     "traced block size": (traced(lambda n: bigbird(block_size=n)), TypeError, "`block_size` sets array shapes"),
     "block size": (lambda: bigbird(block_size=0), ValueError, "`block_size` must be a Python int >= 1, got 0."),
@@ -81,7 +81,7 @@ CASES = {
     "random rows": (
         lambda: bigbird(rand_attn=np.zeros((4, 6, 1), int)),
         ValueError,
-        "must be ints [4 or 1, 4, r] for 6 blocks (no row for the first and the last), got shape (4, 6, 1).",
+        "must be ints [4 or 1, 4, r] for 6 blocks (none for the first and the last block), got shape (4, 6, 1).",
     ),
     "random heads": (lambda: bigbird(rand_attn=ROWS[:3]), ValueError, "got shape (3, 4, 1)"),
     "random rank": (lambda: bigbird(rand_attn=ROWS[0]), ValueError, "got shape (4, 1)"),
@@ -110,8 +110,8 @@ CASES = {
     "additive mask": (
         lambda: bigbird(kv_mask=np.full((2, 12), -10000.0)),
         ValueError,
-        "`kv_mask` must hold 0 (padding) and 1 (a token), got values from -10000 to -10000. Convert a mask that is "
-        "added to scores with `mask == 0`.",
+        "`kv_mask` must hold 0 (padding) and 1 (a token), got values from -10000 to -10000. If it is an additive "
+        "mask (0 for tokens, large negative numbers for padding), convert it: `mask == 0`.",
     ),
     "q rank": (lambda: bigbird(X[0]), ValueError, "`q` must have shape [B, T, N, H], got rank 3"),
     "plan too short": (
@@ -122,7 +122,8 @@ CASES = {
     "legacy too long": (
         lambda: blocks(4096, 64, max_seq_len=2048),
         ValueError,
-        "seq_len=4096 is in `legacy_lengths`, so its blocks are drawn for max_seq_len=2048 tokens. It must not be",
+        "seq_len=4096 is in `legacy_lengths`, so its blocks are drawn for max_seq_len=2048 tokens. `seq_len` must "
+        "be at most `max_seq_len`. Raise `max_seq_len`",
     ),
     "legacy too coarse": (
         lambda: blocks(1024, 128, 5, max_seq_len=1024),
@@ -156,7 +157,7 @@ CASES = {
     "dilation heads": (
         lambda: longformer(dilation=(1, 2)),
         ValueError,
-        "`dilation` has 2 entries, but `q` has 4 heads. Give one int, or 4.",
+        "`dilation` has 2 entries, but `q` has 4 heads. Give one int for all heads, or 4 ints, one per head.",
     ),
     "traced dilation": (
         traced(lambda n: longformer(dilation=n)),
@@ -181,7 +182,7 @@ CASES = {
     "lengths": (
         lambda: longformer(X, X[:, :9], X[:, :9], X, X[:, :9], X[:, :9]),
         ValueError,
-        "`q` has 12 tokens and `k` has 9, they must agree. For other lengths use `attention`",
+        "`q` has 12 tokens and `k` has 9. For different lengths use `attention`",
     ),
     "no global queries": (
         lambda: longformer(X, X, X, None, X, X, token_kinds=np.zeros((2, 12), int)),

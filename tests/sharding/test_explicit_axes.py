@@ -43,14 +43,16 @@ def test_generated_tokens_are_those_of_one_device(set_mesh):
 
 
 @pytest.mark.check
-def test_a_cache_takes_sharded_keys():
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_cache_takes_sharded_keys(heads_first):
     mesh, heads = mesh_of(EXPLICIT), P("x", None, "y", None)
     mask = ls.Causal() & ls.Window(3, 0)
-    cache = ls.cache.init(ls.cache.plan(mask, 12), 4, 2, 3, jnp.float32)
+    cache = ls.cache.init(ls.cache.plan(mask, 12), 4, 2, 3, jnp.float32, heads_first=heads_first)
     k = jnp.arange(4 * 5 * 2 * 3, dtype=jnp.float32).reshape(4, 5, 2, 3)
     there = jax.device_put(k, NamedSharding(mesh, heads))
     (got, seen), (want, wanted) = cache.append(there, there), cache.append(k, k)
-    assert jax.typeof(got.k).sharding.spec == jax.typeof(seen.v).sharding.spec == heads
+    assert jax.typeof(got.k).sharding.spec == (P("x", "y", None, None) if heads_first else heads)
+    assert jax.typeof(seen.v).sharding.spec == heads
     for a, b in zip(jax.tree.leaves((got, seen)), jax.tree.leaves((want, wanted)), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="was planned for 12 positions, but a row would have 15"):

@@ -169,7 +169,7 @@ def test_masks_that_fit_neither_a_shard_nor_the_whole_are_refused(unchecked):
         whole(lambda: (ls.PerHead((ls.Full(),) * 3), None, 0.0), engine="xla")
     with pytest.raises(ValueError, match=r"Segments.q_ids has 3 batch rows, but this shard has 2 of 4"):
         whole(lambda: (ls.Segments(IDS[:3]), None, 0.0), engine="xla")
-    with pytest.raises(ValueError, match="The mesh axis 'x' is named twice, as `batch_axes` or `head_axis`"):
+    with pytest.raises(ValueError, match="The mesh axis 'x' is named twice in `batch_axes` and `head_axis`"):
         ls.attention(Q, K, V, batch_axes=("x", "y"), head_axis="x")
     with pytest.raises(TypeError, match="`head_axis` must be the name of a mesh axis or several of them, got 3"):
         ls.attention(Q, K, V, head_axis=3)

@@ -44,7 +44,8 @@ class Cpu(Engine):
 
     def notes(self, request: Request) -> tuple[str, ...]:
         return tuple(
-            f"the native kernel cannot evaluate {part!r}: JAX does so in the visited tiles and passes one bit per pair"
+            f"the native kernel cannot evaluate {part!r}. JAX evaluates it in the visited tiles and passes one "
+            "bit per pair to the kernel"
             for part in unsupported_rules(request.mask)
         )
 
@@ -54,8 +55,10 @@ class Cpu(Engine):
     def run(self, request: Request, layout: BlockLayout):
         return _forward("forward", request, layout)
 
-    def run_layer(self, request: Request, layout: BlockLayout, k, v, layer):
+    def run_layer(self, request: Request, layout: BlockLayout, k, v, layer, *, heads_first: bool = False):
+        """The kernel takes the steps between slots and between heads as numbers, so it reads both orders in place."""
         plan, floats, operands = prepare(request, layout, kernel_biases(request, layout), layer)
+        plan = replace(plan, heads_first=heads_first)
         starts, stops, *rest = operands
         return tuple(call_layer(plan, request.q, k, v, (starts, stops, *floats, *rest))[:2])
 
@@ -95,9 +98,10 @@ def _too_many_bits(request: Request) -> str | None:
     if needed <= MAX_BIT_BYTES:
         return None
     return (
-        f"its native kernel cannot evaluate {rules[0]!r} and needs one bit for every pair of the tiles that may be "
-        f"visited. That takes {needed / 2**30:.1f} GiB, and the limit is {MAX_BIT_BYTES / 2**30:.0f} GiB. Use "
-        "engine='xla', which stores no bits, or compose the rule with a static `Window` or `Chunk` by `&`"
+        f"its native kernel cannot evaluate {rules[0]!r}. JAX must evaluate this rule first and store one bit for "
+        f"every pair of the tiles that may be visited. The bits take {needed / 2**30:.1f} GiB, and the limit is "
+        f"{MAX_BIT_BYTES / 2**30:.0f} GiB. Use engine='xla', which stores no bits, or compose the rule with a static "
+        "`Window` or `Chunk` by `&`"
     )
 
 

@@ -35,8 +35,9 @@ def unsupported_bias(request: Request) -> str | None:
         largest = max(shapes, key=np.prod)
         if np.prod(sum_shape) > np.prod(largest):
             return (
-                f"its native kernel adds one array, and the sum of biases of shapes {', '.join(map(str, shapes))} "
-                f"would have the shape {sum_shape}. Use engine='xla', which adds them one by one"
+                f"its native kernel adds only one array to the scores. The sum of the biases of shapes "
+                f"{', '.join(map(str, shapes))} would have the larger shape {sum_shape}. Use engine='xla', which adds "
+                "the biases one by one"
             )
     return None
 

@@ -12,7 +12,7 @@ import numpy as np
 LIBRARY = Path(__file__).with_name("_longspan.so")
 # kAbi in native/program.h. Raise both whenever a call changes: the words of the mask program, roles, attributes,
 # operands or results. A library with another number would misread its operands.
-ABI = 8
+ABI = 9
 TARGETS = ("longspan_forward", "longspan_backward", "longspan_bias_gradient", "longspan_product", "longspan_put")
 
 
@@ -81,8 +81,8 @@ def _refuse_stale(library: ctypes.CDLL) -> None:
     found = f"ABI {library.longspan_abi()}" if hasattr(library, "longspan_abi") else "no ABI number"
     if found != f"ABI {ABI}":
         raise ImportError(
-            f"{LIBRARY} has {found}, but this longspan calls ABI {ABI}: it was built from other sources. "
-            "Run `make native` in a source checkout; otherwise reinstall longspan."
+            f"{LIBRARY} was built from the sources of another version of longspan. It has {found}, but this version "
+            f"calls ABI {ABI}. Run `make native` in a source checkout; otherwise reinstall longspan."
         )
 
 

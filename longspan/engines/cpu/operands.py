@@ -32,14 +32,15 @@ class KernelPlan:
     # Whether calls with few queries also compute whole tiles, not streams of keys: a gradient recomputes the scores and
     # needs them bit by bit equal.
     by_tiles: bool = False
+    heads_first: bool = False  # whether keys and values are [B, K, S, H]
 
     def role(self, name: str) -> int:
         """The number of the operand with this role; -1: there is none."""
         return self.roles[ROLES.index(name)]
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes of every native call."""
-        return dict(
+        """The attributes of a native call."""
+        found: dict[str, Any] = dict(
             scale=np.float64(self.scale),
             soft_cap=np.float64(self.soft_cap),
             dropout_rate=np.float64(self.dropout_rate),
@@ -50,6 +51,9 @@ class KernelPlan:
             roles=static_ints(self.roles),
             program=static_ints(self.words),
         )
+        if self.heads_first:
+            found["heads_first"] = np.int64(1)
+        return found
 
 
 # In the order of `enum Role` in native/program.h.

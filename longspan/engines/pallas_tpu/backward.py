@@ -4,6 +4,7 @@
 written with the visit: one kernel then reads everything once. `backward_over_queries` computes dq alone.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from longspan.engines.pallas_tpu.forward import (
     add_keys,
@@ -25,6 +25,7 @@ from longspan.engines.pallas_tpu.forward import (
 from longspan.engines.pallas_tpu.operands import Operands
 from longspan.engines.pallas_tpu.places import Visit, tile_slice
 from longspan.engines.pallas_tpu.plan import TpuPlan
+from longspan.engines.pallas_tpu.refs import vmem
 from longspan.engines.pallas_tpu.scores import (
     COLUMNS_BY_COLUMNS,
     ROWS_BY_COLUMNS,
@@ -52,13 +53,13 @@ class BackwardArrays(NamedTuple):
 
 
 def backward_over_queries(operands: Operands, x: BackwardArrays) -> Any:
-    """dq [B, heads, group, T', H]."""
+    """The gradient of q, [B, heads, group, T', H]."""
     plan, refs = operands.plan, operands.refs
     add_queries(operands, dict(q=x.q, dout=x.dout))
     add_statistics(operands, x.statistics)
     add_keys(operands, x.k, x.v)
     refs.write("dq", x.q.shape, x.q.dtype, query_block(plan, plan.H))
-    refs.keep("sum", pltpu.VMEM((plan.rows, plan.H), np.float32))
+    refs.keep("sum", vmem((plan.rows, plan.H)))
     add_buffers(operands)
     grid = plan.B, plan.heads, plan.q_tiles
     return refs.call(partial(_dq_kernel, operands, list(x.statistics)), "longspan_dq", grid, plan.interpret)["dq"]
@@ -76,14 +77,14 @@ def _dq_kernel(operands: Operands, statistics: list[str], refs: dict[str, Any]) 
 def _visit_for_dq(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool) -> None:
     plan, refs = walk.operands.plan, walk.refs
     k, v = walk.buffer("k", slot)[...], walk.buffer("v", slot)[...]
-    bias, allowed = _bias_and_allowed(walk, j, slot, masked)
+    bias, allowed = walk.bias_and_allowed(j, slot, masked)
     if careful:
         seen = seen_columns(allowed)
         k, v = only(seen, k), only(seen, v)
 
-    def mask(x: jax.Array) -> jax.Array:
-        by_head = x.reshape(plan.group, plan.q_tile, plan.kv_tile)
-        return jnp.where(allowed[None], by_head, 0.0).reshape(x.shape)
+    if masked:
+        by_head = plan.group, plan.q_tile, plan.kv_tile
+        allowed = jnp.broadcast_to(allowed[None], by_head).reshape(plan.rows, plan.kv_tile)
 
     def statistic(name: str) -> Any:
         return as_columns(refs[f"{name} column"][...], plan.kv_tile)
@@ -91,20 +92,16 @@ def _visit_for_dq(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool)
     products = product(refs["q"][...].reshape(plan.rows, plan.H), k, ROWS_BY_ROWS)
     dweights = product(refs["dout"][...].reshape(plan.rows, plan.Hv), v, ROWS_BY_ROWS)
     scores = scores_of(plan, products, bias)
-    weights = _weights(plan, scores.values, statistic)
-    if masked:
-        weights = mask(weights)
+    weights = _weights(plan, scores.values, allowed, statistic)
     dscores = weights * (drop(plan, keep_by_query(walk, j, slot), dweights) - statistic("delta"))
     if scores.slope is not None:
         dscores = dscores * scores.slope
     if careful:  # after the slope, which is NaN for a query of NaN
-        dscores = mask(dscores)
+        dscores = jnp.where(allowed, dscores, 0.0)
     refs["sum"][...] += product(dscores.astype(k.dtype), k, ROWS_BY_COLUMNS)
 
 
-def backward_over_keys(
-    operands: Operands, x: BackwardArrays, *, fused: bool
-) -> tuple[Any, Any, Any, Any]:
+def backward_over_keys(operands: Operands, x: BackwardArrays, *, fused: bool) -> tuple[Any, Any, Any, Any]:
     """(dq or None, dk, dv, dbias): dq [B, heads, group, T', H] in float32 if `fused`, dk and dv [B, heads, S', X].
 
     dbias has the gradients of the bias's arrays, None without a bias.
@@ -112,10 +109,10 @@ def backward_over_keys(
     plan, refs = operands.plan, operands.refs
     _add_key_rows(operands, x)
     for name, array in (("q", x.q), ("dout", x.dout)):
-        buffer = pltpu.VMEM((2, plan.group, plan.q_tile, array.shape[4]), array.dtype)
+        buffer = vmem((2, plan.group, plan.q_tile, array.shape[4]), array.dtype)
         operands.add_stream(name, array, partial(_part_of_queries, plan), buffer)
     for name, array in x.statistics.items():
-        buffer = pltpu.VMEM((2, plan.group, plan.q_tile), array.dtype)
+        buffer = vmem((2, plan.group, plan.q_tile), array.dtype)
         operands.add_stream(name, array, _part_of_statistic, buffer)
     if fused:
         operands.add_sum("dq", x.q.shape, partial(_part_of_queries, plan), (plan.group, plan.q_tile, plan.H))
@@ -142,7 +139,7 @@ def _add_key_rows(operands: Operands, x: BackwardArrays) -> None:
             refs.write(f"d{name}", array.shape, array.dtype, of_head, reuses=name)
         else:
             refs.write(f"d{name}", (plan.B, plan.heads, *array.shape[2:]), np.float32, of_head)
-        refs.keep(f"d{name} sum of row", pltpu.VMEM((plan.kv_tile, size), np.float32))
+        refs.keep(f"d{name} sum of row", vmem((plan.kv_tile, size)))
 
 
 def _keys_kernel(operands: Operands, fused: bool, refs: dict[str, Any]) -> None:
@@ -162,8 +159,8 @@ def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool,
     """Adds a query tile to the gradients of a key tile. Scores are transposed: [kv_tile, q_tile]."""
     plan, refs = walk.operands.plan, walk.refs
     k, v = refs["k"][...], refs["v"][...]
-    bias, allowed = _bias_and_allowed(walk, j, slot, masked)
-    seen_queries = None
+    bias, allowed = walk.bias_and_allowed(j, slot, masked)
+    seen_queries: Any = None
     if careful:
         seen, seen_queries = seen_rows(allowed), seen_columns(allowed)
         k, v = only(seen, k), only(seen, v)
@@ -177,9 +174,7 @@ def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool,
 
         scores = scores_of(plan, product(k, q, ROWS_BY_ROWS), bias)
         dweights = product(v, dout, ROWS_BY_ROWS)
-        weights = _weights(plan, scores.values, statistic)
-        if masked:
-            weights = jnp.where(allowed, weights, 0.0)
+        weights = _weights(plan, scores.values, allowed, statistic)
         if walk.operands.counts_repeats:
             weights = weights * walk.repeats(slot).astype(np.float32)
         keep = None
@@ -192,28 +187,21 @@ def _visit_for_keys(walk: Walk, fused: bool, j: Any, slot: Any, *, masked: bool,
         if scores.slope is not None:
             dscores = dscores * scores.slope
         dscores = dscores.astype(q.dtype)
-        refs["dv sum of row"][...] += product(drop(plan, keep, weights).astype(dout.dtype), dout, ROWS_BY_COLUMNS)
+        # In this order, because its static schedule is the shortest.
         refs["dk sum of row"][...] += product(dscores, q, ROWS_BY_COLUMNS)
         if fused:
             walk.buffer("dq", slot)[g] += product(dscores, k, COLUMNS_BY_COLUMNS)
+        refs["dv sum of row"][...] += product(drop(plan, keep, weights).astype(dout.dtype), dout, ROWS_BY_COLUMNS)
 
 
-def _bias_and_allowed(walk: Walk, j: Any, slot: Any, masked: bool) -> tuple[Any, Any]:
-    """The bias of a visit without -inf, and its allowed pairs, either None if there is none."""
-    bias, allowed = walk.bias(j, slot), None
-    if masked:
-        allowed = walk.allowed(j, slot)
-    if bias is None:
-        return None, allowed
-    return jnp.where(bias == -jnp.inf, 0.0, bias), allowed & (bias != -jnp.inf)
-
-
-def _weights(plan: TpuPlan, scores: jax.Array, statistic: Any) -> jax.Array:
-    """exp(score - lse - lse_residual). Only calls with a bias have the residual."""
-    exponent = scores - statistic("lse")
+def _weights(plan: TpuPlan, scores: jax.Array, allowed: Any, statistic: Callable[[str], Any]) -> jax.Array:
+    """exp(score - lse - lse_residual), 0 where not allowed; `allowed` is None if every pair is."""
     if plan.biased:
-        exponent = exponent - statistic("residual")
-    return plan.exp(exponent)
+        weights = plan.exp(scores - statistic("lse") - statistic("residual"))
+        return jnp.where(allowed, weights, 0.0)  # scores and lse may be as low as `masked_score`
+    if allowed is not None:
+        scores = jnp.where(allowed, scores, plan.masked_score)
+    return plan.exp(scores - statistic("lse"))
 
 
 def _part_of_queries(plan: TpuPlan, ref: Any, at: Visit) -> Any:

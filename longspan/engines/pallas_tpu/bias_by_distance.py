@@ -109,7 +109,7 @@ class DistanceTerm:
         return jax.vjp(self.of_floats, self.floats)[1](Distances(slopes, table))[0]
 
     def _ahead(self, walk: Any, j: Any, slot: Any) -> jax.Array:
-        """k - q of every pair of a visit."""
+        """The distance k - q of every pair of a visit."""
         q, kv = walk.slots(j)
         if self.places[0] is not None:
             q = walk.load(j, slot, self.places[0])
@@ -133,7 +133,7 @@ class DistanceTerm:
 
 def look_up(row: Any, places: jax.Array) -> jax.Array:
     """row[0, places], of a row [1, n·128] and places [rows, columns]."""
-    rows, columns = places.shape
+    columns = places.shape[1]
     if columns % LANES:  # only interpreted: a tile of a chip has whole registers
         return jnp.take(row[0], places)
     parts = [places[:, first : first + LANES] for first in range(0, columns, LANES)]

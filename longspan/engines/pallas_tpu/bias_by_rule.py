@@ -35,11 +35,6 @@ class PreparedRule:
     split: SplitFunction
     boundary: list[Any]  # the values that pass to the kernel: [B or 1, N or 1, ...] each
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each value in the kernel."""
-        return [tuple(x.shape[2:]) for x in self.boundary]
-
 
 @dataclass(frozen=True)
 class RuleTerm:
@@ -147,8 +142,8 @@ class RuleTerm:
         return [walk.load(j, slot, self.place + n) for n in range(len(self.answers))]
 
     def _read_boundary(self, walk: Any) -> list[Any]:
-        shapes = self.prepared[walk.operands.axis].shapes
-        return [_value_in_kernel(walk.refs[f"{self.name} value {n}"], shape) for n, shape in enumerate(shapes)]
+        boundary = self.prepared[walk.operands.axis].boundary
+        return [_value_in_kernel(walk.refs[f"{self.name} value {n}"], x) for n, x in enumerate(boundary)]
 
     def _boundary_sums(self) -> list[GradientSum]:
         floats = [x for x in self.prepared[KEYS].boundary if jnp.issubdtype(x.dtype, np.floating)]
@@ -204,9 +199,9 @@ def _example(plan: TpuPlan, axis: int, answer: Answer) -> jax.Array:
 def _as_operand(array: jax.Array) -> tuple[jax.Array, pl.BlockSpec]:
     """A value [B or 1, N or 1, ...] as an operand: a scalar in scalar memory, an array in vector memory."""
     rows, heads, *shape = array.shape
+    if array.dtype == bool:
+        array = array.astype(np.int32)
     if not shape:
-        if array.dtype == bool:
-            array = array.astype(np.int32)
         block = pl.BlockSpec((1, 1, 1, 1), lambda b, h, i: (b, h, 0, 0), memory_space=pltpu.SMEM)
         return array[..., None, None], block
     if len(shape) == 1:
@@ -216,7 +211,10 @@ def _as_operand(array: jax.Array) -> tuple[jax.Array, pl.BlockSpec]:
     return array, pl.BlockSpec(block, lambda b, h, i: (place_in(rows, b), place_in(heads, h), *zeros))
 
 
-def _value_in_kernel(ref: Any, shape: tuple[int, ...]) -> Any:
-    if not shape:
-        return ref[0, 0, 0, 0]
-    return ref[...].reshape(shape)
+def _value_in_kernel(ref: Any, of: jax.Array) -> Any:
+    """What a kernel reads of a value [B or 1, N or 1, ...]."""
+    if of.ndim == 2:
+        value = ref[0, 0, 0, 0]
+    else:
+        value = ref[...].reshape(of.shape[2:])
+    return value != 0 if of.dtype == bool else value

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from longspan.engines.pallas_tpu.operands import Operands
 from longspan.engines.pallas_tpu.places import LANES, Visit, tile_slice
 from longspan.engines.pallas_tpu.plan import LN_2, TpuPlan
+from longspan.engines.pallas_tpu.refs import vmem
 from longspan.engines.pallas_tpu.scores import (
     ROWS_BY_COLUMNS,
     ROWS_BY_ROWS,
@@ -42,8 +42,8 @@ def forward(operands: Operands, q: Any, k: Any, v: Any, words: list[Any]) -> tup
         shape = (plan.B, plan.heads, plan.q_tiles, plan.group, plan.q_tile)
         refs.write(name, shape, np.float32, statistic_block(plan))
     for name in ("max", "total"):
-        refs.keep(name, pltpu.VMEM((plan.rows, LANES), np.float32))
-    refs.keep("sum", pltpu.VMEM((plan.rows, plan.Hv), np.float32))
+        refs.keep(name, vmem((plan.rows, LANES)))
+    refs.keep("sum", vmem((plan.rows, plan.Hv)))
     add_buffers(operands)
     grid = plan.B, plan.heads, plan.q_tiles
     results = refs.call(partial(_forward_kernel, operands), "longspan_forward", grid, plan.interpret)
@@ -65,14 +65,10 @@ def _visit_forward(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool
     plan, refs = walk.operands.plan, walk.refs
     by_head = plan.group, plan.q_tile, plan.kv_tile
     v = walk.buffer("v", slot)[...]
-    bias, allowed = walk.bias(j, slot), None
+    bias, allowed = walk.bias_and_allowed(j, slot, masked)
+    if careful:
+        v = only(seen_columns(allowed), v)
     if masked:
-        allowed = walk.allowed(j, slot)
-        if bias is not None:
-            allowed = allowed & (bias != -jnp.inf)
-            bias = jnp.where(bias == -jnp.inf, 0.0, bias)
-        if careful:
-            v = only(seen_columns(allowed), v)
         allowed = allowed[None]
     products = product(refs["q"][...].reshape(plan.rows, plan.H), walk.buffer("k", slot)[...], ROWS_BY_ROWS)
     scores = scores_of(plan, products, bias).values
@@ -140,7 +136,7 @@ def add_statistics(operands: Operands, arrays: dict[str, Any]) -> None:
     plan = operands.plan
     for name, array in arrays.items():
         operands.refs.read(name, array, statistic_block(plan))
-        operands.refs.keep(f"{name} column", pltpu.VMEM((plan.rows, LANES), array.dtype))
+        operands.refs.keep(f"{name} column", vmem((plan.rows, LANES), array.dtype))
 
 
 def spread_statistics(operands: Operands, refs: dict[str, Any], names: list[str]) -> None:
@@ -155,7 +151,7 @@ def add_keys(operands: Operands, k: Any, v: Any) -> None:
     """Adds keys and values [B, K, S', X], or stacks [layers, B, K, S', X], of which a visit reads one tile."""
     plan = operands.plan
     for name, array in (("k", k), ("v", v)):
-        buffer = pltpu.VMEM((2, plan.kv_tile, array.shape[-1]), array.dtype)
+        buffer = vmem((2, plan.kv_tile, array.shape[-1]), array.dtype)
         operands.add_stream(name, array, partial(_part_of_keys, plan), buffer)
 
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from longspan.engines.pallas_tpu.operands import Operands
 from longspan.engines.pallas_tpu.places import LANES, Visit, place_in, tile_slice
 from longspan.engines.pallas_tpu.plan import TpuPlan
+from longspan.engines.pallas_tpu.refs import vmem
 
 
 class SumByKey(NamedTuple):
@@ -23,7 +23,7 @@ class SumByKey(NamedTuple):
         plan = operands.plan
         block = pl.BlockSpec((None, None, None, 1, plan.kv_tile), lambda b, h, i: (b, h, i, 0, 0))
         operands.refs.write(self.name, (plan.B, plan.heads, plan.kv_tiles, 1, plan.kv_tile), np.float32, block)
-        operands.refs.keep(f"{self.name} column", pltpu.VMEM((plan.kv_tile, LANES), np.float32))
+        operands.refs.keep(f"{self.name} column", vmem((plan.kv_tile, LANES)))
 
     def begin_row(self, walk: Any) -> None:
         walk.refs[f"{self.name} column"][...] = jnp.zeros_like(walk.refs[f"{self.name} column"])

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, Answer, RecordedMask
 from longspan.engines.pallas_tpu.places import LANES, Visit, place_in, tile_slice
 from longspan.engines.pallas_tpu.plan import TpuPlan
-from longspan.engines.pallas_tpu.refs import HBM, KernelRefs
+from longspan.engines.pallas_tpu.refs import HBM, KernelRefs, smem, vmem
 from longspan.layout import BlockLayout
 from longspan.masks.sides import KEYS, QUERIES
 
@@ -145,12 +145,14 @@ class Operands:
             self._add_pairs(name, answer)
         elif answer.axis == self.axis:
             array = by_tile(array, self.tile, self.count)
-            self.refs.read(name, array, pl.BlockSpec((None, None, None, 1, self.tile), partial(_row_block, array.shape)))
-            self.refs.keep(f"{name} column", pltpu.VMEM((self.tile, LANES), array.dtype))
+            self.refs.read(
+                name, array, pl.BlockSpec((None, None, None, 1, self.tile), partial(_row_block, array.shape))
+            )
+            self.refs.keep(f"{name} column", vmem((self.tile, LANES), array.dtype))
             self.row_entries.append(place)
         else:
             array = by_tile(array, self.other_tile, self.other_count)
-            self.add_stream(name, array, _part_of_tile, pltpu.VMEM((2, 1, self.other_tile), array.dtype))
+            self.add_stream(name, array, _part_of_tile, vmem((2, 1, self.other_tile), array.dtype))
 
     def add_stream(self, name: str, array: Any, part: Any, buffer: Any, is_sum: bool = False) -> None:
         """Adds an operand that is copied part by part, one part for each visit."""
@@ -160,7 +162,7 @@ class Operands:
 
     def add_sum(self, name: str, shape: tuple[int, ...], part: Any, buffer: tuple[int, ...]) -> None:
         """Adds a float32 result `{name} sum` in HBM, to a part of which each visit adds."""
-        self.add_stream(name, jnp.zeros(shape, np.float32), part, pltpu.VMEM((2, *buffer), np.float32), is_sum=True)
+        self.add_stream(name, jnp.zeros(shape, np.float32), part, vmem((2, *buffer)), is_sum=True)
         self.refs.write(f"{name} sum", shape, np.float32, HBM, reuses=name)
 
     def _add_pairs(self, name: str, answer: Answer) -> None:
@@ -170,9 +172,9 @@ class Operands:
         array = jnp.pad(array, ((0, 0), (0, 0), (0, widths[0]), (0, widths[1])))
         shape, transposed = (plan.q_tile, plan.kv_tile), self.axis == KEYS and answer.is_bool
         if transposed:
-            array, shape = array.swapaxes(2, 3), shape[::-1]
+            array, shape = array.swapaxes(2, 3), (plan.kv_tile, plan.q_tile)
         part = partial(_part_of_pairs, shape, self.axis == QUERIES or transposed)
-        self.add_stream(name, array, part, pltpu.VMEM((2, *shape), array.dtype))
+        self.add_stream(name, array, part, vmem((2, *shape), array.dtype))
 
     def _add_tables(self) -> None:
         row = self.row.joined(self.count)[:, :, :, None]
@@ -188,7 +190,7 @@ class Operands:
     def _add_repeats(self, forward: Any) -> None:
         """The forward layout's intervals of each visited query tile: they say how often a pair of tiles counts."""
         ends = jnp.concatenate([jnp.asarray(forward.starts), jnp.asarray(forward.stops)], 3)[:, :, :, None]
-        self.add_stream("repeats", ends, _part_of_tile, pltpu.SMEM((2, 1, ends.shape[4]), np.int32))
+        self.add_stream("repeats", ends, _part_of_tile, smem((2, 1, ends.shape[4])))
 
 
 def by_tile(array: Any, tile: int, count: int) -> Any:

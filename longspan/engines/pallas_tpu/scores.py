@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
 def product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     """A matrix product with float32 sums. float32 operands are multiplied in full precision."""
-    precision = lax.Precision.HIGHEST if a.dtype == np.float32 else None
+    precision = lax.Precision.HIGHEST if a.dtype == np.float32 else lax.Precision.DEFAULT
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=np.float32)
 
 

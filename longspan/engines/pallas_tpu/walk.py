@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE
 from longspan.engines.pallas_tpu.operands import Operands
 from longspan.engines.pallas_tpu.places import Visit
+from longspan.engines.pallas_tpu.refs import smem
 from longspan.masks.sides import QUERIES
 
 SLOT, PENDING, IS_READY = 0, 1, 2  # the places in the scalars that stay from one row to the next
@@ -29,7 +30,7 @@ def add_buffers(operands: Operands) -> None:
     streams = max(len(operands.streams), 1)
     operands.refs.keep("copied in", pltpu.SemaphoreType.DMA((streams, 2)))
     operands.refs.keep("copied out", pltpu.SemaphoreType.DMA((streams, 2)))
-    operands.refs.keep("walk", pltpu.SMEM((3,), np.int32))
+    operands.refs.keep("walk", smem((3,)))
 
 
 class Walk:
@@ -101,7 +102,7 @@ class Walk:
         return some, every
 
     def allowed(self, j: Any, slot: Any) -> Any:
-        """The allowed pairs of a visit, without those that a bias of -inf masks: bools [tile, other tile]."""
+        """The pairs of a visit that the mask allows: bools [tile, other tile]."""
         operands, plan = self.operands, self.operands.plan
         q, kv = self.slots(j)
         load = partial(self.load, j, slot)
@@ -114,11 +115,13 @@ class Walk:
             pairs = pairs & (q < plan.T)
         return jnp.broadcast_to(pairs, (operands.tile, operands.other_tile))
 
-    def bias(self, j: Any, slot: Any) -> Any:
-        """The sum of the bias's terms for a visit, in this kernel's orientation; None without a bias."""
+    def bias_and_allowed(self, j: Any, slot: Any, masked: bool) -> tuple[Any, Any]:
+        """The bias of a visit, 0 in place of -inf, and its allowed pairs; None for what the visit does not have."""
+        allowed = self.allowed(j, slot) if masked else None
         if not self.operands.plan.biased:
-            return None
-        return self.operands.bias.tile(self, j, slot)
+            return None, allowed
+        bias = self.operands.bias.tile(self, j, slot)
+        return jnp.where(bias == -jnp.inf, 0.0, bias), allowed & (bias != -jnp.inf)
 
     def repeats(self, slot: Any) -> Any:
         """How often the pair of tiles counts in a walk over keys: the forward layout may list it more than once."""

@@ -14,8 +14,8 @@ from longspan import cache as caches
 from longspan.array_types import Array, no_type_check
 from longspan.attend import attention, attention_of_layer, plan_attention_layout
 from longspan.cache import Cache
-from longspan.cache.checks import check_dtype, check_rows
-from longspan.cache.store import AppendStep, without_keys
+from longspan.cache.checks import check_dtype, check_order, check_rows
+from longspan.cache.store import AppendStep, in_order, slots_first, without_keys
 from longspan.checks import check_static_size, is_known
 from longspan.engines import put
 from longspan.layout import BlockLayout
@@ -51,7 +51,8 @@ class DecoderCache:
         (3, [3, 3], (2, 4, 1, 4), (3, 2, 4, 1, 4))
     """
 
-    stacks: tuple[Stack, ...]  # (k, v) of each of the model's `layers`, [layers, B, capacity, K, H] each
+    # (k, v) of each of the model's layers: [layers, B, capacity, K, H]; with `heads_first` [layers, B, K, capacity, H]
+    stacks: tuple[Stack, ...]
     slots: dict[str, Cache]  # by kind of layer: a cache of positions, without keys and values
     runs: tuple[LayerRun, ...] = field(metadata=dict(static=True))  # the layers of each stack
 
@@ -64,6 +65,11 @@ class DecoderCache:
     def max_length(self) -> int:
         """The number of tokens per row that the cache was made for."""
         return next(iter(self.slots.values())).plan.length
+
+    @property
+    def heads_first(self) -> bool:
+        """Whether heads come before slots in the keys and values of every layer."""
+        return next(iter(self.slots.values())).heads_first
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +102,11 @@ class DecoderCache:
 
     @no_type_check
     def rollback(self, n: int | Int[Array, "B"]) -> "DecoderCache":
-        """The cache without the last n tokens of each row. No layer may have evicted a key since then.
+        """The cache without the last n tokens of each row.
+
+        A layer that evicts keys, such as a sliding layer, can go back at most `slack` tokens from the largest length
+        that the row has had. Give `slack` to `CausalLM.init_cache`; by default it is 0, and such a model raises a
+        ValueError for every n > 0.
 
         Args:
             n: the number of tokens, an int or ints [B].
@@ -107,10 +117,11 @@ class DecoderCache:
         """A cache with the contents of `layers`, one `Cache` per layer, for example from `ls.cache.restore`.
 
         Args:
-            layers: caches like those of `cache[i]`. They may have any number of rows.
+            layers: caches like those of `cache[i]`. They may have any number of rows, and heads before or after slots.
         """
         places = _places(self.runs)
         _check_layers(self, places, layers)
+        layers = [in_order(layer, self.heads_first) for layer in layers]
         stacks = []
         for number in range(len(self.stacks)):
             members = [layer for layer, place in zip(layers, places, strict=True) if place.stack == number]
@@ -126,18 +137,25 @@ class DecoderCache:
         return replace(self, slots=slots), steps
 
 
-def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> DecoderCache:
+def empty_cache(
+    config: DecoderConfig, batch: int, length: int, dtype: Any, slack: int = 0, *, heads_first: bool = False
+) -> DecoderCache:
     """A cache without tokens, planned from the masks of the layers."""
     check_dtype(dtype)
+    check_order(heads_first)
     batch = check_static_size("batch", batch, 1)
     _, kv_heads, head_dim = config.heads
-    plans = {kind: caches.plan(config.mask(kind), length) for kind in dict.fromkeys(config.kinds)}
+    plans = {kind: caches.plan(config.mask(kind), length, slack=slack) for kind in dict.fromkeys(config.kinds)}
     stacks = []
     for run in config.runs:
         for kind in run.kinds:
-            shape = run.count, batch, plans[kind].capacity, kv_heads, head_dim
+            slots_and_heads = plans[kind].capacity, kv_heads
+            if heads_first:
+                slots_and_heads = kv_heads, plans[kind].capacity
+            shape = run.count, batch, *slots_and_heads, head_dim
             stacks.append((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
-    return DecoderCache(tuple(stacks), {kind: without_keys(plan, batch) for kind, plan in plans.items()}, config.runs)
+    slots = {kind: without_keys(plan, batch, heads_first) for kind, plan in plans.items()}
+    return DecoderCache(tuple(stacks), slots, config.runs)
 
 
 def attend_cached(
@@ -165,9 +183,11 @@ def attend_cached(
     """
     k_stack, v_stack = stack
     if in_place and step.order is None and k_stack.dtype == q.dtype:
-        k_stack, v_stack = put(k_stack, layer, step.slots, k), put(v_stack, layer, step.slots, v)
+        order = step.heads_first
+        k_stack = put(k_stack, layer, step.slots, k, heads_first=order)
+        v_stack = put(v_stack, layer, step.slots, v, heads_first=order)
         static = tuple((name, value) for name, value in options.items() if name != "mask")
-        out: Any = _attend_layer(k_stack.shape[0], static, q, k_stack, v_stack, layer, options["mask"])
+        out: Any = _attend_layer(k_stack.shape[0], order, static, q, k_stack, v_stack, layer, options["mask"])
         return (k_stack, v_stack), out
     k_layer, k_visible = step.write(_take_layer(k_stack, layer), k)
     v_layer, v_visible = step.write(_take_layer(v_stack, layer), v)
@@ -233,32 +253,37 @@ def _check_layers(cache: DecoderCache, places: Sequence[_Place], layers: Sequenc
         if layer.plan != plan:
             raise ValueError(
                 f"Layer {number} has the plan {layer.plan!r}, but this cache has {plan!r}. Make this cache with the "
-                "same model and length: `model.init_cache(batch, length)`."
+                "same model, length and slack: `model.init_cache(batch, length, slack=...)`."
             )
         first = _first_layer(places, kind)
         both_known = is_known(layer.positions) and is_known(layers[first].positions)
         if both_known and not np.array_equal(layer.positions, layers[first].positions):
             raise ValueError(
-                f"Layers {first} and {number} are both of kind '{kind}', but contain different positions. Give layers "
-                "of one cache, after the same tokens."
+                f"Layers {first} and {number} are both of kind '{kind}', but hold different positions. Layers of one "
+                "kind must hold the same positions. Give the layers of one cache, all taken after the same tokens."
             )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_layer(layers: int, static: tuple, q, k, v, layer, mask):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend_layer(layers: int, heads_first: bool, static: tuple, q, k, v, layer, mask):
     """Attention over one layer of the stacks k and v, with gradients."""
-    return attention_of_layer(q, k, v, layer, mask=mask, **dict(static))
+    return attention_of_layer(q, k, v, layer, mask=mask, heads_first=heads_first, **dict(static))
 
 
-def _attend_forward(layers: int, static: tuple, q, k, v, layer, mask):
+def _attend_forward(layers: int, heads_first: bool, static: tuple, q, k, v, layer, mask):
     # The residuals are the layer's keys and values, not the stacks: a loop over layers would save the stacks each time.
     residuals = q, _take_layer(k, layer), _take_layer(v, layer), layer, mask
-    return _attend_layer(layers, static, q, k, v, layer, mask), residuals
+    return _attend_layer(layers, heads_first, static, q, k, v, layer, mask), residuals
 
 
-def _attend_backward(layers: int, static: tuple, residuals, dout):
+def _attend_backward(layers: int, heads_first: bool, static: tuple, residuals, dout):
     q, k, v, layer, mask = residuals
-    dq, dk, dv = jax.vjp(lambda *qkv: attention(*qkv, mask=mask, **dict(static)), q, k, v)[1](dout)
+
+    def attend(q, k, v):
+        k, v = slots_first(k, heads_first), slots_first(v, heads_first)
+        return attention(q, k, v, mask=mask, **dict(static))
+
+    dq, dk, dv = jax.vjp(attend, q, k, v)[1](dout)
     dk_stack = jnp.zeros((layers, *dk.shape), dk.dtype).at[layer].set(dk)
     dv_stack = jnp.zeros((layers, *dv.shape), dv.dtype).at[layer].set(dv)
     return dq, dk_stack, dv_stack, None, None

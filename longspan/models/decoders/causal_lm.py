@@ -98,7 +98,8 @@ class CausalLM(nnx.Module):
                 the tokens. The logits at padding are meaningless.
             positions: the positions of the tokens for the rotations. By default they are counted from 0 in each row
                 and in each document.
-            inputs_embeds: embeddings instead of `input_ids`. They are not scaled, also in families that scale theirs.
+            inputs_embeds: embeddings instead of `input_ids`. They are not scaled, even in families that scale the
+                embeddings of tokens (Gemma).
             segment_ids: the document of each token in packed rows, negative for padding. Tokens attend to their own
                 document only.
             cache: from `init_cache` or from the previous call's output. The new tokens follow those in it. Rows may
@@ -146,16 +147,21 @@ class CausalLM(nnx.Module):
             x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
         return self._output(x, replace(cache, stacks=stacks), in_place=in_place)
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None) -> DecoderCache:
+    def init_cache(
+        self, batch: int, length: int, dtype: Any = None, *, slack: int = 0, heads_first: bool = False
+    ) -> DecoderCache:
         """An empty cache of all layers, for `batch` rows of up to `length` tokens each.
 
-        The cache of a layer holds the keys that its mask can still attend to: a sliding layer stores one window,
-        whatever the length.
+        The cache of a layer holds the keys that its mask can still attend to: a sliding layer stores one window and
+        `slack` further keys, whatever the length.
 
         Args:
             batch: the number of rows.
             length: the maximum number of tokens of a row, prompt and answer.
             dtype: the dtype of keys and values; by default the model's.
+            slack: the number of tokens that `DecoderCache.rollback` may remove, for example rejected draft tokens.
+            heads_first: whether keys and values are stored as [B, K, slots, H], the order of TPU kernels, instead of
+                [B, slots, K, H].
 
         Returns:
             The `cache` argument of a call, which returns the updated cache in `output.cache`. Donate it to a jitted
@@ -172,7 +178,7 @@ class CausalLM(nnx.Module):
         """
         if dtype is None:
             dtype = self.dtype
-        return empty_cache(self.config, batch, length, dtype)
+        return empty_cache(self.config, batch, length, dtype, slack, heads_first=heads_first)
 
     @property
     def _vocab_axes(self) -> Any:

@@ -75,8 +75,8 @@ class DecoderConfig:
         factor = self.rope(kind).get("partial_rotary_factor")
         if not self.family.partial_rotation and factor not in (None, 1):
             raise ValueError(
-                f"partial_rotary_factor={factor} is not supported: a {self.model_type} rotates all features of a head, "
-                "and Hugging Face ignores the factor in some rope types. Leave it out."
+                f"partial_rotary_factor={factor} is not supported: a {self.model_type} model rotates all features of a "
+                "head. Hugging Face ignores the factor in some rope types. Leave the factor out."
             )
 
     @property
@@ -141,8 +141,9 @@ class DecoderConfig:
         if not is_count(window):
             raise ValueError(
                 f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 to {MAX_INT32}, got {window!r}. "
-                f"Set it (it counts the query's own key), or make the layers '{FULL}' with `layer_types`. In a family "
-                "without `layer_types`, set `sliding_window` to None (null in config.json)."
+                "Set `sliding_window`, which includes the query's own key. If these layers have no window, set their "
+                f"entries in `layer_types` to '{FULL}'. In a family without `layer_types`, set `sliding_window` to "
+                "None (null in config.json)."
             )
         return Causal() & Window(window - 1, 0)
 
@@ -208,8 +209,8 @@ def check_supported(content: Mapping[str, Any], where: str) -> None:
     if quantization:
         method = quantization.get("quant_method")
         raise ValueError(
-            f"{where} has a quantization_config ({method}), but Longspan reads floats only. Load the checkpoint that "
-            "it was quantized from, or write a dequantized one."
+            f"{where} has a quantization_config ({method}), but Longspan reads floats only. Load the original "
+            "checkpoint with float weights, or write a dequantized one."
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if content.get(name):

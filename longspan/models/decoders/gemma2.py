@@ -95,8 +95,8 @@ def read_gemma(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`read_window`, the soft caps, for which null means none, and the activation."""
     if content.get("use_bidirectional_attention"):
         raise ValueError(
-            f"{where} has use_bidirectional_attention=true, an encoder, but Longspan supports only the decoders of "
-            "this family. Load one of those."
+            f"{where} has use_bidirectional_attention=true, so it is an encoder. Longspan supports only the decoders "
+            "of this family. Load a decoder."
         )
     read = read_window(content, where)
     read |= {name: content.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}

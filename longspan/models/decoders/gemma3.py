@@ -42,7 +42,7 @@ class Gemma3Config(Gemma2Config):
         if self.attn_logit_softcapping is not None:
             raise ValueError(
                 f"attn_logit_softcapping={self.attn_logit_softcapping} is not supported: Gemma 3 has no soft cap of "
-                "the scores, and Hugging Face ignores it. Set it to None (null in config.json)."
+                "the scores, and Hugging Face ignores it. Set the key to None (null in config.json)."
             )
         rope: Any = self.rope_parameters
         if rope is None:

@@ -39,9 +39,9 @@ def check_cache(config: DecoderConfig, cache: DecoderCache) -> None:
     for kind, slots in cache.slots.items():
         if np.asarray(slots.overflowed).any():
             raise ValueError(
-                f"{config.mask(kind)!r} lets tokens attend to later tokens, but `generate` decodes new tokens one at a "
-                "time. In a prompt, such tokens must be in the same chunk (`prefill_chunk`). Give the layers a mask "
-                "with `& Causal()`."
+                f"{config.mask(kind)!r} lets a token attend to later tokens. `generate` supports this only inside one "
+                "chunk of a prompt (`prefill_chunk` tokens), because it decodes new tokens one at a time. Add "
+                "`& Causal()` to the mask of the layers."
             )
 
 
@@ -56,7 +56,7 @@ def check_prompts(config: DecoderConfig, prompts: Any) -> list[np.ndarray]:
         outside = row[(row < 0) | (row >= config.vocab_size)]
         if len(outside):
             raise ValueError(
-                f"Prompt {number} has the token id {outside[0]}, but the model's vocabulary is 0 to "
+                f"Prompt {number} has the token id {outside[0]}, but the model's vocabulary has the ids 0 to "
                 f"{config.vocab_size - 1}. Use the tokenizer of this model."
             )
     return [row.astype(np.int32) for row in rows]
@@ -86,16 +86,20 @@ def check_lengths(config: DecoderConfig, rows: Sequence[np.ndarray], max_new_tok
     longest = int(np.argmax([len(row) for row in rows]))
     count = len(rows[longest])
     needed = count + max_new_tokens
-    request = f"Prompt {longest} has {count} tokens, and with max_new_tokens={max_new_tokens} it needs {needed}"
+    request = (
+        f"Prompt {longest} has {count} tokens, so with max_new_tokens={max_new_tokens} it needs {needed} positions"
+    )
     if config.longest is not None and needed > config.longest:
         raise ValueError(
-            f"{request}, but the model has max_position_embeddings={config.longest}. Shorten the prompt, or ask for "
-            "fewer new tokens."
+            f"{request}. The model has only max_position_embeddings={config.longest}. Shorten the prompt, or ask "
+            "for fewer new tokens."
         )
     if max_length is not None:
         max_length = check_static_size("max_length", max_length, 1)
         if needed > max_length:
-            raise ValueError(f"{request}, more than max_length={max_length}. Give a larger one, or leave it out.")
+            raise ValueError(
+                f"{request}, more than max_length={max_length}. Give a larger `max_length`, or leave it out."
+            )
         return max_length
     rounded = bucket(needed, *LENGTHS)
     if config.longest is None:

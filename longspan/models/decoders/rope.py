@@ -83,7 +83,8 @@ def _check_complete(rope: Mapping[str, Any], where: str) -> None:
     sets = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
     if any(one.get("rope_theta") is None for one in sets):
         raise ValueError(
-            f"{where} has rope_parameters without `rope_theta`. Add it: the given parameters replace all of the file's."
+            f"{where} has rope_parameters without `rope_theta`. Add `rope_theta`, because the parameters that you give "
+            "replace all of those in the file."
         )
 
 

@@ -51,10 +51,13 @@ class ProgramKey(NamedTuple):
     in_place: bool  # whether decode steps read parameters, keys and values from their stacks without copying them
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def allocate(config: DecoderConfig, batch: int, length: int, dtype: Any) -> tuple[DecoderCache, jax.Array]:
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def allocate(
+    config: DecoderConfig, batch: int, length: int, dtype: Any, heads_first: bool = False
+) -> tuple[DecoderCache, jax.Array]:
     """An empty cache, and zeros for the hidden state of each prompt's last token."""
-    return empty_cache(config, batch, length, dtype), jnp.zeros((batch, config.hidden_size), dtype)
+    cache = empty_cache(config, batch, length, dtype, heads_first=heads_first)
+    return cache, jnp.zeros((batch, config.hidden_size), dtype)
 
 
 @partial(jax.jit, static_argnums=(0,), donate_argnums=(2, 3))

@@ -97,4 +97,4 @@ class FullAttention(nnx.Module):
         """Raises unless arguments that this family does not have are None."""
         for name, value in arguments.items():
             if value is not None:
-                raise ValueError(f"`{name}` is not supported by a {self.config.model_type} model. Leave it out.")
+                raise ValueError(f"`{name}` is not supported by a {self.config.model_type} model. Leave `{name}` out.")

@@ -141,8 +141,8 @@ class Encoder(nnx.Module):
         tokens = dataclasses.replace(tokens, sharding=sharding)
         if sharding.positions(T) is not None and position_ids is None:
             raise ValueError(
-                f"order={sharding.order!r} changes the slots of tokens, so an encoder needs `position_ids`. Give the "
-                "position of each token."
+                f"`position_ids` is missing. order={sharding.order!r} moves tokens to other slots, so an encoder "
+                "needs the position of each token. Pass `position_ids` in the same order as `input_ids`."
             )
         x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=embedding_key)
         x, tokens = attention.fit(x, tokens)

@@ -90,8 +90,8 @@ def check_is_encoder(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in ("is_decoder", "add_cross_attention"):
         if raw.get(name):
             raise ValueError(
-                f"{where} has {name}=true, but Longspan supports only the encoders of this family. Set it to false if "
-                "the checkpoint is an encoder."
+                f"{where} has {name}=true, but Longspan supports only the encoders of this family. Set the key to "
+                "false if the checkpoint is an encoder."
             )
     kind = raw.get("position_embedding_type")
     if kind not in (None, "absolute"):

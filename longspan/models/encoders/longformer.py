@@ -182,8 +182,8 @@ def _read(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     has_all_layers = not is_list or not is_count(layers) or len(given) == layers
     if not has_all_layers or not all(is_count(w, 2) and w % 2 == 0 for w in windows):
         raise ValueError(
-            f"{where} has attention_window={given!r:.200}, which must be even, because each side of the window has "
-            f"half of it. Give one int from 2 to {MAX_INT32 - 1}, or a list with one for each of "
+            f"{where} has attention_window={given!r:.200}. A window must be even, because one half of it is on each "
+            f"side of the query. Give one even int from 2 to {MAX_INT32 - 1}, or a list of such ints, one for each of "
             f"num_hidden_layers={layers!r:.200} layers."
         )
     if is_list:

@@ -39,7 +39,7 @@ class RobertaConfig(BertConfig):
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings} leaves no position for a token: with "
                 f"pad_token_id={self.pad_token_id} the first {self.first_position} positions are reserved for padding. "
-                "Increase it."
+                "Increase `max_position_embeddings`."
             )
 
     @property

@@ -255,8 +255,8 @@ class QuestionAnswering(Model):
     """An encoder that predicts where an answer starts and ends: `start_logits` and `end_logits`, [B, T] each.
 
     The question ends at the first `sep_token_id`. In a Longformer the tokens before it are global by default, without
-    `global_attention_mask`. In a BigBird the question and its separator have token type 0 and the other tokens 1, and
-    the logits of the question are lowered by 1e6, except for the first token's, because no answer lies in it.
+    `global_attention_mask`. In a BigBird the question and its separator have token type 0 and the other tokens 1. No
+    answer lies in the question, so its logits are lowered by 1e6, except that of the first token.
 
     Example:
         >>> from flax import nnx

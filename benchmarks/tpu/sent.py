@@ -1,7 +1,7 @@
 """The bytes that sequence-parallel attention sends on TPUs, from programs compiled without a TPU (`make accelerators`).
 
-    python -m benchmarks.accelerators                    # forward and backward on v5e 4x4
-    python -m benchmarks.accelerators v5e:16x16 1048576  # another topology and length
+    python -m benchmarks.tpu.sent                    # forward and backward on v5e 4x4
+    python -m benchmarks.tpu.sent v5e:16x16 1048576  # another topology and length
 
 XLA:TPU compiles the programs of the `xla` engine, and they are never run. This needs libtpu.
 """
@@ -10,12 +10,10 @@ import os
 import sys
 import time
 
+from benchmarks.tpu.chips import ENVIRONMENT, mesh_of
+
 TOPOLOGY, LENGTH = "v5e:4x4", 16384
 HEADS, KV_HEADS, SIZE = 8, 2, 128
-ENVIRONMENT = dict(
-    JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-)  # fmt: skip
 
 
 def masks(length: int) -> dict:
@@ -31,16 +29,6 @@ def masks(length: int) -> dict:
         "random blocks by head": (ls.Blocks(drawn, 64), "contiguous"),
         "Longformer, 2 global": (ls.Window(256, 256) | ls.Global((0, length // 2)), "contiguous"),
     }
-
-
-def mesh_of(topology: str):
-    """A mesh with one axis of all chips of a topology."""
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    return Mesh(np.array(devices).reshape(-1), ("sp",))
 
 
 def compile_both(mask, order: str, mesh, length: int):

@@ -1,0 +1,1 @@
+"""What compiled TPU programs contain, read on a machine without a TPU, and measurements for machines with one."""

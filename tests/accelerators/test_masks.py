@@ -1,0 +1,34 @@
+"""The compiler of TPUs accepts every mask, both passes, on every chip (`make accelerators`). Nothing runs."""
+
+import pytest
+
+from benchmarks.tpu.chips import TOPOLOGIES
+from longspan.testing import Shape
+from tests.accelerators.compiling import SMALL_TILES, compile_both, kernels, operands_of
+from tests.every_mask import every_mask
+
+pytestmark = pytest.mark.accelerators
+
+SHAPE = Shape(B=2, T=200, S=300, N=4, K=2, H=128)
+MASKS = every_mask(SHAPE.B, SHAPE.N, SHAPE.T, SHAPE.S)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_every_mask_compiles_in_one_backward_kernel(chip, name):
+    compiled = compile_both(chip, MASKS[name], operands_of(SHAPE), tiles=SMALL_TILES, fused=True)
+    assert kernels(compiled) == ["longspan_backward", "longspan_forward"]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+def test_every_mask_compiles_in_two_backward_kernels(chip, name):
+    compiled = compile_both(chip, MASKS[name], operands_of(SHAPE), tiles=SMALL_TILES, fused=False)
+    assert kernels(compiled) == ["longspan_dkv", "longspan_dq", "longspan_forward"]
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_chips_choose_their_backward_kernels(chip):
+    compiled = compile_both(chip, MASKS["segments"], operands_of(SHAPE))
+    backward = [name for name in kernels(compiled) if name != "longspan_forward"]
+    assert backward in (["longspan_backward"], ["longspan_dkv", "longspan_dq"])
