@@ -108,6 +108,8 @@ class Walk:
             pairs = pairs.reshape(pairs.shape[2:])
         if plan.S % plan.kv_tile:
             pairs = pairs & (kv < plan.S)
+        if plan.T % plan.q_tile:  # a key that only the padding sees may hold NaN
+            pairs = pairs & (q < plan.T)
         return jnp.broadcast_to(pairs, (operands.tile, operands.other_tile))
 
     def bias_and_allowed(self, j: Any, slot: Any, masked: bool) -> tuple[Any, Any]:
