@@ -177,7 +177,7 @@ class Explanation:
     temporary_bytes: int | None  # a lower bound of the engine's temporary memory; None: small, or not known in advance
     dense_mask_bytes: int  # the size of a dense mask of bools, which is not allocated
     notes: tuple[str, ...]
-    cache_bytes: int | None = None  # of a KV cache for decoding; None: the mask is not causal, or no self-attention
+    cache_bytes: int | None = None  # of a KV cache; None: explicit positions, no self-attention, or no decoding
     full_cache_bytes: int | None = None  # of a cache of all keys
     useful_is_estimate: bool = False  # whether `useful_flops` is estimated from a sample of the partial tiles
     # With a mesh, of one device; the worst case where it depends on data:
