@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,7 @@ def _options(model) -> dict:
 
 def _values(model, config: LongformerConfig) -> dict:
     """The new model's parameters by path."""
+    old: Any = model.config
     flat = {tuple(path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     body = () if isinstance(model, Encoder) else ("encoder",)
     values = dict(flat)
@@ -121,7 +123,7 @@ def _values(model, config: LongformerConfig) -> dict:
         if path[-3:-1] in {("attention", name) for name in ("query", "key", "value")}:
             values[(*path[:-2], f"{path[-2]}_global", path[-1])] = value
     table = (*body, "embeddings", "position", "embedding")
-    values[table] = _tile(flat[table], model.config.first_position, config)
+    values[table] = _tile(flat[table], old.first_position, config)
     if isinstance(model, SequenceClassifier) and model.config.family.classifier_reads_pooler:
         for name in ("kernel", "bias"):
             values[("dense", name)] = values.pop(("encoder", "pooler", name))

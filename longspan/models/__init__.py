@@ -31,6 +31,7 @@ from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.encoder import Encoder as Encoder
 from longspan.models.encoders.longformer import LongformerConfig as LongformerConfig
+from longspan.models.encoders.modernbert import ModernBertConfig as ModernBertConfig
 from longspan.models.encoders.roberta import RobertaConfig as RobertaConfig
 from longspan.models.encoders.tasks import MaskedLM as MaskedLM
 from longspan.models.encoders.tasks import Model as Model

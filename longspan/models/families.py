@@ -10,10 +10,11 @@ from longspan.models.decoders.qwen3 import QWEN3
 from longspan.models.encoders.bert import BERT
 from longspan.models.encoders.bigbird import BIG_BIRD
 from longspan.models.encoders.longformer import LONGFORMER
+from longspan.models.encoders.modernbert import MODERNBERT
 from longspan.models.encoders.roberta import ROBERTA
 from longspan.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
-    *(BERT, ROBERTA, LONGFORMER, BIG_BIRD),
+    *(BERT, ROBERTA, LONGFORMER, BIG_BIRD, MODERNBERT),
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3),
 )

@@ -7,7 +7,8 @@ import numpy as np
 
 # Weights are wide: with the usual 0.02, attention is nearly uniform, and a wrong mask is hidden by rounding.
 STD = 0.4
-PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0}
+PRE_NORM_STD = 0.3  # at 0.4, seven layers without norms after them amplify rounding to 2e-5
+PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0, "modernbert": 0, "modernbert_biased": 0}
 SEP = 4
 TINY = dict(
     vocab_size=23, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
@@ -19,7 +20,25 @@ CONFIGS = {
     "roberta": dict(hidden_act="gelu_new", layer_norm_eps=1e-5),
     "longformer": dict(attention_window=[4, 8], layer_norm_eps=1e-5),
     "big_bird": dict(block_size=4, num_random_blocks=2, rescale_embeddings=True),
-}
+    "modernbert": dict(num_hidden_layers=7, intermediate_size=6, local_attention=6),
+    # Every switch: biases, the other activations, an odd window, YaRN for one kind of layer, irregular layers.
+    "modernbert_biased": dict(
+        num_hidden_layers=4, intermediate_size=6, local_attention=5, attention_bias=True, mlp_bias=True, norm_bias=True,
+        classifier_bias=True, decoder_bias=False, hidden_activation="silu", classifier_activation="tanh",
+        classifier_pooling="mean", layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16),
+            sliding_attention=dict(rope_type="default", rope_theta=50.0),
+        ),
+    ),
+}  # fmt: skip
+KINDS = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird",
+         "modernbert": "ModernBert", "modernbert_biased": "ModernBert"}  # fmt: skip
+# Families that rotate queries and keys: their outputs at padding are meaningless, and are not compared.
+ROTARY = ("modernbert", "modernbert_biased")
+# Keys of `TINY` that a family's config does not have.
+NO_TYPES = ("type_vocab_size", "hidden_dropout_prob", "attention_probs_dropout_prob")
+NOT_IN: dict[str, tuple[str, ...]] = {"modernbert": NO_TYPES, "modernbert_biased": NO_TYPES}
 # The length at which the random blocks are drawn from the first 1024 tokens, and may repeat the last block.
 LEGACY = dict(block_size=64, num_random_blocks=3, hidden_size=4, num_attention_heads=2, intermediate_size=6,
               vocab_size=7, max_position_embeddings=1536)  # fmt: skip
@@ -39,11 +58,15 @@ class Case:
 
 def names() -> list[str]:
     """All golden models: a family and a task, and BigBird at 1024 tokens."""
-    return [f"{family}{task}" for family in CONFIGS for task in TASKS] + ["big_bird1024"]
+    return [f"{family}{task}" for family in CONFIGS for task in tasks_of(family)] + ["big_bird1024"]
+
+
+def tasks_of(family: str) -> tuple[str, ...]:
+    return TASKS[:3] if family == "modernbert_biased" else TASKS
 
 
 def family_and_task(name: str) -> tuple[str, str]:
-    family = next(f for f in CONFIGS if name.startswith(f))
+    family = max((f for f in CONFIGS if name.startswith(f)), key=len)
     task = name.removeprefix(family)
     return family, task if task in TASKS else "Model"
 
@@ -53,14 +76,19 @@ def make_model(name: str):
     import transformers
 
     family, task = family_and_task(name)
-    kind = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird"}[family]
-    numbers = {**TINY, **CONFIGS[family], **(LEGACY if name.endswith("1024") else {})}
+    kind = KINDS[family]
+    tiny = {key: value for key, value in TINY.items() if key not in NOT_IN.get(family, ())}
+    numbers = {**tiny, **CONFIGS[family], **(LEGACY if name.endswith("1024") else {})}
+    if family in ROTARY and task != "Model":  # heads need no deep encoder
+        numbers["num_hidden_layers"] = 2
+        if "layer_types" in numbers:
+            numbers["layer_types"] = numbers["layer_types"][:2]
     config = getattr(transformers, kind + "Config")(**numbers, pad_token_id=PAD[family], num_labels=LABELS.get(task, 2))
     torch.manual_seed(sum(map(ord, name)))
     model = getattr(transformers, kind + task)(config)
     with torch.no_grad():
         for key, p in model.named_parameters():
-            p.normal_(0.0, STD)
+            p.normal_(0.0, PRE_NORM_STD if family in ROTARY else STD)
             if "norm" in key.lower() and key.endswith("weight"):
                 p.add_(1.0)
     return model.eval()
@@ -82,7 +110,7 @@ def cases(name: str) -> Iterator[Case]:
 
 
 def _padding_cases(family: str, rng) -> Iterator[Case]:
-    lengths = (37, 13) if family == "big_bird" else (13,)
+    lengths = (37, 13) if family == "big_bird" else (37,) if family in ROTARY else (13,)
     for T in lengths:
         ids = _ids(family, rng, 3, T)
         mask = np.ones((3, T), np.int64)
@@ -102,7 +130,8 @@ def _padding_cases(family: str, rng) -> Iterator[Case]:
                 padded[m == 0] = PAD[family]
             yield Case(f"{kind}{T}", dict(input_ids=padded, attention_mask=m))
     ids = _ids(family, rng, 3, 13)
-    yield Case("token_types", dict(input_ids=ids, token_type_ids=rng.integers(0, 2, ids.shape)))
+    if "type_vocab_size" not in NOT_IN.get(family, ()):
+        yield Case("token_types", dict(input_ids=ids, token_type_ids=rng.integers(0, 2, ids.shape)))
     yield Case("positions", dict(input_ids=ids, position_ids=rng.integers(2, 60, ids.shape)))
     embeds = rng.normal(size=(3, 13, TINY["hidden_size"])).astype(np.float32)
     yield Case("embeds", dict(inputs_embeds=embeds, attention_mask=(ids % 4 != 0).astype(np.int64)))
@@ -144,6 +173,8 @@ def _task_cases(family: str, task: str, rng) -> Iterator[Case]:
         # Three separators: question, separator, separator, text, separator.
         ids[0, [5, 6, T - 1]], ids[1, [3, 4, T - 4]] = SEP, SEP
     yield Case("task", dict(input_ids=ids, attention_mask=mask), training=family == "big_bird")
+    if family == "modernbert_biased" and task == "ForSequenceClassification":
+        yield Case("left", dict(input_ids=ids[:, ::-1].copy(), attention_mask=mask[:, ::-1].copy()))
 
 
 def _nothing(rng) -> Iterator[Case]:
@@ -169,6 +200,11 @@ def run(model, case: Case, gradients: bool) -> dict[str, np.ndarray]:
     if gradients:
         generator = torch.Generator().manual_seed(7)
         cotangents = {k: torch.randn(v.shape, generator=generator) for k, v in found.items()}
+        valid = case.inputs.get("attention_mask")
+        if type(model).__name__.startswith(tuple(KINDS[family] for family in ROTARY)) and valid is not None:
+            at_tokens = {k: c for k, c in cotangents.items() if c.shape[:2] == valid.shape}
+            for c in at_tokens.values():
+                c[torch.from_numpy(valid == 0)] = 0
         model.zero_grad()
         sum((found[k] * c).sum() for k, c in cotangents.items()).backward()
         arrays |= {f"cotangent.{k}": c.numpy() for k, c in cotangents.items()}
@@ -178,9 +214,16 @@ def run(model, case: Case, gradients: bool) -> dict[str, np.ndarray]:
 
 FIELDS = ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_logits")
 # In each encoder, the case whose gradients are compared too; with a head, the only case.
-GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed", "big_bird": "holes_trained"}
+GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed", "big_bird": "holes_trained",
+             "modernbert": "left37", "modernbert_biased": "holes37"}  # fmt: skip
 
 
 def has_gradients(name: str, case: Case) -> bool:
     family, task = family_and_task(name)
+    if family in ROTARY:  # the other heads have the same layers as the masked LM's
+        return case.name in (GRADIENTS[family], "task") and task in (
+            "Model",
+            "ForMaskedLM",
+            "ForSequenceClassification",
+        )
     return task != "Model" or case.name in (GRADIENTS[family], "empty_row13", "empty_row37")

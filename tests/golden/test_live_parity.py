@@ -6,7 +6,7 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_golden import HERE, TOLERANCE, call, comparable_rows, names_in
+from test_golden import HERE, call, compare
 
 from longspan import hf
 from tests.golden import peers
@@ -110,10 +110,3 @@ def hugging_face(directory):
 
     (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
     return getattr(transformers, architecture).from_pretrained(directory).eval()
-
-
-def compare(name, case, got, want):
-    rows = comparable_rows(name, case)
-    for field in names_in(want, "output."):
-        ours = np.asarray(getattr(got, field))[rows]
-        np.testing.assert_allclose(ours, want[f"output.{field}"][rows], atol=TOLERANCE, rtol=TOLERANCE, err_msg=field)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from longspan.models.encoders.attention import FullAttention
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER, BertConfig
-from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.encoder import Embeddings, stack_layers
 from longspan.models.encoders.family import EncoderFamily
 from longspan.models.encoders.tasks import MaskedLM, SequenceClassifier
 from longspan.models.family import Task
@@ -54,10 +54,12 @@ class RobertaConfig(BertConfig):
 class RobertaEmbeddings(Embeddings):
     """Embeddings whose padding has its own position, one before the first token's."""
 
-    def positions(self, input_ids, length):
-        if input_ids is None:
-            return super().positions(input_ids, length)
+    def positions(self, input_ids, length, segments):
         pad = self.config.pad_token_id
+        if segments is not None:
+            return jnp.where(segments < 0, jnp.int32(pad), super().positions(input_ids, length, segments))
+        if input_ids is None:
+            return super().positions(input_ids, length, segments)
         is_token = (jnp.asarray(input_ids, jnp.int32) != pad).astype(jnp.int32)
         return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + pad
 
@@ -87,6 +89,7 @@ ROBERTA = EncoderFamily(
     extendable=True,
     embeddings=RobertaEmbeddings,
     attention=FullAttention,
+    stack=stack_layers,
     # The masked-LM head has the exact GELU, whatever `hidden_act` is.
     lm_activation="gelu",
     separator=2,
