@@ -212,6 +212,42 @@ def run(model, case: Case, gradients: bool) -> dict[str, np.ndarray]:
     return arrays
 
 
+# Spellings of rotary parameters, windows and layers in a `config.json`, which versions 4 and 5 write differently.
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+SPELLINGS: dict[str, list[dict]] = {
+    "modernbert": [
+        {},
+        dict(global_rope_theta=500.0, local_rope_theta=70.0, global_attn_every_n_layers=2, local_attention=9),
+        dict(global_rope_theta=500.0, rope_theta=3.0, sliding_window=5, local_attention=128, hidden_act="relu"),
+        dict(rope_scaling=YARN, local_rope_theta=70.0),
+        dict(rope_scaling=dict(rope_type="linear", factor=3.0), global_rope_theta=500.0),
+        dict(rope_scaling={}, rope_parameters=None, layer_types=None, global_attn_every_n_layers=1),
+        dict(rope_parameters=dict(full_attention=dict(YARN, rope_theta=300.0)), local_rope_theta=70.0),
+        dict(rope_parameters=dict(sliding_attention=dict(YARN, attention_factor=1.5)), global_rope_theta=500.0),
+        dict(rope_parameters=dict(full_attention=dict(type="linear", factor=2.0)), layer_types=["full_attention"] * 6),
+        dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0, beta_fast=8, beta_slow=2))),
+        dict(local_attention=1, layer_types=["sliding_attention"] * 5 + ["full_attention"]),
+    ],
+}
+SPELLED = dict(hidden_size=24, num_attention_heads=2, num_hidden_layers=6, intermediate_size=8, vocab_size=23,
+               max_position_embeddings=64, pad_token_id=0)  # fmt: skip
+
+
+def spelled(family: str, raw: dict) -> dict:
+    """Hugging Face's frequencies and window by kind of layer, and the kinds, for a `config.json` with these keys."""
+    import copy
+
+    import transformers
+
+    config = getattr(transformers, KINDS[family] + "Config")(**SPELLED, **copy.deepcopy(raw))
+    module = getattr(transformers, KINDS[family] + "Model")(config).rotary_emb
+    found: dict = {"kinds": config.layer_types, "window": config.local_attention // 2}
+    for kind in dict.fromkeys(config.layer_types):
+        frequencies = getattr(module, f"{kind}_inv_freq").tolist()
+        found[kind] = [frequencies, float(getattr(module, f"{kind}_attention_scaling"))]
+    return found
+
+
 FIELDS = ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_logits")
 # In each encoder, the case whose gradients are compared too; with a head, the only case.
 GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed", "big_bird": "holes_trained",

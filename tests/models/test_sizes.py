@@ -17,7 +17,7 @@ from longspan import hf
 from tests.golden import decoder_peers as peers
 
 GOLDEN = peers.HERE.parent
-ENCODERS = ("bert", "roberta", "longformer", "big_bird")
+ENCODERS = ("bert", "roberta", "longformer", "big_bird", "modernbert")
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "phi3")
 HUGE = 10**9
 
@@ -85,6 +85,12 @@ OF_ENCODERS = {
     "intermediate_size": "encoder.layer.0.intermediate.dense.weight in model.safetensors is [",
     "num_hidden_layers": "model.safetensors has the tensors of 2 layers",
 }
+OF_MODERNBERT = {
+    "vocab_size": "embeddings.tok_embeddings.weight in model.safetensors is [",
+    "hidden_size": "embeddings.tok_embeddings.weight in model.safetensors is [",
+    "intermediate_size": "layers.0.mlp.Wo.weight in model.safetensors is [",
+    "num_hidden_layers": "model.safetensors has the tensors of 7 layers",
+}
 OF_DECODERS = {
     "vocab_size": "embed_tokens.weight in model.safetensors is [29, 24]",
     "hidden_size": "embed_tokens.weight in model.safetensors is [29, 24]",
@@ -100,7 +106,8 @@ OF_DECODERS = {
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoders_sizes_that_the_file_does_not_have_allocate_nothing(name, checkpoint, rngs):
     windows = dict(attention_window=4) if name == "longformer" else {}
-    for key, words in OF_ENCODERS.items():
+    sizes = OF_MODERNBERT if name == "modernbert" else OF_ENCODERS
+    for key, words in sizes.items():
         for value in (HUGE, 2**31 - 1):
             where = checkpoint(name, **windows, **{key: value})
             refused(where, "does not fit the tensors in", f"{key}={value}", words)
