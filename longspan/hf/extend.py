@@ -24,7 +24,7 @@ def extend(
     *,
     sep_token_id: int | None = None,
 ) -> Encoder | Model:
-    """A Longformer with the parameters of a BERT or RoBERTa: the recipe of the Longformer paper (arXiv:2004.05150, §5).
+    """A Longformer with a BERT's or RoBERTa's parameters: the recipe of the Longformer paper (arXiv:2004.05150, §5).
 
     The table of positions is repeated until it has `max_positions` rows, and the projections of global tokens start as
     copies of the local ones. Texts shorter than the old table and the window keep their encodings exactly if padding
@@ -33,7 +33,7 @@ def extend(
     tokenizers do not truncate documents at the old one.
 
     Args:
-        model: a BERT or RoBERTa with any head; it is not changed.
+        model: a BERT, RoBERTa, XLM-RoBERTa or CamemBERT with any head; it is not changed.
         max_positions: the maximum number of tokens of the new model.
         window: the number of keys on each side of a token.
         sep_token_id: the token that ends the question in `QuestionAnswering`; by default the one in the model's config.
@@ -48,9 +48,10 @@ def extend(
     """
     old = model.config
     if isinstance(model, CausalLM) or not old.family.extendable:
-        extendable = " or ".join(family.model_type for family in FAMILIES if family.extendable)
+        names = [family.model_type for family in FAMILIES if family.extendable]
         raise ValueError(
-            f"`extend` turns a {extendable} model into a Longformer, got a {old.model_type}. Load one of those."
+            f"`extend` turns a {', '.join(names[:-1])} or {names[-1]} model into a Longformer, got a {old.model_type}. "
+            "Load one of those."
         )
     if max_positions < old.max_tokens:
         raise ValueError(

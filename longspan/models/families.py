@@ -11,10 +11,10 @@ from longspan.models.encoders.bert import BERT
 from longspan.models.encoders.bigbird import BIG_BIRD
 from longspan.models.encoders.longformer import LONGFORMER
 from longspan.models.encoders.modernbert import MODERNBERT
-from longspan.models.encoders.roberta import ROBERTA
+from longspan.models.encoders.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from longspan.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
-    *(BERT, ROBERTA, LONGFORMER, BIG_BIRD, MODERNBERT),
+    *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, LONGFORMER, BIG_BIRD, MODERNBERT),
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3),
 )

@@ -1,6 +1,6 @@
-"""RoBERTa (arXiv:1907.11692): a BERT whose positions skip padding."""
+"""RoBERTa (arXiv:1907.11692): a BERT whose positions skip padding; XLM-RoBERTa and CamemBERT, the same models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -51,6 +51,44 @@ class RobertaConfig(BertConfig):
         return self.pad_token_id + 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class XLMRobertaConfig(RobertaConfig):
+    """An XLM-RoBERTa encoder (arXiv:1911.02116): a RoBERTa with another vocabulary. The defaults are xlm-roberta-base.
+
+    Example:
+        >>> from longspan import models
+        >>> models.XLMRobertaConfig(max_position_embeddings=8194).max_tokens
+        8192
+    """
+
+    vocab_size: int = 250002
+
+    model_type: ClassVar[str] = "xlm-roberta"
+
+    @property
+    def family(self) -> EncoderFamily:
+        return XLM_ROBERTA
+
+
+@dataclass(frozen=True, kw_only=True)
+class CamembertConfig(RobertaConfig):
+    """A CamemBERT encoder (arXiv:1911.03894): a RoBERTa with another vocabulary. The defaults are camembert-base.
+
+    Example:
+        >>> from longspan import models
+        >>> models.CamembertConfig().max_tokens
+        512
+    """
+
+    vocab_size: int = 32005
+
+    model_type: ClassVar[str] = "camembert"
+
+    @property
+    def family(self) -> EncoderFamily:
+        return CAMEMBERT
+
+
 class RobertaEmbeddings(Embeddings):
     """Embeddings whose padding has its own position, one before the first token's."""
 
@@ -93,4 +131,12 @@ ROBERTA = EncoderFamily(
     # The masked-LM head has the exact GELU, whatever `hidden_act` is.
     lm_activation="gelu",
     separator=2,
+)
+
+# Classes of their own in Hugging Face, with RoBERTa's tensors and computation.
+XLM_ROBERTA = replace(
+    ROBERTA, config=XLMRobertaConfig, name="XLMRoberta", defaults=dict(ROBERTA.defaults, vocab_size=30522)
+)
+CAMEMBERT = replace(
+    ROBERTA, config=CamembertConfig, name="Camembert", defaults=dict(ROBERTA.defaults, vocab_size=30522)
 )

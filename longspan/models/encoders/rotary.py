@@ -73,7 +73,9 @@ class RotaryAttention(FullAttention):
             q, k, v = jnp.split(self.qkv(x), sizes, axis=-1)
         else:
             q, k, v = concatenated_linear((self.query, self.key, self.value), x)
-        q, k, v = (y.reshape(*x.shape[:2], -1, head_dim) for y in (q, k, v))
+        q = q.reshape(*x.shape[:2], heads, head_dim)
+        k = k.reshape(*x.shape[:2], kv_heads, head_dim)
+        v = v.reshape(*x.shape[:2], kv_heads, head_dim)
         q, k = apply_rope(self.config.frequencies(self.kind), False, tokens.positions, q, k)
         options = self.dropout(dropout_key)
         attended = tokens.sharding.attention(q, k, v, mask=self.mask(tokens), **options)
