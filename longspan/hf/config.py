@@ -114,7 +114,16 @@ def _content(raw: Mapping[str, Any], where: str) -> ConfigContent:
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"{where} has architectures={names!r:.200}, which must be a list of names.")
     part, family = _model_part(raw, where)
-    return ConfigContent(part, family, where, names or [])
+    return ConfigContent(_respelled(part, family, where), family, where, names or [])
+
+
+def _respelled(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
+    """The content with Hugging Face's keys for those of another repository."""
+    names = {key: family.other_spellings.get(key, key) for key in raw}
+    for key, name in names.items():
+        if key != name and name in raw:
+            raise ValueError(f"{where} has both {key} and {name}, two spellings of one setting. Remove one of them.")
+    return {names[key]: value for key, value in raw.items()}
 
 
 def _model_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Family]:

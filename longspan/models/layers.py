@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
@@ -95,7 +96,8 @@ def concatenated_linear(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) 
     biases = [layer.bias[...].astype(dtype) for layer in layers if layer.bias is not None]
     if biases:
         y = y + jnp.concatenate(biases)[None, None]
-    return jnp.split(y, len(layers), axis=-1)
+    ends = np.cumsum([layer.kernel[...].shape[1] for layer in layers[:-1]])
+    return jnp.split(y, ends.tolist(), axis=-1)
 
 
 def dropout(x: jax.Array, rate: float, key) -> jax.Array:

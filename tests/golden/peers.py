@@ -8,13 +8,15 @@ import numpy as np
 # Weights are wide: with the usual 0.02, attention is nearly uniform, and a wrong mask is hidden by rounding.
 STD = 0.4
 PRE_NORM_STD = 0.3  # at 0.4, seven layers without norms after them amplify rounding to 2e-5
-PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0, "modernbert": 0, "modernbert_biased": 0}
+PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0, "modernbert": 0, "modernbert_biased": 0,
+       "eurobert": 0, "eurobert_biased": 0, "nomic_bert": 0, "gte": 1, "jina_embeddings_v3": 1}  # fmt: skip
 SEP = 4
 TINY = dict(
     vocab_size=23, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=71, type_vocab_size=2,
     sep_token_id=SEP,
 )  # fmt: skip
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 CONFIGS = {
     "bert": dict(hidden_act="gelu"),
     "roberta": dict(hidden_act="gelu_new", layer_norm_eps=1e-5),
@@ -27,18 +29,30 @@ CONFIGS = {
         classifier_bias=True, decoder_bias=False, hidden_activation="silu", classifier_activation="tanh",
         classifier_pooling="mean", layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2],
         rope_parameters=dict(
-            full_attention=dict(rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16),
+            full_attention=dict(YARN, rope_theta=300.0),
             sliding_attention=dict(rope_type="default", rope_theta=50.0),
         ),
     ),
+    "eurobert": dict(num_hidden_layers=2, num_key_value_heads=1, rope_parameters=dict(rope_theta=50.0)),
+    "eurobert_biased": dict(
+        num_hidden_layers=2, attention_bias=True, mlp_bias=True, classifier_pooling="mean", hidden_act="gelu",
+        tie_word_embeddings=True, rope_scaling=dict(YARN), rope_theta=300.0,
+    ),
+    "nomic_bert": dict(hidden_act="silu", rope_parameters=dict(rope_theta=50.0)),
+    "gte": dict(type_vocab_size=0, hidden_act="gelu_new", rope_scaling=dict(YARN), rope_theta=300.0),
+    "jina_embeddings_v3": dict(hidden_act="silu", layer_norm_eps=1e-5, rope_parameters=dict(rope_theta=50.0)),
 }  # fmt: skip
 KINDS = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird",
-         "modernbert": "ModernBert", "modernbert_biased": "ModernBert"}  # fmt: skip
+         "modernbert": "ModernBert", "modernbert_biased": "ModernBert", "eurobert": "EuroBert",
+         "eurobert_biased": "EuroBert", "nomic_bert": "NomicBert", "gte": "Gte",
+         "jina_embeddings_v3": "JinaEmbeddingsV3"}  # fmt: skip
 # Families that rotate queries and keys: their outputs at padding are meaningless, and are not compared.
-ROTARY = ("modernbert", "modernbert_biased")
+PRE_NORM = ("modernbert", "modernbert_biased", "eurobert", "eurobert_biased")
+ROTARY = (*PRE_NORM, "nomic_bert", "gte", "jina_embeddings_v3")
+RENAMED = ("nomic_bert", "gte", "jina_embeddings_v3")  # families whose files have other names than their modules
 # Keys of `TINY` that a family's config does not have.
 NO_TYPES = ("type_vocab_size", "hidden_dropout_prob", "attention_probs_dropout_prob")
-NOT_IN: dict[str, tuple[str, ...]] = {"modernbert": NO_TYPES, "modernbert_biased": NO_TYPES}
+NOT_IN: dict[str, tuple[str, ...]] = {**dict.fromkeys(PRE_NORM, NO_TYPES), "gte": ("type_vocab_size",)}
 # The length at which the random blocks are drawn from the first 1024 tokens, and may repeat the last block.
 LEGACY = dict(block_size=64, num_random_blocks=3, hidden_size=4, num_attention_heads=2, intermediate_size=6,
               vocab_size=7, max_position_embeddings=1536)  # fmt: skip
@@ -62,7 +76,8 @@ def names() -> list[str]:
 
 
 def tasks_of(family: str) -> tuple[str, ...]:
-    return TASKS[:3] if family == "modernbert_biased" else TASKS
+    counts = {"modernbert_biased": 3, "eurobert": 4, "eurobert_biased": 3, "nomic_bert": 4, "gte": 4}
+    return TASKS[: counts.get(family, 5)]
 
 
 def family_and_task(name: str) -> tuple[str, str]:
@@ -88,7 +103,7 @@ def make_model(name: str):
     model = getattr(transformers, kind + task)(config)
     with torch.no_grad():
         for key, p in model.named_parameters():
-            p.normal_(0.0, PRE_NORM_STD if family in ROTARY else STD)
+            p.normal_(0.0, PRE_NORM_STD if family in PRE_NORM else STD)
             if "norm" in key.lower() and key.endswith("weight"):
                 p.add_(1.0)
     return model.eval()
@@ -110,12 +125,13 @@ def cases(name: str) -> Iterator[Case]:
 
 
 def _padding_cases(family: str, rng) -> Iterator[Case]:
-    lengths = (37, 13) if family == "big_bird" else (37,) if family in ROTARY else (13,)
+    lengths = (37, 13) if family == "big_bird" else (37,) if family.startswith("modernbert") else (13,)
     for T in lengths:
         ids = _ids(family, rng, 3, T)
         mask = np.ones((3, T), np.int64)
         yield Case(f"plain{T}", dict(input_ids=ids))
-        for kind in ("right", "left", "holes", "empty_row"):
+        kinds = ("right", "left", "holes") if family in ROTARY else ("right", "left", "holes", "empty_row")
+        for kind in kinds:
             padded, m = ids.copy(), mask.copy()
             if kind == "right":
                 m[1, T - 5 :], m[2, 3:] = 0, 0
@@ -133,6 +149,8 @@ def _padding_cases(family: str, rng) -> Iterator[Case]:
     if "type_vocab_size" not in NOT_IN.get(family, ()):
         yield Case("token_types", dict(input_ids=ids, token_type_ids=rng.integers(0, 2, ids.shape)))
     yield Case("positions", dict(input_ids=ids, position_ids=rng.integers(2, 60, ids.shape)))
+    if family in ROTARY and not family.startswith("modernbert"):
+        return
     embeds = rng.normal(size=(3, 13, TINY["hidden_size"])).astype(np.float32)
     yield Case("embeds", dict(inputs_embeds=embeds, attention_mask=(ids % 4 != 0).astype(np.int64)))
     yield Case("one_token", dict(input_ids=_ids(family, rng, 2, 1)))
@@ -201,19 +219,41 @@ def run(model, case: Case, gradients: bool) -> dict[str, np.ndarray]:
         generator = torch.Generator().manual_seed(7)
         cotangents = {k: torch.randn(v.shape, generator=generator) for k, v in found.items()}
         valid = case.inputs.get("attention_mask")
-        if type(model).__name__.startswith(tuple(KINDS[family] for family in ROTARY)) and valid is not None:
-            at_tokens = {k: c for k, c in cotangents.items() if c.shape[:2] == valid.shape}
-            for c in at_tokens.values():
-                c[torch.from_numpy(valid == 0)] = 0
+        family = next(f for f in sorted(KINDS, key=len) if type(model).__name__.startswith(KINDS[f]))
+        if family in ROTARY and valid is not None:
+            for key, c in cotangents.items():
+                if c.shape[:2] == valid.shape:
+                    c[torch.from_numpy(valid == 0)] = 0
+                elif key == "pooler_output":
+                    c[torch.from_numpy(valid[:, 0] == 0)] = 0
         model.zero_grad()
         sum((found[k] * c).sum() for k, c in cotangents.items()).backward()
         arrays |= {f"cotangent.{k}": c.numpy() for k, c in cotangents.items()}
-        arrays |= {f"grad.{k}": p.grad.numpy().copy() for k, p in model.named_parameters() if p.grad is not None}
+        if family in RENAMED:
+            arrays |= _gradients_by_file_names(model)
+        else:
+            arrays |= {f"grad.{k}": p.grad.numpy().copy() for k, p in model.named_parameters() if p.grad is not None}
     return arrays
 
 
+def _gradients_by_file_names(model) -> dict[str, np.ndarray]:
+    """The gradients of a model whose parameters have other names, and other shapes, in its files."""
+    import copy
+    import tempfile
+
+    import torch
+    from safetensors.numpy import load_file
+
+    bearer = copy.deepcopy(model)
+    with torch.no_grad():
+        for ours, theirs in zip(bearer.parameters(), model.parameters(), strict=True):
+            ours.copy_(torch.zeros_like(ours) if theirs.grad is None else theirs.grad)
+    with tempfile.TemporaryDirectory() as directory:
+        bearer.save_pretrained(directory)
+        return {f"grad.{key}": value for key, value in load_file(f"{directory}/model.safetensors").items()}
+
+
 # Spellings of rotary parameters, windows and layers in a `config.json`, which versions 4 and 5 write differently.
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 SPELLINGS: dict[str, list[dict]] = {
     "modernbert": [
         {},
@@ -251,7 +291,8 @@ def spelled(family: str, raw: dict) -> dict:
 FIELDS = ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_logits")
 # In each encoder, the case whose gradients are compared too; with a head, the only case.
 GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed", "big_bird": "holes_trained",
-             "modernbert": "left37", "modernbert_biased": "holes37"}  # fmt: skip
+             "modernbert": "left37", "modernbert_biased": "holes37", "eurobert": "left13", "eurobert_biased": "holes13",
+             "nomic_bert": "left13", "gte": "holes13", "jina_embeddings_v3": "left13"}  # fmt: skip
 
 
 def has_gradients(name: str, case: Case) -> bool:

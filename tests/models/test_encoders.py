@@ -374,8 +374,9 @@ def test_windows_may_come_as_any_ints():
 
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_concatenated_projections_are_the_same(use_bias):
-    make = partial(plain_layers.linear, CONFIGS["bert"], 12, 8, dtype=jnp.float32, param_dtype=jnp.float32)
-    layers = [make(use_bias=use_bias, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    """Also of different sizes, as those of grouped keys and values."""
+    make = partial(plain_layers.linear, CONFIGS["bert"], 12, dtype=jnp.float32, param_dtype=jnp.float32)
+    layers = [make(size, use_bias=use_bias, rngs=nnx.Rngs(size)) for size in (8, 4, 6)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)), jnp.float32)
     for got, layer in zip(plain_layers.concatenated_linear(layers, x), layers, strict=True):
         np.testing.assert_allclose(got, layer(x), rtol=1e-6, atol=1e-6)

@@ -30,7 +30,7 @@ class Encoder(nnx.Module):
 
     Args:
         config: for example a `BertConfig` or a `ModernBertConfig`.
-        pooler: whether there is a pooler, which computes `pooler_output`; by default if the family has one.
+        pooler: whether there is a pooler, which computes `pooler_output`; by default as in Hugging Face.
         dtype: the dtype of the computation; softmax and layer-norm statistics are at least float32.
         param_dtype: the dtype of the parameters.
         rngs: random keys for the initial parameters. Dropout uses the `rngs` of a call.
@@ -62,7 +62,7 @@ class Encoder(nnx.Module):
     ):
         check_rngs(rngs)
         if pooler is None:
-            pooler = config.family.has_pooler
+            pooler = config.family.has_pooler and config.family.default_pooler
         if pooler and not config.family.has_pooler:
             raise ValueError(f"`pooler=True` was given, but a {config.model_type} has no pooler. Leave it out.")
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -167,7 +167,10 @@ class Encoder(nnx.Module):
         x = self.layers.run(x, tokens, layer_keys, remat=remat)[:, :T]
         pooled = None
         if self.pooler is not None:
-            pooled = jnp.tanh(self.pooler(x[:, 0]))
+            first = x[:, 0]
+            if self.config.position_rows is None:
+                first = first_tokens(x, valid, sharding.positions(T))
+            pooled = jnp.tanh(self.pooler(first))
         return Output(last_hidden_state=x, pooler_output=pooled)
 
     @property
@@ -265,6 +268,16 @@ class FeedForward(nnx.Module):
         activation = ACTIVATIONS[self.config.hidden_act]
         hidden = by_pieces(lambda x: self.down(activation(self.up(x))), x)
         return self.norm(dropout(hidden, self.config.hidden_dropout_prob, dropout_key) + residual)
+
+
+def first_tokens(x: Float[Array, "B T D"], valid, positions) -> Float[Array, "B D"]:
+    """The first token of each row that is not padding; the first slot of a row of padding alone."""
+    if valid is None:
+        return x[:, 0]
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+    first = jnp.argmin(jnp.where(valid, positions[None], x.shape[1]), axis=1)
+    return jnp.take_along_axis(x, first[:, None, None], axis=1)[:, 0]
 
 
 def stack_layers(config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs) -> EncoderLayer:

@@ -216,7 +216,8 @@ class EncoderFamily(Family):
     # stack(config, dtype=, param_dtype=, rngs=): all layers as one module. It has the attributes `attention` and `run`.
     stack: Callable[..., Any]
     min_token_types: int = 1  # the least `type_vocab_size`; 0 if models may have no table of token types
-    has_pooler: bool = True
+    has_pooler: bool = True  # whether models may have a pooler
+    default_pooler: bool = True  # whether an encoder has one by default
     lm_activation: str | None = None  # in the masked-LM head; None: the config's
     classifier_reads_pooler: bool = False  # the sequence classifier is one layer after the pooler; otherwise two layers
     classifier_activation: str | None = "tanh"  # between those two layers; None: the config's

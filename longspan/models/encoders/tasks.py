@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from longspan.array_types import Array as AnyArray
 from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.encoders.encoder import Encoder, FeedForward, uses_dropout
+from longspan.models.encoders.encoder import Encoder, FeedForward, first_tokens, uses_dropout
 from longspan.models.encoders.family import EncoderConfig, HeadTransform
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.explicit_axes import accepts_explicit_axes, vocab_axes_of
@@ -267,11 +267,7 @@ class SequenceClassifier(Model):
             return mean_over_tokens(x, attention_mask)
         if pooling == "slot_0" or attention_mask is None:
             return x[:, 0]
-        if positions is None:
-            positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-        valid = jnp.asarray(attention_mask).astype(bool)
-        first = jnp.argmin(jnp.where(valid, positions[None], x.shape[1]), axis=1)
-        return jnp.take_along_axis(x, first[:, None, None], axis=1)[:, 0]
+        return first_tokens(x, jnp.asarray(attention_mask).astype(bool), positions)
 
     def default_globals(self, input_ids, shape, positions):
         return jnp.broadcast_to(jnp.arange(shape[1])[None] == 0, shape)
