@@ -254,6 +254,16 @@ def _gradients_by_file_names(model) -> dict[str, np.ndarray]:
 
 
 # Spellings of rotary parameters, windows and layers in a `config.json`, which versions 4 and 5 write differently.
+LINEAR = dict(type="linear", factor=2.0)
+ONE_SET: list[dict] = [
+    {},
+    dict(rope_theta=77.0),
+    dict(rope_scaling=LINEAR, rope_theta=77.0),
+    dict(rope_scaling=YARN),
+    dict(rope_scaling=None, rope_parameters=dict(rope_theta=3.0), rope_theta=9.0),
+    dict(rope_parameters=dict(YARN, attention_factor=1.5, rope_theta=9.0)),
+    dict(rope_parameters=dict(rope_type="yarn", factor=2.0)),
+]
 SPELLINGS: dict[str, list[dict]] = {
     "modernbert": [
         {},
@@ -268,6 +278,10 @@ SPELLINGS: dict[str, list[dict]] = {
         dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0, beta_fast=8, beta_slow=2))),
         dict(local_attention=1, layer_types=["sliding_attention"] * 5 + ["full_attention"]),
     ],
+    "eurobert": ONE_SET,
+    "nomic_bert": ONE_SET,
+    "gte": ONE_SET[:3],
+    "jina_embeddings_v3": ONE_SET[:3],
 }
 SPELLED = dict(hidden_size=24, num_attention_heads=2, num_hidden_layers=6, intermediate_size=8, vocab_size=23,
                max_position_embeddings=64, pad_token_id=0)  # fmt: skip
@@ -281,6 +295,12 @@ def spelled(family: str, raw: dict) -> dict:
 
     config = getattr(transformers, KINDS[family] + "Config")(**SPELLED, **copy.deepcopy(raw))
     module = getattr(transformers, KINDS[family] + "Model")(config).rotary_emb
+    if not hasattr(config, "layer_types"):
+        kinds, only = (
+            ["full_attention"] * config.num_hidden_layers,
+            [module.inv_freq.tolist(), module.attention_scaling],
+        )
+        return {"kinds": kinds, "window": None, "full_attention": only}
     found: dict = {"kinds": config.layer_types, "window": config.local_attention // 2}
     for kind in dict.fromkeys(config.layer_types):
         frequencies = getattr(module, f"{kind}_inv_freq").tolist()

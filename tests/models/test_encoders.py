@@ -29,6 +29,7 @@ CONFIGS = {
         **SIZES, local_attention=6, pad_token_id=0, embedding_dropout=0.1, attention_dropout=0.1, mlp_dropout=0.1,
         classifier_dropout=0.1,
     ),
+    "gte": models.GteConfig(**SIZES, pad_token_id=0, attention_probs_dropout_prob=0.1),
 }  # fmt: skip
 IDS = np.random.default_rng(0).integers(3, 19, (2, 29)).astype(np.int32)
 every_family = pytest.mark.parametrize("family", CONFIGS)

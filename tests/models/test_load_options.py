@@ -18,7 +18,7 @@ from tests.selection import one_in
 GOLDEN = peers.HERE.parent
 ENCODERS = [
     f"{name}{task}"
-    for name in ("bert", "roberta", "longformer", "big_bird", "modernbert")
+    for name in ("bert", "roberta", "longformer", "big_bird", "modernbert", "eurobert", "gte")
     for task in ("Model", "ForMaskedLM")
 ]
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
