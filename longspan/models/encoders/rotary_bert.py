@@ -157,7 +157,8 @@ def read_rotary(content: Mapping[str, Any], where: str, *, config: Any) -> dict[
         )
     name = "rope_scaling" if scaling else "rope_parameters"
     rope = standard_rope(scaling or given, name, content, where, theta=config.theta)
-    size, heads = (content.get(key, getattr(config, key)) for key in ("hidden_size", "num_attention_heads"))
+    size = content.get("hidden_size", config.hidden_size)
+    heads = content.get("num_attention_heads", config.num_attention_heads)
     head_dim = content.get("head_dim")
     if head_dim is not None and is_count(size) and is_count(heads) and head_dim != size / heads:
         raise ValueError(
