@@ -255,8 +255,8 @@ def test_explain_reports_on_a_chip_from_any_machine():
     assert rows["engine"] == "pallas_tpu, the engine with kernels for TPUs"
     assert rows["chip"] == "v5e: compiled for v5e, never run on one"
     assert rows["lanes of heads in use"] == "62.5%; heads are padded to multiples of 128 lanes"
-    assert re.fullmatch(r"forward kernel \S+ MB, fused backward kernel \S+ MB, of 16 MB for each", rows["VMEM"])
-    assert re.fullmatch(r"forward kernel \S+ kB, fused backward kernel \S+ kB, of 1 MB for each", rows["SMEM"])
+    assert re.fullmatch(r"forward kernel \S+ MiB, fused backward kernel \S+ MiB, of 16 MiB for each", rows["VMEM"])
+    assert re.fullmatch(r"forward kernel \S+ KiB, fused backward kernel \S+ KiB, of 1 MiB for each", rows["SMEM"])
     visits = 2 * (report.tiles_partial + report.tiles_full)
     assert chip.copied_bytes == visits * 2 * 512 * 128 * 2 + 2 * 256 * (2 * 512 * 128 * 2 + 2 * 256 * 4)
     assert chip.useful_products == pytest.approx(0.625 * report.useful_flops / report.executed_flops)
