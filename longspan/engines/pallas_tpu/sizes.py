@@ -51,6 +51,7 @@ class CallSizes(NamedTuple):
     kernels: dict[str, KernelSizes]
     pairs: int  # one byte per pair, for rules that are arrays of pairs
     tables: int  # whole arrays that a user's function reads
+    indexes_arrays: bool  # whether it reads them at indices computed in a kernel
 
     @property
     def forward(self) -> KernelSizes:
@@ -77,6 +78,12 @@ def misfit(request: Request, chip: TpuChip, q_tile: int, kv_tile: int, *, fused:
         return (
             f"the arrays of its Custom rules have {sizes.tables / 1024:,.1f} KiB, and at most {MAX_TABLES // 1024} KiB "
             "are supported, because each kernel holds them whole. Use smaller arrays, or engine='xla'"
+        )
+    if sizes.indexes_arrays:
+        return (
+            "a function of its Custom or ScoreBias rules reads an array at indices that depend on the positions of "
+            "queries or keys, and the compiler for TPUs supports no such reads in a kernel. Indices by batch row and "
+            "head are supported. Use engine='xla' for others"
         )
     for name, kernel in sizes.kernels.items():
         for memory, used, limit in (("VMEM", kernel.vmem, chip.vmem_limit), ("SMEM", kernel.smem, SMEM_LIMIT)):
@@ -142,6 +149,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
 
     kernels: dict[str, KernelSizes] = {}
     answers: list[tuple[str, int]] = []
+    indexing: list[bool] = []
 
     def run(request: Request) -> None:
         request = request.with_scale().with_features().with_layout(q_tile, kv_tile)
@@ -154,6 +162,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
             rows *= dims["N"] // dims["K"]
 
         def note(name: str, refs: Any) -> None:
+            indexing.append(refs.indexes_arrays)
             name = name.removeprefix("longspan_")
             visited = rows if name in BY_QUERY else layout.q_tile
             spilled = SPILLED[np.dtype(request.q.dtype).itemsize][name]
@@ -167,7 +176,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
 
     jax.eval_shape(run, structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes]))
     of_kind = {kind: sum(size for found, size in answers if found == kind) for kind in (PAIRS, TABLE)}
-    return CallSizes(kernels, of_kind[PAIRS], of_kind[TABLE])
+    return CallSizes(kernels, of_kind[PAIRS], of_kind[TABLE], any(indexing))
 
 
 def _kernel_sizes(refs: Any, intermediates: int) -> KernelSizes:
