@@ -145,8 +145,7 @@ REFUSED = {
     ),
     "tables": (
         dict(mask=ls.Custom(lambda q, k, table: table[q % 8] == k % 8, np.zeros(32768, np.int32))),
-        "the arrays of its Custom rules have 128.0 KiB, and at most 64 KiB are supported, because each kernel holds "
-        "them whole. Use smaller arrays, or engine='xla'",
+        "reads an array at indices that depend on the positions of queries or keys",
     ),
     "vmem": (
         dict(mask=CAUSAL.layout(4096, q_tile=1024, kv_tile=2048)),
@@ -160,8 +159,13 @@ REFUSED = {
     ),
     "tiles": (
         dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=192)),
-        "with bfloat16, q_tile must be a multiple of 16 and kv_tile a multiple of 128, but the layout has tiles of "
-        "24 x 192. Plan it with `mask.layout(..., q_tile=32, kv_tile=256)`",
+        "with bfloat16, q_tile and kv_tile must be multiples of 16, but the layout has tiles of 24 x 192. Plan it with "
+        "`mask.layout(..., q_tile=32, kv_tile=192)`",
+    ),
+    "tiles of pairs": (
+        dict(mask=ls.Dense(np.ones((512, 512), bool)).layout(512, 512, q_tile=64, kv_tile=192), T=512),
+        "an array of pairs in its mask or bias, q_tile and kv_tile must be multiples of 128, but the layout has tiles "
+        "of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
     ),
 }
 
