@@ -40,6 +40,16 @@ def test_hugging_face_loads_what_we_save(name, tmp_path, caplog):
         np.testing.assert_array_equal(got[key], want[key], err_msg=key)
 
 
+@pytest.mark.parametrize("family", peers.SPELLINGS)
+def test_hugging_face_reads_the_spellings_of_configs_as_stored(family):
+    stored = json.loads((HERE / "spellings.json").read_text())[family]
+    for raw, want in zip(peers.SPELLINGS[family], stored, strict=True):
+        got = peers.spelled(family, raw)
+        assert {key: got[key] for key in ("kinds", "window")} == {key: want[key] for key in ("kinds", "window")}
+        for kind in set(got["kinds"]):
+            np.testing.assert_allclose(np.hstack(got[kind]), np.hstack(want[kind]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", [name for name in peers.names() if name.startswith("roberta")])
 @pytest.mark.parametrize("alias", ALIASES)
 def test_hugging_face_computes_robertas_of_other_names_alike(alias, name, tmp_path):
