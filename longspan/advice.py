@@ -132,11 +132,12 @@ def bounds(call: PlannedCall) -> str | None:
     if not skipped:
         return None
     how = []
-    for part in dict.fromkeys(rules):
+    for part in rules:
         if isinstance(part, Custom):
             how.append(f"pass `bounds=` to {part!r}")
         else:
             how.append(f"define `classify` in {type(part).__name__}")
+    how = list(dict.fromkeys(how))  # rules that hold arrays do not hash
     return (
         f"bounds would skip {skipped:,} of {read:,} sampled tiles. To add bounds, {' and '.join(how)}. Or add `& "
         "Band(lo, hi)` to the mask, if the mask only allows distances k - q from lo to hi"

@@ -177,7 +177,7 @@ class Explanation:
     temporary_bytes: int | None  # a lower bound of the engine's temporary memory; None: small, or not known in advance
     dense_mask_bytes: int  # the size of a dense mask of bools, which is not allocated
     notes: tuple[str, ...]
-    cache_bytes: int | None = None  # of a KV cache for decoding; None: the mask is not causal, or no self-attention
+    cache_bytes: int | None = None  # of a KV cache; None: explicit positions, no self-attention, or no decoding
     full_cache_bytes: int | None = None  # of a cache of all keys
     useful_is_estimate: bool = False  # whether `useful_flops` is estimated from a sample of the partial tiles
     # With a mesh, of one device; the worst case where it depends on data:
@@ -236,10 +236,13 @@ class Explanation:
             ("chip", known + ("run on one" if report.is_proven else "never run on one")),
             ("  VMEM", _of_limit(report.vmem_bytes, report.vmem_limit)),
             ("  SMEM", _of_limit(report.smem_bytes, report.smem_limit)),
-            ("  copies from and to HBM", f"{short(report.copied_bytes, 'B', 1024)} forward"),
             ("  lanes of heads in use", f"{report.lanes:.1%}; heads are padded to multiples of 128 lanes"),
-            ("  useful products", f"{_percent(report.useful_products)} of those executed, with padding"),
-            ("  rows' own cost", f"{_percent(report.row_share)} of the static model's time, forward"),
+            (
+                "  copies from and to HBM",
+                short(report.copied_bytes, "B", 1024) + ", forward" * (report.copied_bytes is not None),
+            ),
+            ("  useful products", _percent(report.useful_products, "of those executed, with padding")),
+            ("  rows' own cost", _percent(report.row_share, "of the static model's cycles, forward")),
         ]
         return rows
 
@@ -292,10 +295,10 @@ def _of_limit(used: dict[str, int], limit: int) -> str:
     return f"{each}, of {short(limit, 'B', 1024)} for each"
 
 
-def _percent(share: float | None) -> str:
+def _percent(share: float | None, of: str) -> str:
     if share is None:
-        return "depends on data: an unknown share"
-    return f"{share:.1%}"
+        return "depends on data"
+    return f"{share:.1%} {of}"
 
 
 def _share(part: int | None, total: int | None) -> str:

@@ -246,3 +246,9 @@ def test_the_native_library_is_used_again_as_advised(monkeypatch):
     named = ls.explain(*call()).refused["cpu"].rpartition("support ")[2].split(", ")[0]
     monkeypatch.setenv("LONGSPAN_CPU_ISA", named)
     assert ls.explain(*call()).engine == "cpu"
+
+
+def test_rules_that_hold_arrays_get_advice_too():
+    far = ls.Custom(lambda b, h, q, k, by_head: q - k < by_head[h], np.array([5, 9]), heads=2)
+    x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.float32)
+    assert any("pass `bounds=` to Custom(" in note for note in ls.explain(x, x, x, mask=ls.Causal() & far).notes)

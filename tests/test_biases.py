@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import longspan as ls
 from longspan.biases import Distances, _buckets
-from longspan.engines import ENGINES
 from longspan.masks import rule
 from longspan.testing import Shape, make_qkv
-from tests.engines import every_engine, every_sparse_engine
+from tests.engines import RUNNING, every_engine, every_sparse_engine
 from tests.selection import one_in
 
 SHAPE = Shape(B=2, T=37, S=41, N=6, K=3, H=5)

@@ -83,7 +83,11 @@ MASKS = [
         "must hold integers, got dtype bool. Convert a padding mask to ids with `np.where(mask, 0, -1)`",
         lambda: ls.Segments(IDS == 0),
     ),
-    (TypeError, "got dtype bool. Count flags, e.g. `mask.sum(-1)`", lambda: ls.KvLengths(np.ones(2, bool))),
+    (
+        TypeError,
+        "got dtype bool. To get a number from a padding mask, count its True entries, e.g. `mask.sum(-1)`",
+        lambda: ls.KvLengths(np.ones(2, bool)),
+    ),
     (
         TypeError,
         "Blocks.table must list the indices of key blocks, ints, got float64. To use scores, list the best blocks",

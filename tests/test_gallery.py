@@ -9,7 +9,7 @@ import longspan as ls
 from longspan.engines import ENGINES, Request
 from longspan.layout import count, plan_layout
 from longspan.testing import Shape, assert_obeys_laws, make_qkv
-from tests.engines import every_engine
+from tests.engines import RUNNING, every_engine
 from tests.gallery import GALLERY, SCORES
 
 REALLY_SKIP = ("block diffusion", "flamingo", "natten", "sliding tiles 2d", "sliding tiles 3d", "chosen blocks")

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.testing import Shape, assert_matches_reference, make_qkv
-from tests.engines import every_sparse_engine
+from tests.engines import RUNNING, every_sparse_engine
 
 DROPPED = dict(dropout_rate=0.3, dropout_key=jax.random.key(5))
 

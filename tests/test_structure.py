@@ -26,11 +26,11 @@ ORDER = (
 )  # fmt: skip
 
 # Engines in `longspan/engines`. They share the other modules of the folder, and do not import each other.
-ENGINE_NAMES = ("cpu", "reference", "xla")
+ENGINE_NAMES = ("cpu", "pallas_tpu", "reference", "xla")
 
 NEVER_LOADED = (
     "flax", "optax", "orbax", "safetensors", "tokenizers", "typer", "rich", "matplotlib", "torch", "transformers",
-    "beartype", "hypothesis", "pytest",
+    "beartype", "hypothesis", "pytest", "jax.experimental.pallas",
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,8 @@ def bench(
     heads: Annotated[int, typer.Option(min=1, max=MAX_LENGTH, help="Number of heads.")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, max=MAX_LENGTH, help="Size of a head.")] = 64,
     engine: Annotated[
-        list[str] | None, typer.Option(help="Time this engine; may be repeated. By default all engines of this platform are timed.")
+        list[str] | None,
+        typer.Option(help="Time this engine; may be repeated. By default all engines of this platform are timed."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also time the other libraries that are installed.")] = True,
     backward: Annotated[bool, typer.Option("--backward", help="Time the forward and the backward pass.")] = False,

@@ -1,7 +1,8 @@
 """The implementations of attention. An `Engine` computes a `Request`, one checked call of `attention`.
 
 `reference` is dense and defines the correct result, `xla` is block-sparse in plain JAX, `cpu` calls a native kernel,
-`pallas_tpu` compiles kernels for TPUs. Engines never import each other. `gradient` differentiates all of them, and `partition` splits them over devices.
+`pallas_tpu` compiles kernels for TPUs. Engines never import each other. `gradient` differentiates all of them, and
+`partition` splits them over devices.
 `multiply` and `put` serve decoding: they read and write one layer of a stack of layers, in place where possible.
 
 Example:
@@ -31,7 +32,8 @@ from longspan.engines.reference import ENGINE as _REFERENCE
 from longspan.engines.request import Request as Request
 from longspan.engines.xla import ENGINE as _XLA
 
-# engine="auto" tries them in this order, the fastest first, each on its own platform (`Engine.platform`). Measured by `python -m benchmarks crossover`: `cpu` is 1.1
+# engine="auto" tries them in this order, the fastest first, each on its own platform (`Engine.platform`).
+# Measured by `python -m benchmarks crossover`: `cpu` is 1.1
 # (one query, 32 keys; `Custom`) to 7 times as fast as `xla`, at every size and with every feature. The reference is
 # faster only for the gradients of about 16 tokens, by 0.2 ms: too little to choose an engine that needs T×S memory.
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, PallasTpu(), _XLA, _REFERENCE)}

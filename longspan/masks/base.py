@@ -424,6 +424,7 @@ class Mask(Value):
 
         if kv_len is None:
             kv_len = q_len
+        check_lengths(q_len, kv_len)
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
         return draw(self, q_len, kv_len, batch=batch, head=head, max_cells=max_cells, axes=axes, **positions)
 

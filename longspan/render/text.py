@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longspan.checks import check_lengths, check_static_size
+from longspan.checks import check_static_size
 from longspan.masks import Mask
 from longspan.render.grid import Grid
 from longspan.render.picture import Panel, Picture, heads_shown, picture_of, ticks
@@ -25,7 +25,6 @@ def draw(
     kv_positions: Any = None,
 ) -> str:
     """A picture in characters, see `Mask.show`."""
-    check_lengths(q_len, kv_len)
     max_cells = check_static_size("max_cells", max_cells, 1)
     heads = len(heads_shown(mask, head))
     if heads > 1:

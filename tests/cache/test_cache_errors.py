@@ -104,7 +104,7 @@ def test_tied_positions_come_in_one_append(mask, ends):
         if n in ends:
             assert after(n, plan).length.tolist() == [n, n]
         else:
-            with pytest.raises(ValueError, match=rf"lets position {n - 1} attend to position {n}, so they must"):
+            with pytest.raises(ValueError, match=rf"lets position {n - 1} attend to position {n}, so both must"):
                 after(n, plan)
         assert append(empty(plan), jnp.array([n, ends[0]])).overflowed.tolist() == [n not in ends, False]
 

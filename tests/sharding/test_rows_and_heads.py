@@ -11,10 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import longspan as ls
-from longspan.engines import ENGINES
 from longspan.masks import rule
 from longspan.testing import Shape, make_qkv
-from tests.engines import available
+from tests.engines import RUNNING, available
 from tests.selection import one_in
 
 COLLECTIVE = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")

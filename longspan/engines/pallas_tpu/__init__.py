@@ -13,17 +13,17 @@ import numpy as np
 
 from longspan.combine import Result
 from longspan.engines.contract import Engine
-from longspan.engines.pallas_tpu.chips import Chip, chip_named, chip_of_kind, known_chips
+from longspan.engines.pallas_tpu.chips import TpuChip, chip_named, chip_of_kind, known_chips
 from longspan.engines.pallas_tpu.report import ChipReport
-from longspan.engines.pallas_tpu.sizes import misfit, padded_heads
+from longspan.engines.pallas_tpu.sizes import copied_bytes, misfit
 from longspan.engines.pallas_tpu.tiling import INTERPRETED_TILE, tiles_for
 from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 from longspan.tile_kinds import Counts
 
 # Chips on which somebody has run `make accelerators-run` and reported that all results are right. It is empty: the
-# kernels were compiled for every chip of `chips`, and interpreted, but never run on one. engine="auto" must not choose a
-# kernel in silence that was never executed.
+# kernels were compiled for every chip of `chips`, and interpreted, but never run on one. engine="auto" must not choose
+# kernels in silence that were never run.
 PROVEN: tuple[str, ...] = ()
 
 MAX_HEAD_DIM = 256
@@ -69,7 +69,7 @@ class PallasTpu(Engine):
         """Whether one backward kernel computes dq, dk and dv."""
         return self.fused is not False
 
-    def chip_for(self, request: Request) -> Chip | None:
+    def chip_for(self, request: Request) -> TpuChip | None:
         """The chip to plan for; None if there is none, or if the kernels were never compiled for it."""
         if self.chip is not None:
             return chip_named(self.chip)
@@ -112,7 +112,7 @@ class PallasTpu(Engine):
         return ()
 
     def report(self, request: Request, layout: BlockLayout | None, counts: Counts | None) -> ChipReport | None:
-        """What `explain` says about the chip; None without one. `layout` and `counts` are None if they depend on data."""
+        """What `explain` prints about the chip; None without one. `layout` and `counts` are None where unknown."""
         chip = self.chip_for(request)
         if chip is None or not request.has_pairs:
             return None
@@ -120,8 +120,8 @@ class PallasTpu(Engine):
         return ChipReport.of(chip, request, tiles, layout, counts, fused=self.is_fused, is_proven=is_proven)
 
     def temporary_bytes(self, request: Request) -> int | None:
-        """q, k, v and out with heads before tokens, each head padded to whole vector registers."""
-        return padded_heads(request)
+        """The copies of q, k, v and out with heads before tokens."""
+        return copied_bytes(request, *self.tiles(request)) or None
 
     def run(self, request: Request, layout: BlockLayout) -> Result:
         from longspan.engines.pallas_tpu.passes import run_forward
@@ -166,6 +166,6 @@ def _no_chip(request: Request) -> str:
             f"its kernels were never compiled for {_device_kind()!r}, only for {known_chips()}. engine='xla' runs here"
         )
     return (
-        f"it runs on TPUs, and JAX's default backend here is {request.platform}. longspan.engines.PallasTpu(interpret=True) interprets "
-        "the kernels anywhere, for tests; engine='xla' runs on every platform"
+        f"it runs on TPUs, and JAX's default backend here is {request.platform}. "
+        "longspan.engines.PallasTpu(interpret=True) interprets the kernels anywhere, for tests; engine='xla' runs on every platform"
     )

@@ -94,10 +94,10 @@ def _visit_for_dq(walk: Walk, j: Any, slot: Any, *, masked: bool, careful: bool)
     scores = scores_of(plan, products, bias)
     weights = _weights(plan, scores.values, allowed, statistic)
     dscores = weights * (drop(plan, keep_by_query(walk, j, slot), dweights) - statistic("delta"))
-    if careful:
-        dscores = jnp.where(allowed, dscores, 0.0)
     if scores.slope is not None:
         dscores = dscores * scores.slope
+    if careful:  # after the slope, which is NaN for a query of NaN
+        dscores = jnp.where(allowed, dscores, 0.0)
     refs["sum"][...] += product(dscores.astype(k.dtype), k, ROWS_BY_COLUMNS)
 
 

@@ -1,39 +1,27 @@
 """Biases that are functions of more than the distance (`ScoreBias`): the function itself runs in the kernel.
 
-The parts of the function that need only the batch row, the head and whole arrays run outside of the kernel, once for
-each row and head (see `hoist`): `slopes[h]` becomes a number of scalar memory. The gradient of these numbers is summed
-in the kernel, and continues outside.
+What needs only the batch row, the head and whole arrays runs outside of the kernel (see `prepared`). Its gradient is
+summed in the kernel, and continues outside.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from longspan.biases import Bias, combine_floats, partition_floats
-from longspan.engines.door import NUMBER, PAIRS, TABLE, Answer, RecordedValues, record_values
+from longspan.engines.door import PAIRS, Answer, RecordedValues, record_values
 from longspan.engines.pallas_tpu.gradient_sums import GradientSum, SumByHead, SumByKey, SumByPair, SumByQuery
-from longspan.engines.pallas_tpu.hoist import SplitFunction
 from longspan.engines.pallas_tpu.operands import Operands
-from longspan.engines.pallas_tpu.places import LANES, place_in
+from longspan.engines.pallas_tpu.places import LANES
 from longspan.engines.pallas_tpu.plan import TpuPlan
+from longspan.engines.pallas_tpu.prepared import PreparedRule, loaded_places
 from longspan.layout import BlockLayout
 from longspan.masks.sides import KEYS, QUERIES
-
-
-@dataclass(frozen=True)
-class PreparedRule:
-    """A bias's function, split for the kernels of one orientation."""
-
-    split: SplitFunction
-    boundary: list[Any]  # the values that pass to the kernel: [B or 1, N or 1, ...] each
 
 
 @dataclass(frozen=True)
@@ -62,17 +50,18 @@ class RuleTerm:
 
     def add_to(self, operands: Operands) -> None:
         self.prepared[operands.axis] = self._prepare(operands.axis, self.floats)
-        for n, array in enumerate(self.prepared[operands.axis].boundary):
-            operands.refs.read(f"{self.name} value {n}", *_as_operand(array))
+        self.prepared[operands.axis].add_to(operands.refs)
 
     def tile(self, walk: Any, j: Any, slot: Any) -> jax.Array:
-        return self._values(walk, j, self._loads(walk, j, slot), self._read_boundary(walk))
+        return self._values(walk, j, self._loads(walk, j, slot), self.prepared[walk.operands.axis].values(walk.refs))
 
     def sums(self) -> list[GradientSum]:
         return [*self._boundary_sums(), *self._answer_sums()]
 
     def add_gradient(self, walk: Any, j: Any, slot: Any, dscores: jax.Array) -> None:
-        floats, others = partition_floats((self._read_boundary(walk), self._loads(walk, j, slot)))
+        floats, others = partition_floats(
+            (self.prepared[walk.operands.axis].values(walk.refs), self._loads(walk, j, slot))
+        )
 
         def values(floats: Any) -> jax.Array:
             boundary, loads = combine_floats(floats, others)
@@ -109,41 +98,17 @@ class RuleTerm:
         return pull_back(([gradient_of(x) for x in boundary], [gradient_of(x) for x in answers]))[0]
 
     def _prepare(self, axis: int, floats: Any) -> PreparedRule:
-        """The split function (batch row, head, known answers, q_index, kv_index, other answers), and its boundary."""
-        recorded, layout, plan = self.record(floats), self.layout, self.plan
-        known = [answer.array if answer.kind == TABLE else jnp.int32(0) for answer in _known(recorded)]
-        index = [jnp.zeros(_shape(plan, axis, side), np.int32) for side in (QUERIES, KEYS)]
-        loads = [_example(plan, axis, answer) for answer in _loaded(recorded)]
-        evaluate = partial(_evaluate, recorded, len(known))
-        split = SplitFunction.of(evaluate, 2 + len(known), jnp.int32(0), jnp.int32(0), *known, *index, *loads)
-        rows, heads = jnp.arange(plan.B, dtype=np.int32), jnp.arange(plan.N, dtype=np.int32)
-        if layout.rows is not None:
-            rows, heads = layout.rows[: plan.B], layout.heads[: plan.N]
-        by_row = [0 if answer.kind == NUMBER else None for answer in _known(recorded)]
-        known = [
-            jnp.broadcast_to(answer.array, (plan.B,)) if answer.kind == NUMBER else answer.array
-            for answer in _known(recorded)
-        ]
-        by_head = jax.vmap(split.outside, (None, 0, *[None] * len(known)))
-        found = jax.vmap(by_head, (0, None, *by_row))(rows, heads, *known)
-        boundary = []
-        for value, array in zip(split.boundary, found, strict=True):
-            # An array that passes unchanged is the same for all rows and heads.
-            boundary.append(array[:1, :1] if split.is_argument(value) and array.ndim > 2 else array)
-        return PreparedRule(split, boundary)
+        recorded = self.record(floats)
+        return PreparedRule.of(self.name, recorded.at, recorded.answers, self.plan, self.layout, axis)
 
     def _values(self, walk: Any, j: Any, loads: list[Any], boundary: list[Any]) -> jax.Array:
-        found = self.prepared[walk.operands.axis].split.inside(boundary, *walk.slots(j), *loads)
+        (found,) = self.prepared[walk.operands.axis].split.inside(boundary, *walk.slots(j), *loads)
         if found.ndim == 4:
             return found.reshape(found.shape[2:])
         return found
 
     def _loads(self, walk: Any, j: Any, slot: Any) -> list[Any]:
         return [walk.load(j, slot, self.place + n) for n in range(len(self.answers))]
-
-    def _read_boundary(self, walk: Any) -> list[Any]:
-        boundary = self.prepared[walk.operands.axis].boundary
-        return [_value_in_kernel(walk.refs[f"{self.name} value {n}"], x) for n, x in enumerate(boundary)]
 
     def _boundary_sums(self) -> list[GradientSum]:
         floats = [x for x in self.prepared[KEYS].boundary if jnp.issubdtype(x.dtype, np.floating)]
@@ -165,56 +130,6 @@ class RuleTerm:
         return found
 
 
-def _known(recorded: RecordedValues) -> list[Answer]:
-    """The answers that are known outside of the kernel: whole arrays, and numbers of the batch row."""
-    return [answer for answer in recorded.answers if answer.kind in (TABLE, NUMBER)]
-
-
 def _loaded(recorded: RecordedValues) -> list[Answer]:
-    """The other answers."""
-    return [answer for answer in recorded.answers if answer.kind not in (TABLE, NUMBER)]
-
-
-def _evaluate(recorded: RecordedValues, known: int, batch: Any, head: Any, *more: Any) -> Any:
-    """The values of a bias, from the answers that are known, the indices of slots, and the answers that are loaded."""
-    answers, (q_index, kv_index), loads = iter(more[:known]), more[known : known + 2], iter(more[known + 2 :])
-    found = [next(answers if answer.kind in (TABLE, NUMBER) else loads) for answer in recorded.answers]
-    return recorded.at(lambda place: found[place], batch, head, q_index, kv_index)
-
-
-def _shape(plan: TpuPlan, axis: int, side: int) -> tuple[int, int]:
-    """The shape of numbers by slot of one side, in a kernel whose rows are tiles of `axis`."""
-    size = plan.q_tile if side == QUERIES else plan.kv_tile
-    return (size, 1) if side == axis else (1, size)
-
-
-def _example(plan: TpuPlan, axis: int, answer: Answer) -> jax.Array:
-    """A value like the one that a kernel loads."""
-    dtype = np.float32 if jnp.issubdtype(answer.array.dtype, np.floating) else np.int32
-    if answer.kind == PAIRS:
-        return jnp.zeros((plan.q_tile, plan.kv_tile) if axis == QUERIES else (plan.kv_tile, plan.q_tile), dtype)
-    return jnp.zeros(_shape(plan, axis, answer.axis), dtype)
-
-
-def _as_operand(array: jax.Array) -> tuple[jax.Array, pl.BlockSpec]:
-    """A value [B or 1, N or 1, ...] as an operand: a scalar in scalar memory, an array in vector memory."""
-    rows, heads, *shape = array.shape
-    if array.dtype == bool:
-        array = array.astype(np.int32)
-    if not shape:
-        block = pl.BlockSpec((1, 1, 1, 1), lambda b, h, i: (b, h, 0, 0), memory_space=pltpu.SMEM)
-        return array[..., None, None], block
-    if len(shape) == 1:
-        array = array[:, :, None]
-    block = None, None, *array.shape[2:]
-    zeros = (0,) * (array.ndim - 2)
-    return array, pl.BlockSpec(block, lambda b, h, i: (place_in(rows, b), place_in(heads, h), *zeros))
-
-
-def _value_in_kernel(ref: Any, of: jax.Array) -> Any:
-    """What a kernel reads of a value [B or 1, N or 1, ...]."""
-    if of.ndim == 2:
-        value = ref[0, 0, 0, 0]
-    else:
-        value = ref[...].reshape(of.shape[2:])
-    return value != 0 if of.dtype == bool else value
+    """The answers that a kernel loads."""
+    return [recorded.answers[place] for place in loaded_places(recorded.answers)]

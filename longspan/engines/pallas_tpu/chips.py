@@ -40,7 +40,7 @@ class RowCosts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chip:
+class TpuChip:
     """One TPU chip, or one of its cores where kernels run on one core.
 
     Attributes:
@@ -92,7 +92,7 @@ class Chip:
         return self.row * rows / MEASURED_ROWS
 
 
-def chip_named(name: str) -> Chip:
+def chip_named(name: str) -> TpuChip:
     """The record of a chip.
 
     Example:
@@ -104,7 +104,7 @@ def chip_named(name: str) -> Chip:
     return CHIPS[name]
 
 
-def chip_of_kind(device_kind: str) -> Chip | None:
+def chip_of_kind(device_kind: str) -> TpuChip | None:
     """The record of the chip with a `device_kind` of JAX; None if the kernels were never compiled for it.
 
     Example:
@@ -136,30 +136,31 @@ def _factor(table: tuple[tuple[int, float], ...], size: int) -> float:
 # Bundles per pair of forward visits of other sizes, FULL, relative to 512×512. On chips with wider matrix units small
 # tiles cost more. v4 and v5p have the entries of v5e, and tpu7x those of v6e: their matrix units have the same width.
 _NARROW = dict(
-    rows_factor=((128, 1.64), (256, 1.08), (512, 1.0), (1024, 1.03)), keys_factor=((256, 1.38), (512, 1.0), (1024, 1.08))
+    rows_factor=((128, 1.64), (256, 1.08), (512, 1.0), (1024, 1.03)),
+    keys_factor=((256, 1.38), (512, 1.0), (1024, 1.08)),
 )
 _WIDE = dict(rows_factor=((256, 1.41), (512, 1.0), (1024, 0.85)), keys_factor=((256, 1.76), (512, 1.0), (1024, 0.96)))
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
+        TpuChip(
             "v4", ("TPU v4",), clock=1.05e9, bandwidth=614e9, vmem_limit=16 * MIB, matrix_width=128,
             forward=Bundles(1465, 1622), fused=Bundles(2637, 2715), row=246 + 759, q_rows=512, keys=512, **_NARROW,
         ),
-        Chip(
+        TpuChip(
             "v5e", ("TPU v5 lite", "TPU v5e"), clock=1.5e9, bandwidth=819e9, vmem_limit=16 * MIB, matrix_width=128,
             forward=Bundles(1136, 1126), fused=Bundles(2356, 2417), row=196 + 387, q_rows=512, keys=512, **_NARROW,
         ),
-        Chip(
+        TpuChip(
             "v5p", ("TPU v5", "TPU v5p"), clock=1.75e9, bandwidth=1382e9, vmem_limit=16 * MIB, matrix_width=128,
             forward=Bundles(1140, 1174), fused=Bundles(2297, 2413), row=196 + 415, q_rows=512, keys=512, **_NARROW,
         ),
-        Chip(
+        TpuChip(
             "v6e", ("TPU v6 lite", "TPU v6e"), clock=1.75e9, bandwidth=1640e9, vmem_limit=32 * MIB, matrix_width=256,
             forward=Bundles(860, 924), fused=Bundles(1446, 1574), row=100 + 195, q_rows=1024, keys=512, **_WIDE,
         ),
-        Chip(
+        TpuChip(
             "tpu7x", ("TPU7x",), clock=2.2e9, bandwidth=3690e9, vmem_limit=32 * MIB, matrix_width=256,
             forward=Bundles(864, 923), fused=Bundles(1421, 1533), row=96 + 190, q_rows=1024, keys=512, **_WIDE,
         ),

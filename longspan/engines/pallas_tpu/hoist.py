@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxprs_in_params
+
+# Operations that read or write an array at computed indices. The compiler for TPUs refuses them in a kernel.
+INDEXING = ("gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice", "sort")
 
 # Operations that only repeat a value. The kernel repeats it itself: the result has the size of a tile.
 REPEATING = ("broadcast_in_dim", "iota")
@@ -51,18 +54,29 @@ class SplitFunction:
         _evaluate(self.outer_equations, values)
         return [values[x] for x in self.boundary]
 
-    def inside(self, boundary: Sequence[Any], *rest: Any) -> Any:
-        """The result, from the values of the boundary and the other arguments."""
+    def inside(self, boundary: Sequence[Any], *rest: Any) -> list[Any]:
+        """The results, from the values of the boundary and the other arguments."""
         jaxpr = self.jaxpr.jaxpr
         values = dict(zip(self.boundary, boundary, strict=True))
         values.update(zip(jaxpr.invars[self.known :], rest, strict=True))
         _evaluate(self.inner_equations, values)
-        return _read(values, jaxpr.outvars[0])
+        return [_read(values, x) for x in jaxpr.outvars]
+
+    def indexes_arrays(self) -> bool:
+        """Whether the inner part reads or writes an array at computed indices."""
+        return any(map(_indexes_arrays, self.inner_equations))
 
     def is_argument(self, value: Var) -> bool:
         """Whether a value of the boundary is one of the known arguments, or a constant, unchanged."""
         jaxpr = self.jaxpr.jaxpr
         return value in jaxpr.invars or value in jaxpr.constvars
+
+
+def _indexes_arrays(equation: Any) -> bool:
+    if equation.primitive.name in INDEXING:
+        return True
+    inner = jaxprs_in_params(equation.params)
+    return any(_indexes_arrays(each) for jaxpr in inner for each in jaxpr.eqns)
 
 
 def _evaluate(equations: Sequence[Any], values: dict[Var, Any]) -> None:

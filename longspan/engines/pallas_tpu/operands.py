@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE, Answer, RecordedMask
 from longspan.engines.pallas_tpu.places import LANES, Visit, place_in, tile_slice
 from longspan.engines.pallas_tpu.plan import TpuPlan
+from longspan.engines.pallas_tpu.prepared import PreparedRule
 from longspan.engines.pallas_tpu.refs import HBM, KernelRefs, smem, vmem
 from longspan.layout import BlockLayout
 from longspan.masks.sides import KEYS, QUERIES
@@ -69,6 +70,7 @@ class Operands:
     streams: list[Stream]
     row_entries: list[int]  # answers with one number for each slot of the row's own tile
     bias: Any  # a `KernelBias`
+    prepared: dict[str, PreparedRule]  # `allowed` and `classify` of a mask that reads whole arrays
     dropout_place: int | None  # the answer with the keys' positions, by which dropout counts; None: their indices
 
     @classmethod
@@ -84,9 +86,10 @@ class Operands:
         operands = cls(
             plan=plan, axis=axis, mask=mask, answers=answers, refs=KernelRefs(), intervals=layout.starts.shape[3],
             has_common=layout.common is not None, counts_repeats=layout.repeats and layout.is_transposed,
-            row=Table(), columns=Table(), streams=[], row_entries=[], bias=bias, dropout_place=dropout_place,
+            row=Table(), columns=Table(), streams=[], row_entries=[], bias=bias, prepared={}, dropout_place=dropout_place,
         )  # fmt: skip
         operands._add_tiles(layout, garbage)
+        operands._prepare_mask(layout)
         if layer is not None:
             operands.row.add("layer", jnp.asarray(layer).reshape(1, 1, 1, 1))
         for place, answer in enumerate(operands.answers):
@@ -132,15 +135,25 @@ class Operands:
             self.row.add("batch number", layout.rows[: self.plan.B].reshape(-1, 1, 1, 1))
             self.row.add("head number", layout.heads[: self.plan.heads].reshape(1, -1, 1, 1))
 
+    def _prepare_mask(self, layout: BlockLayout) -> None:
+        """Splits a mask that reads whole arrays: a kernel cannot read them at computed indices."""
+        answers, made = self.mask.answers, partial(PreparedRule.of, plan=self.plan, layout=layout, axis=self.axis)
+        if not any(answer.kind == TABLE for answer in answers):
+            return
+        self.prepared["allowed"] = made("allowed", self.mask.allowed, answers)
+        self.prepared["classify"] = made("classify", self.mask.classify, answers, of_tiles=True)
+        for rule in self.prepared.values():
+            rule.add_to(self.refs)
+
     def _add_answer(self, place: int, answer: Answer) -> None:
         name, array = f"answer {place}", answer.array
+        if answer.kind == TABLE or (answer.kind == NUMBER and self.prepared):
+            return  # read by the part of a prepared rule that runs outside
         if answer.kind == NUMBER:
             self.row.add(place, array.reshape(-1, 1, 1, 1))
         elif answer.kind == SUMMARY:
             table = self.row if answer.axis == self.axis else self.columns
             table.add(place, array[..., None])
-        elif answer.kind == TABLE:
-            self.refs.read(name, array, pl.BlockSpec(memory_space=pltpu.VMEM))
         elif answer.kind == PAIRS:
             self._add_pairs(name, answer)
         elif answer.axis == self.axis:

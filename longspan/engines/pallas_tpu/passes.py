@@ -144,8 +144,8 @@ def _operands_of_pass(
 def _statistics(plan: TpuPlan, x: PassArrays, layout: BlockLayout) -> dict[str, Any]:
     """The numbers of each query that the backward kernels read, by tile."""
     # Queries without keys have lse = -inf. Any finite value will do, because all their weights are masked. A very low
-    # sink must not make the weights of masked scores greater than 0.
-    lse = jnp.where(jnp.isfinite(x.lse), x.lse, 0)
+    # sink must not make the weights of masked scores greater than 0. NaN stays, so that the gradients are NaN as well.
+    lse = jnp.where(jnp.isneginf(x.lse), 0, x.lse)
     if not plan.biased:
         lse = jnp.maximum(lse, plan.first_max)
     by_query = dict(lse=lse * plan.log_base, delta=x.delta)

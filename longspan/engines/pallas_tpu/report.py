@@ -1,10 +1,10 @@
-"""What `explain(chip=)` says about a call on a TPU: memory, copies and the model's share of rows' own cost. No times."""
+"""What `explain(chip=)` prints about a call on a TPU: memory, copies, and the modelled share of rows' own cost."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from longspan.engines.pallas_tpu.chips import SMEM_LIMIT, Chip
+from longspan.engines.pallas_tpu.chips import SMEM_LIMIT, TpuChip
 from longspan.engines.pallas_tpu.plan import distinguishes_heads
 from longspan.engines.pallas_tpu.sizes import NAMES, call_sizes, padded
 from longspan.engines.request import Request
@@ -36,7 +36,7 @@ class ChipReport:
 
     @classmethod
     def of(
-        cls, chip: Chip, request: Request, tiles: tuple[int, int], layout: BlockLayout | None, counts: Counts | None,
+        cls, chip: TpuChip, request: Request, tiles: tuple[int, int], layout: BlockLayout | None, counts: Counts | None,
         *, fused: bool, is_proven: bool,
     ) -> "ChipReport":  # fmt: skip
         """The report of a call with these tiles; `layout` and `counts` are None where they depend on data."""
@@ -53,8 +53,9 @@ class ChipReport:
         )
         if counts is None or layout is None:
             return cls(**report)
-        B, N, K = (request.dims[axis] for axis in "BNK")
-        heads = N if distinguishes_heads(request, layout) else K
+        B, N, heads = request.dims["B"], request.dims["N"], request.dims["K"]
+        if distinguishes_heads(request, layout):
+            heads = N
         copies = B * heads / _distinct(layout)
         rows, forward = layout.q_tiles * B * heads, sizes.forward
         visits = copies * (counts.full + counts.partial + counts.empty)

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from longspan.engines.door import PAIRS, TABLE, record
-from longspan.engines.pallas_tpu.chips import MIB, SMEM_LIMIT, Chip
+from longspan.engines.pallas_tpu.chips import MIB, SMEM_LIMIT, TpuChip
 from longspan.engines.pallas_tpu.plan import distinguishes_heads
 from longspan.engines.request import Request
 
 LANES, SUBLANES = 128, 8
 KEPT = 256  # calls whose sizes are kept
 
-# The compiler spills intermediate results of a visit to VMEM: 2.4 to 5.9 bytes per pair in bfloat16 and 10.8 in float32,
-# found by compiling for v5e. Assumed are 4 bytes and two items of q.
-SPILLED, SPILLED_ITEMS = 4, 2
+# Bytes per pair of a visit for intermediate results, which the compiler spills to VMEM. Compiled for v5e, the forward
+# kernel takes 5.4 in bfloat16 and 10.8 in float32 with heads of 256, the backward kernels 2.4 to 5.9, and up to 26.
+SPILLED = {2: dict(forward=8, backward=8, dkv=8, dq=8), 4: dict(forward=12, backward=28, dkv=28, dq=28)}
 BY_QUERY = ("forward", "dq")  # kernels that compute all query heads of a row at once, the others one after the other
 
 NAMES = dict(
@@ -51,6 +51,7 @@ class CallSizes(NamedTuple):
     kernels: dict[str, KernelSizes]
     pairs: int  # one byte per pair, for rules that are arrays of pairs
     tables: int  # whole arrays that a user's function reads
+    indexes_arrays: bool  # whether it reads them at indices computed in a kernel
 
     @property
     def forward(self) -> KernelSizes:
@@ -63,9 +64,7 @@ def call_sizes(request: Request, q_tile: int, kv_tile: int, *, fused: bool) -> C
     return _call_sizes(structure, tuple(map(_shape_of, leaves)), q_tile, kv_tile, fused)
 
 
-def misfit(
-    request: Request, chip: Chip, q_tile: int, kv_tile: int, *, fused: bool, planned: bool
-) -> str | None:
+def misfit(request: Request, chip: TpuChip, q_tile: int, kv_tile: int, *, fused: bool, planned: bool) -> str | None:
     """The reason why a call does not fit a chip with these tiles, `planned` by the caller or by the engine."""
     if planned and (reason := _wrong_tiles(request, q_tile, kv_tile)):
         return reason
@@ -80,6 +79,12 @@ def misfit(
             f"the arrays of its Custom rules have {sizes.tables / 1024:,.1f} KiB, and at most {MAX_TABLES // 1024} KiB "
             "are supported, because each kernel holds them whole. Use smaller arrays, or engine='xla'"
         )
+    if sizes.indexes_arrays:
+        return (
+            "a function of its Custom or ScoreBias rules reads an array at indices that depend on the positions of "
+            "queries or keys, and the compiler for TPUs supports no such reads in a kernel. Indices by batch row and "
+            "head are supported. Use engine='xla' for others"
+        )
     for name, kernel in sizes.kernels.items():
         for memory, used, limit in (("VMEM", kernel.vmem, chip.vmem_limit), ("SMEM", kernel.smem, SMEM_LIMIT)):
             if used > limit:
@@ -90,17 +95,23 @@ def misfit(
     return None
 
 
-def fits(request: Request, chip: Chip, q_tile: int, kv_tile: int, *, fused: bool) -> bool:
+def fits(request: Request, chip: TpuChip, q_tile: int, kv_tile: int, *, fused: bool) -> bool:
     """Whether all kernels of a call fit VMEM with these tiles."""
     sizes = call_sizes(request, q_tile, kv_tile, fused=fused)
     return max(kernel.vmem for kernel in sizes.kernels.values()) <= chip.vmem_limit
 
 
-def padded_heads(request: Request) -> int:
-    """Bytes of q, k, v and out with every head padded to whole vector registers of 128 lanes."""
+def copied_bytes(request: Request, q_tile: int, kv_tile: int) -> int:
+    """Bytes of q, k, v and out with heads before tokens, of those that must be copied for that.
+
+    Heads are padded to whole vector registers, tokens to whole tiles. One head, or one token, needs no other order.
+    """
     B, T, S, N, K, H, Hv = request.dims.values()
-    lanes = padded(H) + padded(Hv)
-    return B * (T * N + S * K) * lanes * np.dtype(request.q.dtype).itemsize
+    total = 0
+    for tokens, heads, tile in ((T, N, q_tile), (S, K, kv_tile)):
+        if min(tokens, heads) > 1 or tokens % tile:
+            total += B * heads * -(-tokens // tile) * tile
+    return total * (padded(H) + padded(Hv)) * np.dtype(request.q.dtype).itemsize
 
 
 def padded(head_dim: int) -> int:
@@ -138,6 +149,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
 
     kernels: dict[str, KernelSizes] = {}
     answers: list[tuple[str, int]] = []
+    indexing: list[bool] = []
 
     def run(request: Request) -> None:
         request = request.with_scale().with_features().with_layout(q_tile, kv_tile)
@@ -150,9 +162,10 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
             rows *= dims["N"] // dims["K"]
 
         def note(name: str, refs: Any) -> None:
+            indexing.append(refs.indexes_arrays)
             name = name.removeprefix("longspan_")
             visited = rows if name in BY_QUERY else layout.q_tile
-            spilled = SPILLED + SPILLED_ITEMS * np.dtype(request.q.dtype).itemsize
+            spilled = SPILLED[np.dtype(request.q.dtype).itemsize][name]
             kernels[name] = _kernel_sizes(refs, spilled * visited * layout.kv_tile)
 
         measured = Measured(note)
@@ -163,7 +176,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
 
     jax.eval_shape(run, structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes]))
     of_kind = {kind: sum(size for found, size in answers if found == kind) for kind in (PAIRS, TABLE)}
-    return CallSizes(kernels, of_kind[PAIRS], of_kind[TABLE])
+    return CallSizes(kernels, of_kind[PAIRS], of_kind[TABLE], any(indexing))
 
 
 def _kernel_sizes(refs: Any, intermediates: int) -> KernelSizes:

@@ -3,7 +3,7 @@
 A visit computes all query heads that share a key/value head, so the rows of a visit are q_tile times their number.
 """
 
-from longspan.engines.pallas_tpu.chips import Chip
+from longspan.engines.pallas_tpu.chips import TpuChip
 from longspan.engines.pallas_tpu.sizes import LANES, fits
 from longspan.engines.request import Request
 
@@ -13,7 +13,7 @@ DECODED_KEYS = 1024
 LEAST_KEYS = 256  # smaller tiles are slower than keys that are padded
 
 
-def tiles_for(request: Request, chip: Chip, *, fused: bool) -> tuple[int, int]:
+def tiles_for(request: Request, chip: TpuChip, *, fused: bool) -> tuple[int, int]:
     """(q_tile, kv_tile) of a call on a chip."""
     dims, group = request.dims, 1
     if request.mask.heads == 1 and request.bias is None:
@@ -54,7 +54,7 @@ def _kv_tiles(dims: dict[str, int], preferred: int) -> list[int]:
     if dims["T"] <= DECODED:
         preferred, least = DECODED_KEYS, LANES
     dividing = [tile for tile in range(preferred, 0, -LANES) if S % tile == 0]
-    if dividing and (dividing[0] >= least or S < least):
+    if dividing and (dividing[0] >= least or least > S):
         return dividing
     first = min(preferred, -(-S // LANES) * LANES)
     if dims["T"] <= DECODED:

@@ -4,7 +4,7 @@ While a visit computes, the next visit's copies run. The last visit of a row sta
 buffer to which visits add (`Stream.is_sum`) is copied back after each visit; that copy too runs during the next visit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY, TABLE
+from longspan.engines.door import ENTRIES, NUMBER, PAIRS, SUMMARY
 from longspan.engines.pallas_tpu.operands import Operands
 from longspan.engines.pallas_tpu.places import Visit
+from longspan.engines.pallas_tpu.prepared import loaded_places
 from longspan.engines.pallas_tpu.refs import smem
 from longspan.masks.sides import QUERIES
 
@@ -66,8 +67,6 @@ class Walk:
             return self.row(place)
         if answer.kind == SUMMARY:
             return self.column(place, j)
-        if answer.kind == TABLE:
-            return self.refs[name][...]
         if answer.kind == ENTRIES and answer.axis == operands.axis:
             return self.refs[f"{name} column"][:, :1]
         value = self.buffer(name, slot)[...]
@@ -91,8 +90,7 @@ class Walk:
         operands, plan = self.operands, self.operands.plan
         q_tile, kv_tile = self.tiles(j)
         starts = q_tile * plan.q_tile, kv_tile * plan.kv_tile
-        load = partial(self.load, j, slot)
-        some, every = operands.mask.classify(load, self.batch_number, self.head_number, *starts)
+        some, every = self._evaluate("classify", j, slot, *starts)
         if plan.S % plan.kv_tile:
             every = every & ((kv_tile + 1) * plan.kv_tile <= plan.S)
         if operands.counts_repeats:
@@ -105,12 +103,13 @@ class Walk:
         """The pairs of a visit that the mask allows: bools [tile, other tile]."""
         operands, plan = self.operands, self.operands.plan
         q, kv = self.slots(j)
-        load = partial(self.load, j, slot)
-        pairs = operands.mask.allowed(load, self.batch_number, self.head_number, q, kv)
+        (pairs,) = self._evaluate("allowed", j, slot, q, kv)
         if jnp.ndim(pairs) == 4:
             pairs = pairs.reshape(pairs.shape[2:])
         if plan.S % plan.kv_tile:
             pairs = pairs & (kv < plan.S)
+        if plan.T % plan.q_tile:  # a key that only the padding sees may hold NaN
+            pairs = pairs & (q < plan.T)
         return jnp.broadcast_to(pairs, (operands.tile, operands.other_tile))
 
     def bias_and_allowed(self, j: Any, slot: Any, masked: bool) -> tuple[Any, Any]:
@@ -120,6 +119,17 @@ class Walk:
             return None, allowed
         bias = self.operands.bias.tile(self, j, slot)
         return jnp.where(bias == -jnp.inf, 0.0, bias), allowed & (bias != -jnp.inf)
+
+    def _evaluate(self, name: str, j: Any, slot: Any, q: Any, kv: Any) -> Sequence[Any]:
+        """The results of the mask's `allowed` or `classify`."""
+        mask, rule = self.operands.mask, self.operands.prepared.get(name)
+        if rule is not None:
+            loads = [self.load(j, slot, place) for place in loaded_places(mask.answers)]
+            return rule.split.inside(rule.values(self.refs), q, kv, *loads)
+        load, here = partial(self.load, j, slot), (self.batch_number, self.head_number)
+        if name == "classify":
+            return mask.classify(load, *here, q, kv)
+        return [mask.allowed(load, *here, q, kv)]
 
     def repeats(self, slot: Any) -> Any:
         """How often the pair of tiles counts in a walk over keys: the forward layout may list it more than once."""
