@@ -35,3 +35,10 @@ def test_masks_compile_with_the_engine_s_own_tiles(chip, T, name):
     mask = every_mask(shape.B, shape.N, shape.T, shape.S)[name]
     compiled = compile_both(chip, mask, operands_of(shape))
     assert kernels(compiled) == ["longspan_backward", "longspan_forward"]
+
+
+@pytest.mark.parametrize("name", ["dense", "segments", "between", "blocks", "global, flags", "composed"])
+@pytest.mark.parametrize("q_tile", [16, 64])
+def test_masks_compile_with_few_queries_in_each_tile(q_tile, name):
+    compiled = compile_both("v5e", MASKS[name], operands_of(SHAPE), tiles=dict(q_tile=q_tile, kv_tile=128))
+    assert kernels(compiled) == ["longspan_backward", "longspan_forward"]
