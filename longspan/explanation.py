@@ -231,20 +231,16 @@ class Explanation:
         report = self.chip
         if report is None:
             return []
-        known = f"{report.chip}: compiled for {report.chip}, "
-        rows = [
-            ("chip", known + ("run on one" if report.is_proven else "never run on one")),
+        known = "run on one" if report.is_proven else "never run on one"
+        return [
+            ("chip", f"{report.chip}: compiled for {report.chip}, {known}"),
             ("  VMEM", _of_limit(report.vmem_bytes, report.vmem_limit)),
             ("  SMEM", _of_limit(report.smem_bytes, report.smem_limit)),
+            ("  copied from and to HBM", short(report.copied_bytes, "B", 1024)),
             ("  lanes of heads in use", f"{report.lanes:.1%}; heads are padded to multiples of 128 lanes"),
-            (
-                "  copies from and to HBM",
-                short(report.copied_bytes, "B", 1024) + ", forward" * (report.copied_bytes is not None),
-            ),
             ("  useful products", _percent(report.useful_products, "of those executed, with padding")),
             ("  rows' own cost", _percent(report.row_share, "of the static model's cycles, forward")),
         ]
-        return rows
 
     def _kept(self) -> list[tuple[str, str]]:
         if self.cache_bytes is None:

@@ -68,7 +68,9 @@ def config_of(content: ConfigContent, **changes) -> Any:
     if has_labels(family.config):
         values["num_labels"] = number_of_labels(raw, where)
     known_keys = fields | {"model_type", "architectures", "num_labels", *family.renamed_keys}
-    values["extra"] = json.dumps({k: v for k, v in raw.items() if k not in known_keys})
+    extra = {key: value for key, value in raw.items() if key not in known_keys}
+    _refuse_unknown(extra, family, where)
+    values["extra"] = json.dumps(extra)
     try:
         config = family.config(**values)
     except (TypeError, ValueError) as error:
@@ -112,7 +114,16 @@ def _content(raw: Mapping[str, Any], where: str) -> ConfigContent:
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"{where} has architectures={names!r:.200}, which must be a list of names.")
     part, family = _model_part(raw, where)
-    return ConfigContent(part, family, where, names or [])
+    return ConfigContent(_respelled(part, family, where), family, where, names or [])
+
+
+def _respelled(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
+    """The content with Hugging Face's keys for those of another repository."""
+    names = {key: family.other_spellings.get(key, key) for key in raw}
+    for key, name in names.items():
+        if key != name and name in raw:
+            raise ValueError(f"{where} has both {key} and {name}, two spellings of one setting. Remove one of them.")
+    return {names[key]: value for key, value in raw.items()}
 
 
 def _model_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Family]:
@@ -154,6 +165,18 @@ def _override(content: ConfigContent, overrides: Mapping[str, Any]) -> ConfigCon
 def _shared_fields(config: type[Any]) -> set[str]:
     """The fields that have the same names in a `config.json`."""
     return {f.name for f in dataclasses.fields(config) if f.metadata.get("in_json", True)}
+
+
+def _refuse_unknown(extra: Mapping[str, Any], family: Family, where: str) -> None:
+    """Raises for keys that may change the model, in families that list all others."""
+    if family.ignored_keys is None:
+        return
+    unknown = sorted(set(extra) - family.ignored_keys)
+    if unknown:
+        raise ValueError(
+            f"{where} has {', '.join(map(repr, unknown))}, which Longspan does not know in a {family.model_type}. Such "
+            "a key may change the outputs. If it does not, remove it from config.json."
+        )
 
 
 def _refuse_nulls(raw: Mapping[str, Any], config: type[Any], where: str) -> None:

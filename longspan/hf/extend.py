@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def extend(
     *,
     sep_token_id: int | None = None,
 ) -> Encoder | Model:
-    """A Longformer with the parameters of a BERT or RoBERTa: the recipe of the Longformer paper (arXiv:2004.05150, §5).
+    """A Longformer with a BERT's or RoBERTa's parameters: the recipe of the Longformer paper (arXiv:2004.05150, §5).
 
     The table of positions is repeated until it has `max_positions` rows, and the projections of global tokens start as
     copies of the local ones. Texts shorter than the old table and the window keep their encodings exactly if padding
@@ -32,7 +33,7 @@ def extend(
     tokenizers do not truncate documents at the old one.
 
     Args:
-        model: a BERT or RoBERTa with any head; it is not changed.
+        model: a BERT, RoBERTa, XLM-RoBERTa or CamemBERT with any head; it is not changed.
         max_positions: the maximum number of tokens of the new model.
         window: the number of keys on each side of a token.
         sep_token_id: the token that ends the question in `QuestionAnswering`; by default the one in the model's config.
@@ -47,9 +48,10 @@ def extend(
     """
     old = model.config
     if isinstance(model, CausalLM) or not old.family.extendable:
-        extendable = " or ".join(family.model_type for family in FAMILIES if family.extendable)
+        names = [family.model_type for family in FAMILIES if family.extendable]
         raise ValueError(
-            f"`extend` turns a {extendable} model into a Longformer, got a {old.model_type}. Load a {extendable} model."
+            f"`extend` turns a {', '.join(names[:-1])} or {names[-1]} model into a Longformer, got a {old.model_type}. "
+            "Load a model of one of these families."
         )
     if max_positions < old.max_tokens:
         raise ValueError(
@@ -114,6 +116,7 @@ def _options(model) -> dict:
 
 def _values(model, config: LongformerConfig) -> dict:
     """The new model's parameters by path."""
+    old: Any = model.config
     flat = {tuple(path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     body = () if isinstance(model, Encoder) else ("encoder",)
     values = dict(flat)
@@ -121,7 +124,7 @@ def _values(model, config: LongformerConfig) -> dict:
         if path[-3:-1] in {("attention", name) for name in ("query", "key", "value")}:
             values[(*path[:-2], f"{path[-2]}_global", path[-1])] = value
     table = (*body, "embeddings", "position", "embedding")
-    values[table] = _tile(flat[table], model.config.first_position, config)
+    values[table] = _tile(flat[table], old.first_position, config)
     if isinstance(model, SequenceClassifier) and model.config.family.classifier_reads_pooler:
         for name in ("kernel", "bias"):
             values[("dense", name)] = values.pop(("encoder", "pooler", name))

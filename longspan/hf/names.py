@@ -9,8 +9,13 @@ from flax import nnx
 from longspan.models.families import FAMILIES
 from longspan.models.family import Family, ParameterNames, Task, hugging_face_name
 
-# The names of heads' tensors start with one of these.
-HEADS = tuple({name.partition(".")[0] + "." for f in FAMILIES for task in f.tasks for _, name in task.names})
+
+def heads_of(family: Family) -> tuple[str, ...]:
+    """The names of a family's heads' tensors start with one of these."""
+    return tuple({name.partition(".")[0] + "." for task in family.tasks for _, name in task.names})
+
+
+HEADS = tuple({head for family in FAMILIES for head in heads_of(family)})  # of all families
 
 
 class Parameter(NamedTuple):

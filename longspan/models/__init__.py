@@ -1,4 +1,4 @@
-"""Encoders (BERT, RoBERTa, Longformer, BigBird) and decoders (Llama, Mistral, Qwen, Gemma, Phi-3).
+"""Encoders (BERT, RoBERTa, Longformer, BigBird, ModernBERT, …) and decoders (Llama, Mistral, Qwen, Gemma, Phi-3).
 
 A model is a config and a task; `longspan.hf` reads and writes both.
 
@@ -30,8 +30,15 @@ from longspan.models.decoders.qwen3 import Qwen3Config as Qwen3Config
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.encoder import Encoder as Encoder
+from longspan.models.encoders.eurobert import EuroBertConfig as EuroBertConfig
 from longspan.models.encoders.longformer import LongformerConfig as LongformerConfig
+from longspan.models.encoders.modernbert import ModernBertConfig as ModernBertConfig
+from longspan.models.encoders.roberta import CamembertConfig as CamembertConfig
 from longspan.models.encoders.roberta import RobertaConfig as RobertaConfig
+from longspan.models.encoders.roberta import XLMRobertaConfig as XLMRobertaConfig
+from longspan.models.encoders.rotary_bert import GteConfig as GteConfig
+from longspan.models.encoders.rotary_bert import JinaEmbeddingsV3Config as JinaEmbeddingsV3Config
+from longspan.models.encoders.rotary_bert import NomicBertConfig as NomicBertConfig
 from longspan.models.encoders.tasks import MaskedLM as MaskedLM
 from longspan.models.encoders.tasks import Model as Model
 from longspan.models.encoders.tasks import QuestionAnswering as QuestionAnswering

@@ -9,11 +9,15 @@ from longspan.models.decoders.qwen2 import QWEN2
 from longspan.models.decoders.qwen3 import QWEN3
 from longspan.models.encoders.bert import BERT
 from longspan.models.encoders.bigbird import BIG_BIRD
+from longspan.models.encoders.eurobert import EUROBERT
 from longspan.models.encoders.longformer import LONGFORMER
-from longspan.models.encoders.roberta import ROBERTA
+from longspan.models.encoders.modernbert import MODERNBERT
+from longspan.models.encoders.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
+from longspan.models.encoders.rotary_bert import GTE, JINA_V3, NOMIC_BERT
 from longspan.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
-    *(BERT, ROBERTA, LONGFORMER, BIG_BIRD),
+    *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, LONGFORMER, BIG_BIRD),
+    *(MODERNBERT, EUROBERT, NOMIC_BERT, GTE, JINA_V3),
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3),
 )

@@ -65,6 +65,11 @@ class Family:
     # Keys of a `config.json` that our config does not have as fields. `read(content, where)` turns them into fields and
     # raises for values that the family does not support; `write(config)` turns fields into these keys.
     renamed_keys: tuple[str, ...] = ()
+    # Keys of other repositories' `config.json` files, and the keys of Hugging Face that mean the same.
+    other_spellings: Mapping[str, str] = field(default_factory=dict)
+    # Keys of a `config.json` that change nothing here and that `save` writes back. Other unknown keys are errors. None:
+    # every unknown key is written back.
+    ignored_keys: frozenset[str] | None = None
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = _no_fields
     write: Callable[[Any], dict[str, Any]] = _no_fields
     # override(content, overrides, where): a file's content with the keys that a caller of `hf.load` overrides.

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
@@ -40,26 +41,29 @@ def rms_norm(config: Config, size: int, *, dtype, param_dtype) -> RMSNorm:
 
 
 class LayerNorm(nnx.Module):
-    """(x − mean) / √(variance + eps) · scale + bias over the last axis, in float32 or float64.
+    """(x − mean) / √(variance + eps) · scale + bias over the last axis, in float32 or float64; the bias is optional.
 
     Flax's own mixes dtypes, which strict promotion rejects, and computes the variance as E[x²] − E[x]², which loses
     digits.
     """
 
-    def __init__(self, config: Config, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, use_bias: bool = True, dtype, param_dtype, rngs: nnx.Rngs):
         self.eps, self.dtype = config.layer_norm_eps, jnp.dtype(dtype)
         self.scale = nnx.Param(jnp.ones(config.hidden_size, param_dtype))
-        self.bias = nnx.Param(jnp.zeros(config.hidden_size, param_dtype))
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(config.hidden_size, param_dtype))
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
         row = *[1] * (x.ndim - 1), -1
         scale = jnp.asarray(self.scale[...], wide).reshape(row)
-        bias = jnp.asarray(self.bias[...], wide).reshape(row)
         x = x.astype(wide)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        return (x * scale + bias).astype(self.dtype)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps) * scale
+        if self.bias is not None:
+            x = x + jnp.asarray(self.bias[...], wide).reshape(row)
+        return x.astype(self.dtype)
 
 
 def by_pieces(function: Callable[[jax.Array], jax.Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -92,7 +96,8 @@ def concatenated_linear(layers: Sequence[nnx.Linear], x: Float[Array, "B T D"]) 
     biases = [layer.bias[...].astype(dtype) for layer in layers if layer.bias is not None]
     if biases:
         y = y + jnp.concatenate(biases)[None, None]
-    return jnp.split(y, len(layers), axis=-1)
+    ends = np.cumsum([layer.kernel[...].shape[1] for layer in layers[:-1]])
+    return jnp.split(y, ends.tolist(), axis=-1)
 
 
 def dropout(x: jax.Array, rate: float, key) -> jax.Array:

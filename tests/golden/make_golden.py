@@ -3,9 +3,11 @@
     python tests/golden/make_golden.py
 
 Each model is a directory with a checkpoint as `save_pretrained` writes it and a `cases.safetensors`: inputs, outputs
-and gradients as `<case>.input.x`, `<case>.output.x`, `<case>.cotangent.x` and `<case>.grad.x`.
+and gradients as `<case>.input.x`, `<case>.output.x`, `<case>.cotangent.x` and `<case>.grad.x`. `spellings.json` has
+what Hugging Face reads from the spellings in `peers.SPELLINGS`. Names of models as arguments make only those.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -23,6 +25,8 @@ def main() -> None:
     import transformers
 
     torch.use_deterministic_algorithms(True)
+    spelled = {family: [peers.spelled(family, raw) for raw in raws] for family, raws in peers.SPELLINGS.items()}
+    (HERE / "spellings.json").write_text(json.dumps(spelled) + "\n")
     for name in sys.argv[1:] or peers.names():
         model, directory = peers.make_model(name), HERE / name
         shutil.rmtree(directory, ignore_errors=True)

@@ -6,7 +6,7 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_golden import HERE, TOLERANCE, call, comparable_rows, names_in
+from test_golden import ALIASES, HERE, call, compare, golden, load_alias
 
 from longspan import hf
 from tests.golden import peers
@@ -38,6 +38,20 @@ def test_hugging_face_loads_what_we_save(name, tmp_path, caplog):
     want, got = (peers.run(m, case, gradients=False) for m in (hugging_face(HERE / name), loaded))
     for key in want:
         np.testing.assert_array_equal(got[key], want[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in peers.names() if name.startswith("roberta")])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_hugging_face_computes_robertas_of_other_names_alike(alias, name, tmp_path):
+    hf.save(load_alias(alias, name, tmp_path / "theirs"), tmp_path / "ours")
+    for directory in ("theirs", "ours"):
+        peer = hugging_face(tmp_path / directory)
+        assert type(peer).__name__.startswith(ALIASES[alias])
+        for case in peers.cases(name):
+            want = {key: value for key, value in golden(name, case.name).items() if key.startswith("output.")}
+            got = peers.run(peer, case, gradients=False)
+            for key in want:
+                np.testing.assert_allclose(got[key], want[key], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bertModel", "robertaModel", "bertForSequenceClassification", "robertaForMaskedLM"])
@@ -110,10 +124,3 @@ def hugging_face(directory):
 
     (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
     return getattr(transformers, architecture).from_pretrained(directory).eval()
-
-
-def compare(name, case, got, want):
-    rows = comparable_rows(name, case)
-    for field in names_in(want, "output."):
-        ours = np.asarray(getattr(got, field))[rows]
-        np.testing.assert_allclose(ours, want[f"output.{field}"][rows], atol=TOLERANCE, rtol=TOLERANCE, err_msg=field)

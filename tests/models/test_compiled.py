@@ -22,6 +22,7 @@ MASK = np.arange(29)[None] < np.array([[29], [17]])
 CONFIGS = {
     "longformer": models.LongformerConfig(**SIZES, window=3),
     "big_bird": models.BigBirdConfig(**SIZES, block_size=2, num_random_blocks=1),
+    "modernbert": models.ModernBertConfig(**SIZES, local_attention=6),
 }
 
 
@@ -55,6 +56,14 @@ def test_static_arguments_choose_a_program():
         got, want = (call(IDS, attention_type=kind, remat=True).logits for call in (run, model))
         np.testing.assert_allclose(got, want, atol=1e-5)
     assert not np.allclose(run(IDS, attention_type="original_full").logits, run(IDS).logits, atol=1e-3)
+
+
+def test_packed_documents_are_an_argument():
+    model = make(family="modernbert")
+    run, segments = models.compiled(model), np.repeat([[0, 1], [4, -1]], [13, 16], axis=1)
+    got, want = (call(IDS, MASK, segment_ids=segments).logits for call in (run, model))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert not np.allclose(got, run(IDS, MASK).logits, atol=1e-3)
 
 
 def test_changed_parameters_take_effect_and_compile_nothing(traces):

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 GOLDEN = peers.HERE.parent
 FULL = ("full_attention",) * 3
 NAN, INF = float("nan"), float("inf")
-ENCODERS = ("bert", "roberta", "longformer", "big_bird")
+BERTS = ("bert", "roberta", "longformer", "big_bird")
+ROTARY_BERTS = ("nomic_bert", "gte", "jina_embeddings_v3")
+ENCODERS = (*BERTS, "modernbert", "eurobert", *ROTARY_BERTS)
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 NO_COUNT = (-1, 0, True, "12", None, NAN, INF, 12.0, 10**30, [12], {})
 NO_EPS = (-1e-6, True, "1e-5", None, NAN, INF, 1e39, 10**400, [])
@@ -31,9 +33,29 @@ GEMMAS = ("gemma2", "gemma3_text")
 TABLE = [
     (ENCODERS + DECODERS, (*COUNTS, "max_position_embeddings"), NO_COUNT),
     (ENCODERS + DECODERS, ("tie_word_embeddings",), (0, 1, "", "no", None, [])),
-    (ENCODERS, ("type_vocab_size",), NO_COUNT),
-    (ENCODERS, ("layer_norm_eps", "initializer_range"), NO_EPS),
-    (ENCODERS, ("hidden_dropout_prob", "attention_probs_dropout_prob"), NO_SHARE),
+    ((*BERTS, "nomic_bert", "jina_embeddings_v3"), ("type_vocab_size",), NO_COUNT),
+    (("gte",), ("type_vocab_size",), (-1, True, "12", None, 1.0)),
+    (ENCODERS, ("initializer_range",), NO_EPS),
+    (BERTS + ROTARY_BERTS, ("layer_norm_eps",), NO_EPS),
+    (BERTS + ROTARY_BERTS, ("hidden_dropout_prob", "attention_probs_dropout_prob"), NO_SHARE),
+    (("eurobert", *ROTARY_BERTS), ("rope_theta",), NO_POSITIVE),
+    (("eurobert", *ROTARY_BERTS), ("rope_scaling", "rope_parameters"), (0, 5, False, "", "x", [])),
+    (("eurobert", *ROTARY_BERTS), ("head_dim",), (0, 3, True, "4", 4.5, [4], {})),
+    (("eurobert",), ("num_key_value_heads",), (*NOT_NULL, 2)),
+    (("eurobert",), ("rms_norm_eps",), NO_EPS),
+    (("eurobert",), ("attention_dropout",), NO_SHARE),
+    (("eurobert",), ("classifier_pooling",), (0, None, "", "cls", ["late"])),
+    (("eurobert",), ("attention_bias", "mlp_bias"), (0, 1, "", None)),
+    (("modernbert",), ("norm_eps",), NO_EPS),
+    (("modernbert",), ("attention_dropout", "embedding_dropout", "mlp_dropout", "classifier_dropout"), NO_SHARE),
+    (("modernbert",), ("global_rope_theta", "local_rope_theta"), NO_POSITIVE),
+    (("modernbert",), ("rope_scaling", "rope_parameters"), (0, 5, False, "", "x", [])),
+    (("modernbert",), ("global_attn_every_n_layers",), NO_COUNT),
+    (("modernbert",), ("local_attention", "sliding_window"), (-1, True, "12", None, NAN, 12.0, 10**30, [12])),
+    (("modernbert",), ("attention_bias", "mlp_bias", "norm_bias", "decoder_bias", "classifier_bias"), (0, 1, "", None)),
+    (("modernbert",), ("hidden_activation", "classifier_activation"), (0, None, "", "x", ["silu"])),
+    (("modernbert",), ("classifier_pooling",), (0, None, "", "max", "late", ["cls"])),
+    (("modernbert",), ("layer_types",), (5, "full_attention", [None], [["x"]], {}, True, ["chunked"] * 7)),
     (DECODERS, ("rms_norm_eps", "initializer_range"), NO_EPS),
     (DECODERS, ("head_dim", "num_key_value_heads"), NOT_NULL),
     (DECODERS, ("rope_theta",), NO_POSITIVE),
@@ -71,7 +93,7 @@ def test_a_wrong_number_is_an_error_that_names_file_and_key(name):
     for _, key, value in (case for case in WRONG if case[0] == name):
         # The numbers of layer norms and windows are checked whatever the file's rope is.
         raw = {**config(name), key: value}
-        if key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+        if key in ("rope_scaling", "rope_theta", "rope_local_base_freq", "global_rope_theta", "local_rope_theta"):
             raw.pop("rope_parameters")
         refused(raw, key, (key, value))
 

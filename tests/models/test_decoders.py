@@ -264,7 +264,9 @@ def slots(caches):
 
 
 def test_an_extended_decoder_is_refused():
-    with pytest.raises(ValueError, match="turns a bert or roberta model into a Longformer, got a llama"):
+    with pytest.raises(
+        ValueError, match="turns a bert, roberta, xlm-roberta or camembert model into a Longformer, got a llama"
+    ):
         hf.extend(load("llama"))
 
 

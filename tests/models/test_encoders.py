@@ -25,9 +25,15 @@ CONFIGS = {
     "roberta": models.RobertaConfig(**SIZES),
     "longformer": models.LongformerConfig(**SIZES, window=3),
     "big_bird": models.BigBirdConfig(**SIZES, block_size=2, num_random_blocks=1),
-}
+    "modernbert": models.ModernBertConfig(
+        **SIZES, local_attention=6, pad_token_id=0, embedding_dropout=0.1, attention_dropout=0.1, mlp_dropout=0.1,
+        classifier_dropout=0.1,
+    ),
+    "gte": models.GteConfig(**SIZES, pad_token_id=0, attention_probs_dropout_prob=0.1),
+}  # fmt: skip
 IDS = np.random.default_rng(0).integers(3, 19, (2, 29)).astype(np.int32)
 every_family = pytest.mark.parametrize("family", CONFIGS)
+PACKING = [name for name in CONFIGS if name not in ("longformer", "big_bird")]
 
 
 def make(family, kind=models.Encoder, **changes):
@@ -100,6 +106,32 @@ def test_padding_changes_no_token(family):
     np.testing.assert_allclose(got[:, :T], encode(model, short), atol=1e-5)
 
 
+@pytest.mark.parametrize("family", PACKING)
+def test_packed_documents_are_encoded_like_each_alone(family):
+    """Also if the attention mask hides the last token of a document, or the first one."""
+    model, segments = make(family), np.repeat([[3, 0, 8, -1], [1, 5, 5, 2]], [7, 11, 5, 6], axis=1)
+    mask = np.arange(29) != np.array([[17], [5]])
+    packed = np.asarray(run_packed(model, IDS, mask, segments))
+    for row, number in ((0, 0), (0, 3), (0, 8), (1, 5)):
+        (places,) = np.nonzero((segments[row] == number) & mask[row])
+        alone = encode(model, IDS[row, places][None])
+        np.testing.assert_allclose(packed[row, places], alone[0], atol=1e-5)
+
+
+@nnx.jit
+def run_packed(model, ids, mask, segments):
+    return model(ids, mask, segment_ids=segments).last_hidden_state
+
+
+def test_documents_are_not_packed_where_they_cannot_be():
+    segments = np.zeros(IDS.shape, np.int32)
+    for family in ("longformer", "big_bird"):
+        with pytest.raises(ValueError, match=f"`segment_ids` is not supported by a {family} model"):
+            make(family)(IDS, segment_ids=segments)
+    with pytest.raises(ValueError, match="`segment_ids` was given, but a SequenceClassifier gives one result per row"):
+        make("modernbert", models.SequenceClassifier)(IDS, segment_ids=segments)
+
+
 @every_family
 def test_masks_may_be_bools_ints_or_floats(family):
     model, mask = make(family), IDS % 5 != 0
@@ -123,7 +155,8 @@ def test_dropout_draws_from_the_calls_rngs(family):
     a, b, c = (logits(model, nnx.Rngs(dropout=seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(a, b)
     assert not np.allclose(a, c, atol=1e-3)
-    none = make(family, models.TokenClassifier, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    rates = [f.name for f in dataclasses.fields(CONFIGS[family]) if "dropout" in f.name]
+    none = make(family, models.TokenClassifier, **dict.fromkeys(rates, 0.0))
     np.testing.assert_allclose(none(IDS, deterministic=False).logits, model(IDS).logits, atol=1e-5)
     with pytest.raises(ValueError, match=re.escape("Pass `rngs=nnx.Rngs(dropout=seed)`")):
         model(IDS, deterministic=False)
@@ -245,6 +278,17 @@ def test_wrong_calls_say_what_to_do():
         make("big_bird")(IDS, attention_type="dense")
     with pytest.raises(ValueError, match="one for each of the 2 layers"):
         models.LongformerConfig(**SIZES, window=(1, 2, 3))
+    with pytest.raises(ValueError, match="`segment_ids` must be ints, got float32"):
+        model(IDS, segment_ids=IDS.astype(np.float32))
+    modern = make("modernbert")
+    with pytest.raises(ValueError, match="`token_type_ids` is not supported by this modernbert model"):
+        modern(IDS, token_type_ids=IDS)
+    with pytest.raises(ValueError, match="`position_ids` must be ints, got float32"):
+        modern(IDS, position_ids=IDS.astype(np.float32))
+    with pytest.raises(ValueError, match="`global_attention_mask` is not supported by a modernbert model"):
+        modern(IDS, global_attention_mask=IDS)
+    with pytest.raises(ValueError, match="`pooler=True` was given, but a modernbert has no pooler"):
+        models.Encoder(CONFIGS["modernbert"], pooler=True, rngs=nnx.Rngs(0))
 
 
 def test_few_global_tokens_have_the_gradients_of_many(monkeypatch):
@@ -331,8 +375,9 @@ def test_windows_may_come_as_any_ints():
 
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_concatenated_projections_are_the_same(use_bias):
-    make = partial(plain_layers.linear, CONFIGS["bert"], 12, 8, dtype=jnp.float32, param_dtype=jnp.float32)
-    layers = [make(use_bias=use_bias, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    """Also of different sizes, as those of grouped keys and values."""
+    make = partial(plain_layers.linear, CONFIGS["bert"], 12, dtype=jnp.float32, param_dtype=jnp.float32)
+    layers = [make(size, use_bias=use_bias, rngs=nnx.Rngs(size)) for size in (8, 4, 6)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)), jnp.float32)
     for got, layer in zip(plain_layers.concatenated_linear(layers, x), layers, strict=True):
         np.testing.assert_allclose(got, layer(x), rtol=1e-6, atol=1e-6)

@@ -58,6 +58,13 @@ def test_positions_repeat_with_the_old_table(family):
     assert long(jnp.tile(IDS, (1, 4))).last_hidden_state.shape == (2, 92, 12)
 
 
+def test_robertas_of_other_names_are_extended_too():
+    short = made(models.Encoder, models.CamembertConfig(**SIZES, extra='{"eos_token_id": 6}'), seed=2)
+    long = hf.extend(short, max_positions=100, window=23)
+    assert (long.config.model_type, long.config.sep_token_id) == ("longformer", 6)
+    np.testing.assert_allclose(long(IDS).last_hidden_state, short(IDS).last_hidden_state, atol=1e-5)
+
+
 def test_the_models_share_no_parameters():
     short = make("bert")
     long = hf.extend(short, max_positions=50, window=5)
@@ -68,7 +75,9 @@ def test_the_models_share_no_parameters():
 
 
 def test_what_cannot_be_extended_is_refused():
-    with pytest.raises(ValueError, match="turns a bert or roberta model into a Longformer, got a longformer"):
+    with pytest.raises(
+        ValueError, match="turns a bert, roberta, xlm-roberta or camembert model into a Longformer, got a longformer"
+    ):
         hf.extend(hf.extend(make("bert"), max_positions=50, window=5))
     with pytest.raises(ValueError, match="max_positions=36 must be at least 37"):
         hf.extend(make("bert"), max_positions=36)

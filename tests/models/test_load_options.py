@@ -17,10 +17,13 @@ from tests.selection import one_in
 
 GOLDEN = peers.HERE.parent
 ENCODERS = [
-    f"{name}{task}" for name in ("bert", "roberta", "longformer", "big_bird") for task in ("Model", "ForMaskedLM")
+    f"{name}{task}"
+    for name in ("bert", "roberta", "longformer", "big_bird", "modernbert", "eurobert", "gte")
+    for task in ("Model", "ForMaskedLM")
 ]
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 IDS = np.array([[5, 9, 7, 11, 4, 13]])
+EVERY_SECOND = (*("full_attention", "sliding_attention") * 3, "full_attention")
 MIXED = dict(dtype="bfloat16", param_dtype="float32")
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -113,6 +116,9 @@ def test_a_dtype_that_is_not_of_floats_is_refused(name, value):
         ("longformerModel", dict(attention_window=[4, 6]), dict(window=(2, 3))),
         ("longformerModel", dict(attention_window=np.int64(4)), dict(windows=(2, 2))),
         ("big_birdModel", dict(attention_type="original_full", num_random_blocks=0), {}),
+        ("modernbertModel", dict(local_attention=8, classifier_pooling="mean"), {}),
+        ("modernbertModel", dict(sliding_window=2), dict(local_attention=4)),
+        ("modernbertModel", dict(global_attn_every_n_layers=2), dict(kinds=EVERY_SECOND)),
         ("mistral", dict(sliding_window=None), dict(kinds=("full_attention",) * 3)),
         ("gemma2", dict(final_logit_softcapping=None, hidden_activation="silu"), dict(hidden_act="silu")),
         ("qwen2", dict(layer_types=["full_attention"] * 3), dict(kinds=("full_attention",) * 3)),

@@ -17,7 +17,17 @@ from longspan import hf
 from tests.golden import decoder_peers as peers
 
 GOLDEN = peers.HERE.parent
-ENCODERS = ("bert", "roberta", "longformer", "big_bird")
+ENCODERS = (
+    "bert",
+    "roberta",
+    "longformer",
+    "big_bird",
+    "modernbert",
+    "eurobert",
+    "nomic_bert",
+    "gte",
+    "jina_embeddings_v3",
+)
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "phi3")
 HUGE = 10**9
 
@@ -85,6 +95,25 @@ OF_ENCODERS = {
     "intermediate_size": "encoder.layer.0.intermediate.dense.weight in model.safetensors is [",
     "num_hidden_layers": "model.safetensors has the tensors of 2 layers",
 }
+
+
+def of_rotary(words, down, layers=2):
+    """The sizes of an encoder without a table of positions: its word embeddings, and the MLP's last matrix."""
+    return {
+        "vocab_size": f"{words}.weight in model.safetensors is [",
+        "hidden_size": f"{words}.weight in model.safetensors is [",
+        "intermediate_size": f"{down}.weight in model.safetensors is [",
+        "num_hidden_layers": f"model.safetensors has the tensors of {layers} layers",
+    }
+
+
+OF_ROTARY = {
+    "modernbert": of_rotary("embeddings.tok_embeddings", "layers.0.mlp.Wo", 7),
+    "eurobert": of_rotary("embed_tokens", "layers.0.mlp.down_proj"),
+    "nomic_bert": of_rotary("embeddings.word_embeddings", "encoder.layers.0.mlp.fc2"),
+    "gte": of_rotary("embeddings.word_embeddings", "encoder.layer.0.mlp.down_proj"),
+    "jina_embeddings_v3": of_rotary("embeddings.word_embeddings", "encoder.layers.0.mlp.fc2"),
+}
 OF_DECODERS = {
     "vocab_size": "embed_tokens.weight in model.safetensors is [29, 24]",
     "hidden_size": "embed_tokens.weight in model.safetensors is [29, 24]",
@@ -100,7 +129,7 @@ OF_DECODERS = {
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoders_sizes_that_the_file_does_not_have_allocate_nothing(name, checkpoint, rngs):
     windows = dict(attention_window=4) if name == "longformer" else {}
-    for key, words in OF_ENCODERS.items():
+    for key, words in OF_ROTARY.get(name, OF_ENCODERS).items():
         for value in (HUGE, 2**31 - 1):
             where = checkpoint(name, **windows, **{key: value})
             refused(where, "does not fit the tensors in", f"{key}={value}", words)

@@ -142,12 +142,14 @@ ENCODERS = {
     "bert": lambda: models.BertConfig(**ENCODER, max_position_embeddings=64),
     "longformer": lambda: models.LongformerConfig(**ENCODER, max_position_embeddings=64, window=3),
     "bigbird": lambda: models.BigBirdConfig(**ENCODER, max_position_embeddings=64, block_size=4, num_random_blocks=1),
+    "modernbert": lambda: models.ModernBertConfig(**ENCODER, local_attention=6, initializer_range=0.4),
 }
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "family", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird"))]
+    "family",
+    ["bert", "modernbert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird"))],
 )
 def test_an_encoder_on_devices_equals_one(family):
     encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
@@ -168,6 +170,20 @@ def test_an_encoder_in_another_order_needs_position_ids():
         encoder(TEXT[:, at], **shared)
     got = encoder(TEXT[:, at], position_ids=at[None], **shared).last_hidden_state
     np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_modernbert_in_another_order_counts_its_positions(packed):
+    """Windows and rotations follow the tokens, not the slots, so no `position_ids` are needed."""
+    model, at = models.TokenClassifier(ENCODERS["modernbert"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    given = dict(attention_mask=np.arange(T)[None] >= np.array([[0], [9]]))
+    if packed:
+        given["segment_ids"] = DOCUMENTS
+    want = model(TEXT, **given).logits
+    got = model(TEXT[:, at], **{k: x[:, at] for k, x in given.items()}, mesh=MESHES["sp4"](), order="zigzag").logits
+    there = given["attention_mask"][:, at]
+    np.testing.assert_allclose(np.asarray(got)[there], np.asarray(want)[:, at][there], rtol=1e-4, atol=1e-4)
 
 
 def asked(model):

@@ -167,5 +167,6 @@ def _no_chip(request: Request) -> str:
         )
     return (
         f"it runs on TPUs, and JAX's default backend here is {request.platform}. "
-        "longspan.engines.PallasTpu(interpret=True) interprets the kernels anywhere, for tests; engine='xla' runs on every platform"
+        "longspan.engines.PallasTpu(interpret=True) interprets the kernels anywhere, for tests; "
+        "engine='xla' runs on every platform"
     )

@@ -10,6 +10,7 @@ visit and a row's own bundles is exposed. The model's cycles are a lower bound o
 times. Only shares and the order of alternatives are used: the tiles of each chip, and a row's own share in `explain`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ SMEM_LIMIT = MIB
 LATENCY = 1e-6  # seconds from the start of a copy to its first bytes, assumed for every chip
 MEASURED_ROWS, MEASURED_KEYS = 512, 512  # the tile whose bundles the records hold
 MEASURED_HEAD = 128
+
+Count = int | float
 
 
 class Bundles(NamedTuple):
@@ -80,7 +83,9 @@ class TpuChip:
             factor *= 6  # passes of a float32 product in full precision
         return self.forward.full * factor, self.forward.partial * factor
 
-    def model(self, visits: tuple[int, int], rows: int, bundles: tuple, own: float, visit_bytes: int) -> RowCosts:
+    def model(
+        self, visits: Sequence[Count], rows: Count, bundles: Sequence[Count], own: Count, visit_bytes: int
+    ) -> RowCosts:
         """The cycles of (FULL, PARTIAL) visits, each of which copies `visit_bytes`, and of rows' own bundles."""
         copies = visit_bytes / self.bandwidth * self.clock
         busy = sum(count * max(cost, copies) for count, cost in zip(visits, bundles, strict=True))

@@ -86,7 +86,8 @@ class Operands:
         operands = cls(
             plan=plan, axis=axis, mask=mask, answers=answers, refs=KernelRefs(), intervals=layout.starts.shape[3],
             has_common=layout.common is not None, counts_repeats=layout.repeats and layout.is_transposed,
-            row=Table(), columns=Table(), streams=[], row_entries=[], bias=bias, prepared={}, dropout_place=dropout_place,
+            row=Table(), columns=Table(), streams=[], row_entries=[], bias=bias, prepared={},
+            dropout_place=dropout_place,
         )  # fmt: skip
         operands._add_tiles(layout, garbage)
         operands._prepare_mask(layout)

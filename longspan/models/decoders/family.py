@@ -169,16 +169,7 @@ class LayerTypes(DecoderConfig):
 
     def __post_init__(self):
         check_counts(self, "num_hidden_layers")
-        if self.layer_types is not None:
-            kinds: Any = self.layer_types
-            if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not all(isinstance(k, str) for k in kinds):
-                raise ValueError(f"`layer_types` must be a list of '{FULL}' and '{SLIDING}', got {kinds!r:.200}.")
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
-            if len(self.layer_types) != self.num_hidden_layers:
-                raise ValueError(
-                    f"`layer_types` must have an entry for each of num_hidden_layers={self.num_hidden_layers} layers, "
-                    f"got {len(self.layer_types)}."
-                )
+        check_layer_types(self)
         super().__post_init__()
 
     @property
@@ -190,6 +181,21 @@ class LayerTypes(DecoderConfig):
     def default_kind(self, number: int) -> str:
         """The kind of a layer if `layer_types` is None."""
         raise NotImplementedError
+
+
+def check_layer_types(config: Any) -> None:
+    """Raises unless `layer_types` is None or has a name for each layer, which become a tuple."""
+    kinds: Any = config.layer_types
+    if kinds is None:
+        return
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not all(isinstance(k, str) for k in kinds):
+        raise ValueError(f"`layer_types` must be a list of '{FULL}' and '{SLIDING}', got {kinds!r:.200}.")
+    object.__setattr__(config, "layer_types", tuple(kinds))
+    if len(kinds) != config.num_hidden_layers:
+        raise ValueError(
+            f"`layer_types` must have an entry for each of num_hidden_layers={config.num_hidden_layers} layers, "
+            f"got {len(kinds)}."
+        )
 
 
 def read_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rotary parameters in a `config.json`, in the spellings of Hugging Face's versions 4 and 5."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.core import FrozenDict, unfreeze
@@ -63,19 +63,21 @@ def standard_rope(
     return rope
 
 
-def override_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
+def override_rope(
+    raw: Mapping[str, Any], overrides: Mapping[str, Any], where: str, *, old_spelling: Sequence[str] = OLD_SPELLING
+) -> dict[str, Any]:
     """A file's content with some keys overridden. Old keys that would take precedence over them are removed."""
     new, parameters = {**raw, **overrides}, "rope_parameters"
-    old_spelling = [key for key in OLD_SPELLING if key in overrides]
-    if old_spelling and new.get(parameters):
+    old_keys = [key for key in old_spelling if key in overrides]
+    if old_keys and new.get(parameters):
         raise ValueError(
-            f"{where}: `{old_spelling[0]}` is overridden, but the config also has `{parameters}`, which "
+            f"{where}: `{old_keys[0]}` is overridden, but the config also has `{parameters}`, which "
             f"contains the same setting. Override only `{parameters}`, with `rope_type` and `rope_theta`."
         )
     if overrides.get(parameters) is None:
         return new
     _check_complete(object_of(overrides, parameters, where), where)
-    return {key: value for key, value in new.items() if key not in OLD_SPELLING}
+    return {key: value for key, value in new.items() if key not in old_spelling}
 
 
 def _check_complete(rope: Mapping[str, Any], where: str) -> None:

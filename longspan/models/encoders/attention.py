@@ -6,13 +6,14 @@ A family with another attention overrides `attend`, and if necessary `tokens` an
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from longspan.masks import Global
+from longspan.masks import Global, Mask, Segments
 from longspan.masks.by_slot import kv_flags
 from longspan.models.encoders.family import EncoderConfig
 from longspan.models.layers import concatenated_linear, linear
@@ -22,13 +23,27 @@ from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EncoderTokens:
-    """The padding and the global tokens of a batch, which all layers share."""
+    """The padding, the documents and the global tokens of a batch, which all layers share."""
 
     # `Any`, not shapes: JAX rebuilds the object with placeholders, which a type checker would reject.
     valid: Any = None  # bool [B, T]; None: no padding
+    segments: Any = None  # int [B, T], negative for padding; None: every row is one document
+    positions: Any = None  # int32 [T] or [B, T]: of the rotations; None in models with a table of positions
     is_global: Any = None  # bool [B, T]; None: a Longformer without global tokens
     full: bool = field(default=False, metadata=dict(static=True))  # BigBird: full attention in this call
     sharding: SequenceSharding = field(default=UNSHARDED, metadata=dict(static=True))
+
+
+class EncoderCall(NamedTuple):
+    """The arguments of an encoder's call that concern its attention."""
+
+    length: int
+    valid: Any  # bool [B, T]
+    segments: Any  # int [B, T]: `segment_ids`, negative for padding
+    position_ids: Any
+    global_attention_mask: Any
+    attention_type: str | None
+    sharding: SequenceSharding
 
 
 @jax.tree_util.register_dataclass
@@ -62,14 +77,7 @@ class FullAttention(nnx.Module):
         return self.attend(x, q, k, v, tokens, layer, self.dropout(dropout_key)).reshape(x.shape)
 
     def attend(self, x, q, k, v, tokens: EncoderTokens, layer: LayerOptions, dropout: dict) -> Any:
-        if tokens.valid is None:
-            mask = None
-        elif tokens.sharding.mesh is None:
-            mask = Global(kv_flags=tokens.valid, rows=False)
-        else:
-            # The same pairs. `Global` on a mesh would send the flagged keys to all devices, as if they were few.
-            mask = kv_flags(tokens.valid)
-        return tokens.sharding.attention(q, k, v, mask=mask, **dropout)
+        return tokens.sharding.attention(q, k, v, mask=_mask(tokens), **dropout)
 
     def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.config.num_attention_heads, -1)
@@ -80,10 +88,10 @@ class FullAttention(nnx.Module):
             return {}
         return dict(dropout_rate=rate, dropout_key=key)
 
-    def tokens(self, length: int, valid, global_attention_mask, attention_type: str | None) -> EncoderTokens:
+    def tokens(self, call: EncoderCall) -> EncoderTokens:
         """The arguments of a call, checked, as `EncoderTokens`."""
-        self.check_unused(global_attention_mask=global_attention_mask, attention_type=attention_type)
-        return EncoderTokens(valid=valid)
+        self.check_unused(global_attention_mask=call.global_attention_mask, attention_type=call.attention_type)
+        return EncoderTokens(valid=call.valid, segments=call.segments)
 
     def fit(self, x: Float[Array, "B T D"], tokens: EncoderTokens) -> tuple[jax.Array, EncoderTokens]:
         """The input, padded to a length that the attention supports."""
@@ -98,3 +106,26 @@ class FullAttention(nnx.Module):
         for name, value in arguments.items():
             if value is not None:
                 raise ValueError(f"`{name}` is not supported by a {self.config.model_type} model. Leave `{name}` out.")
+
+
+def segments_of(valid: Any, segment_ids: Any) -> Any:
+    """The segment id of every token, -1 for padding; None if a row is one document without padding."""
+    if segment_ids is None and valid is None:
+        return None
+    if segment_ids is None:
+        return jnp.where(valid, 0, -1).astype(jnp.int32)
+    segment_ids = jnp.asarray(segment_ids, jnp.int32)
+    if valid is None:
+        return segment_ids
+    return jnp.where(valid, segment_ids, jnp.int32(-1))
+
+
+def _mask(tokens: EncoderTokens) -> Mask | None:
+    if tokens.segments is not None:
+        return Segments(tokens.segments)
+    if tokens.valid is None:
+        return None
+    if tokens.sharding.mesh is None:
+        return Global(kv_flags=tokens.valid, rows=False)
+    # The same pairs. `Global` on a mesh would send the flagged keys to all devices, as if they were few.
+    return kv_flags(tokens.valid)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longspan.models.encoders.attention import FullAttention
-from longspan.models.encoders.encoder import Embeddings, Encoder
-from longspan.models.encoders.family import EncoderConfig, EncoderFamily
+from longspan.models.encoders.encoder import Embeddings, Encoder, stack_layers
+from longspan.models.encoders.family import BertFields, EncoderFamily
 from longspan.models.encoders.tasks import MaskedLM, QuestionAnswering, SequenceClassifier, TokenClassifier
 from longspan.models.family import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig(EncoderConfig):
+class BertConfig(BertFields):
     """A BERT encoder: full attention, positions counted from 0.
 
     Fields have the names of `config.json`; the defaults are bert-base.
@@ -33,6 +33,19 @@ class BertConfig(EncoderConfig):
     @property
     def family(self) -> EncoderFamily:
         return BERT
+
+    @property
+    def first_position(self) -> int:
+        """The first token's row of the position table."""
+        return 0
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_position_embeddings - self.first_position
+
+    @property
+    def position_rows(self) -> int | None:
+        return self.max_position_embeddings
 
 
 BODY = (
@@ -75,5 +88,6 @@ BERT = EncoderFamily(
     extendable=True,
     embeddings=Embeddings,
     attention=FullAttention,
+    stack=stack_layers,
     classifier_reads_pooler=True,
 )

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from longspan.checks import check_choice
 from longspan.models.encoders.attention import EncoderTokens, FullAttention, LayerOptions
 from longspan.models.encoders.bert import BODY, ENCODER, MASKED_LM, TOKEN_CLASSIFIER, BertConfig
-from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.encoder import Embeddings, stack_layers
 from longspan.models.encoders.family import NOT_IN_JSON, NULLABLE, EncoderFamily
 from longspan.models.encoders.roberta import SEQUENCE_CLASSIFIER
 from longspan.models.encoders.tasks import QuestionAnswering
@@ -98,13 +98,14 @@ class BigBirdAttention(FullAttention):
     def __init__(self, config: BigBirdConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         super().__init__(config, use_bias=config.use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-    def tokens(self, length, valid, global_attention_mask, attention_type):
-        self.check_unused(global_attention_mask=global_attention_mask)
+    def tokens(self, call):
+        self.check_unused(global_attention_mask=call.global_attention_mask, segment_ids=call.segments)
+        attention_type = call.attention_type
         if attention_type is None:
             attention_type = self.config.attention_type
         check_choice("attention_type", attention_type, ATTENTION_TYPES)
-        full = attention_type == "original_full" or length <= self.config.longest_full
-        return EncoderTokens(valid=valid, full=full)
+        full = attention_type == "original_full" or call.length <= self.config.longest_full
+        return EncoderTokens(valid=call.valid, full=full)
 
     def fit(self, x, tokens):
         """The input padded to a whole number of blocks; no token attends to the padding."""
@@ -169,6 +170,7 @@ BIG_BIRD = EncoderFamily(
     unused=("cls.seq_relationship.",),
     embeddings=BigBirdEmbeddings,
     attention=BigBirdAttention,
+    stack=stack_layers,
     classifier_activation=None,
     answers_have_layer=True,
     answers_follow_question=True,

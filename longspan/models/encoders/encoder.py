@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from longspan.array_types import Array as AnyArray
 from longspan.axes import BATCH_AXES, HEAD_AXIS
+from longspan.masks import positions_from_segments
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.encoders.attention import EncoderTokens, LayerOptions
+from longspan.models.encoders.attention import EncoderCall, EncoderTokens, LayerOptions, segments_of
 from longspan.models.encoders.family import EncoderConfig
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.explicit_axes import accepts_explicit_axes
@@ -25,11 +26,11 @@ from longspan.parallel.sequence_sharding import SequenceSharding
 
 
 class Encoder(nnx.Module):
-    """A BERT, RoBERTa, Longformer or BigBird encoder. The config decides the family.
+    """An encoder, for example a BERT, a Longformer or a ModernBERT. The config decides the family.
 
     Args:
-        config: a `BertConfig`, `RobertaConfig`, `LongformerConfig` or `BigBirdConfig`.
-        pooler: whether there is a pooler, which computes `pooler_output`.
+        config: for example a `BertConfig` or a `ModernBertConfig`.
+        pooler: whether there is a pooler, which computes `pooler_output`; by default as in Hugging Face.
         dtype: the dtype of the computation; softmax and layer-norm statistics are at least float32.
         param_dtype: the dtype of the parameters.
         rngs: random keys for the initial parameters. Dropout uses the `rngs` of a call.
@@ -51,15 +52,25 @@ class Encoder(nnx.Module):
     suffixes: ClassVar[tuple[str, ...]] = ("Model",)  # of Hugging Face's class names, which start with the family
 
     def __init__(
-        self, config: EncoderConfig, *, pooler: bool = True, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self,
+        config: EncoderConfig,
+        *,
+        pooler: bool | None = None,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
     ):
         check_rngs(rngs)
+        if pooler is None:
+            pooler = config.family.has_pooler and config.family.default_pooler
+        if pooler and not config.family.has_pooler:
+            raise ValueError(f"`pooler=True` was given, but a {config.model_type} has no pooler. Leave it out.")
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.deterministic = True
         self.source: str | None = None
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embeddings = config.family.embeddings(config, **options)
-        self.layers = _stack_layers(config, **options)
+        self.layers = config.family.stack(config, **options)
         if pooler:
             self.pooler = linear(config, config.hidden_size, config.hidden_size, **options)
         else:
@@ -75,6 +86,7 @@ class Encoder(nnx.Module):
         inputs_embeds: Float[AnyArray, "B T D"] | None = None,
         deterministic: bool | None = None,
         *,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
         attention_type: str | None = None,
         remat: bool = False,
         rngs: Rngs | None = None,
@@ -91,13 +103,16 @@ class Encoder(nnx.Module):
         Args:
             input_ids: token ids.
             attention_mask: nonzero for tokens, 0 for padding; bools, ints or floats.
-            token_type_ids: the token type of each token; 0 by default.
+            token_type_ids: the token type of each token; 0 by default. Not in models without a table of token types.
             global_attention_mask: nonzero for global tokens. Longformer only.
-            position_ids: rows of the position table. By default they are counted, in RoBERTa and Longformer without
-                padding.
+            position_ids: rows of the position table, or the positions of the rotations in models that rotate queries
+                and keys. By default they are counted, in RoBERTa and Longformer without padding.
             inputs_embeds: word embeddings instead of `input_ids`.
             deterministic: False turns dropout on. The default is the model's `deterministic`, which `model.train()`
                 and `model.eval()` set and which is True at first.
+            segment_ids: the document of each token in packed rows, negative for padding. Tokens attend to their own
+                document only, and rows of the position table are counted from the start of each document. The
+                `pooler_output` is that of the first document. Not supported by Longformer and BigBird.
             attention_type: "block_sparse" or "original_full", overrides the config's. BigBird only.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
             rngs: the random keys of dropout: an `nnx.Rngs` with the stream "dropout", a stream, or a JAX key. Inside
@@ -105,8 +120,8 @@ class Encoder(nnx.Module):
             mesh: shards the sequence over the devices of this mesh, as in `ls.parallel.attention`. By default every
                 device has the whole sequence.
             axis: the mesh axis that shards the sequence.
-            order: the order of the tokens on that axis, as in `ls.parallel.shard_batch`. Every order except
-                "contiguous" needs `position_ids`.
+            order: the order of the tokens on that axis, as in `ls.parallel.shard_batch`. Models with a table of
+                positions need `position_ids` in every order except "contiguous".
             batch_axes: the mesh axes that shard the batch, as in `ls.parallel.attention`.
             head_axis: the mesh axis that shards the heads, likewise.
         """
@@ -117,6 +132,7 @@ class Encoder(nnx.Module):
             global_attention_mask=global_attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            segment_ids=segment_ids,
         )
         check_inputs(self.config, **arrays)
         check_call_rngs(rngs)
@@ -129,28 +145,32 @@ class Encoder(nnx.Module):
 
     @accepts_explicit_axes
     def _forward(
-        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
-        attention_type: str | None, remat: bool, sharding: SequenceSharding,
+        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds,
+        segment_ids, keys, *, attention_type: str | None, remat: bool, sharding: SequenceSharding,
     ) -> Output:  # fmt: skip
         embedding_key, layer_keys = keys or (None, None)
-        attention, valid = self.layers.attention, None
+        attention, valid, segments = self.layers.attention, None, None
         if attention_mask is not None:
             valid = jnp.asarray(attention_mask).astype(bool)
+        if segment_ids is not None:
+            segments = segments_of(valid, segment_ids)
         T = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-        tokens = attention.tokens(T, valid, global_attention_mask, attention_type)
-        tokens = dataclasses.replace(tokens, sharding=sharding)
-        if sharding.positions(T) is not None and position_ids is None:
+        call = EncoderCall(T, valid, segments, position_ids, global_attention_mask, attention_type, sharding)
+        tokens = dataclasses.replace(attention.tokens(call), sharding=sharding)
+        if sharding.positions(T) is not None and position_ids is None and self.config.position_rows is not None:
             raise ValueError(
                 f"`position_ids` is missing. order={sharding.order!r} moves tokens to other slots, so an encoder "
                 "needs the position of each token. Pass `position_ids` in the same order as `input_ids`."
             )
-        x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, dropout_key=embedding_key)
+        x = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, segments, dropout_key=embedding_key)
         x, tokens = attention.fit(x, tokens)
-        graph, parameters = nnx.split(self.layers)
-        x = _run_layers(graph, remat, parameters, x, tokens, layer_keys)[:, :T]
+        x = self.layers.run(x, tokens, layer_keys, remat=remat)[:, :T]
         pooled = None
         if self.pooler is not None:
-            pooled = jnp.tanh(self.pooler(x[:, 0]))
+            first = x[:, 0]
+            if self.config.position_rows is None:
+                first = first_tokens(x, valid, sharding.positions(T))
+            pooled = jnp.tanh(self.pooler(first))
         return Output(last_hidden_state=x, pooler_output=pooled)
 
     @property
@@ -169,24 +189,28 @@ class Embeddings(nnx.Module):
         self.config = config
         self.word = embed(config, config.vocab_size, **options)
         self.position = embed(config, config.max_position_embeddings, **options)
-        self.token_type = embed(config, config.type_vocab_size, **options)
+        self.token_type = embed(config, config.token_types, **options)
         self.norm = LayerNorm(config, **options)
 
-    def __call__(self, input_ids, token_type_ids, position_ids, inputs_embeds, *, dropout_key) -> Float[Array, "B T D"]:
+    def __call__(
+        self, input_ids, token_type_ids, position_ids, inputs_embeds, segments, *, dropout_key
+    ) -> Float[Array, "B T D"]:
         if inputs_embeds is None:
             word = self.word(jnp.asarray(input_ids, jnp.int32))
         else:
             word = jnp.asarray(inputs_embeds, self.word.dtype)
         if position_ids is None:
-            position_ids = self.positions(input_ids, word.shape[1])
+            position_ids = self.positions(input_ids, word.shape[1], segments)
         if token_type_ids is None:
             token_type_ids = jnp.zeros((1, 1), jnp.int32)
         x = self.scale(word) + self.token_type(jnp.asarray(token_type_ids, jnp.int32))
         x = x + self.position(jnp.asarray(position_ids, jnp.int32))
         return self.finish(x, dropout_key)
 
-    def positions(self, input_ids, length: int) -> jax.Array:
+    def positions(self, input_ids, length: int, segments) -> jax.Array:
         """The default rows of the position table."""
+        if segments is not None:
+            return positions_from_segments(segments) + self.config.first_position
         return jnp.arange(length, dtype=jnp.int32)[None] + self.config.first_position
 
     def scale(self, word: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -197,7 +221,12 @@ class Embeddings(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention and a feed-forward network, each added to its input and normalised afterwards."""
+    """Self-attention and a feed-forward network, each added to its input and normalised afterwards.
+
+    `stack_layers` makes all layers of an encoder as one such module, and `run` applies them.
+    """
+
+    config: Any  # `Any`: fields of `BertFields`
 
     def __init__(self, config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -217,9 +246,16 @@ class EncoderLayer(nnx.Module):
         x = self.out_norm(dropout(attended, self.config.hidden_dropout_prob, residual_key) + x)
         return self.feed_forward(x, x, mlp_key)
 
+    def run(self, x: Float[Array, "B T D"], tokens: EncoderTokens, keys, *, remat: bool) -> Float[Array, "B T D"]:
+        """The output of all layers of a stack."""
+        graph, parameters = nnx.split(self)
+        return _run_layers(graph, remat, parameters, x, tokens, keys)
+
 
 class FeedForward(nnx.Module):
     """norm(down(act(up(x))) + residual)."""
+
+    config: Any
 
     def __init__(self, config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -234,7 +270,17 @@ class FeedForward(nnx.Module):
         return self.norm(dropout(hidden, self.config.hidden_dropout_prob, dropout_key) + residual)
 
 
-def _stack_layers(config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs) -> EncoderLayer:
+def first_tokens(x: Float[Array, "B T D"], valid, positions) -> Float[Array, "B D"]:
+    """The first token of each row that is not padding; the first slot of a row of padding alone."""
+    if valid is None:
+        return x[:, 0]
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+    first = jnp.argmin(jnp.where(valid, positions[None], x.shape[1]), axis=1)
+    return jnp.take_along_axis(x, first[:, None, None], axis=1)[:, 0]
+
+
+def stack_layers(config: EncoderConfig, *, dtype, param_dtype, rngs: nnx.Rngs) -> EncoderLayer:
     """All layers as one module, whose parameters have the layers as their first axis."""
 
     @nnx.split_rngs(splits=config.num_hidden_layers)
@@ -268,7 +314,7 @@ def _run_layers(graph, remat: bool, parameters, x, tokens: EncoderTokens, keys):
 
 def uses_dropout(config: EncoderConfig, deterministic: bool) -> bool:
     """Whether a call of the encoder draws a random key, from which all its dropout keys are split."""
-    return not deterministic and max(config.hidden_dropout_prob, config.attention_probs_dropout_prob) > 0
+    return not deterministic and config.max_dropout > 0
 
 
 def _dropout_keys(config: EncoderConfig, deterministic: bool, rngs: Rngs | None):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from longspan.masks import Mask, Segments, Window
 from longspan.models.encoders.attention import EncoderTokens, FullAttention, LayerOptions
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER
+from longspan.models.encoders.encoder import stack_layers
 from longspan.models.encoders.family import NOT_IN_JSON, NULLABLE, EncoderFamily, check_is_encoder
 from longspan.models.encoders.roberta import MASKED_LM, SEQUENCE_CLASSIFIER, RobertaConfig, RobertaEmbeddings
 from longspan.models.fields import MAX_INT32, check_counts, is_count
@@ -92,12 +93,12 @@ class LongformerAttention(FullAttention):
         self.key_global = linear(config, config.hidden_size, config.hidden_size, **options)
         self.value_global = linear(config, config.hidden_size, config.hidden_size, **options)
 
-    def tokens(self, length, valid, global_attention_mask, attention_type):
-        self.check_unused(attention_type=attention_type)
+    def tokens(self, call):
+        self.check_unused(attention_type=call.attention_type, segment_ids=call.segments)
         is_global = None
-        if global_attention_mask is not None:
-            is_global = jnp.asarray(global_attention_mask).astype(bool)
-        return EncoderTokens(valid=valid, is_global=is_global)
+        if call.global_attention_mask is not None:
+            is_global = jnp.asarray(call.global_attention_mask).astype(bool)
+        return EncoderTokens(valid=call.valid, is_global=is_global)
 
     def layer_groups(self, length, tokens):
         groups = itertools.groupby(self.config.windows)
@@ -214,5 +215,6 @@ LONGFORMER = EncoderFamily(
     write=_write,
     embeddings=RobertaEmbeddings,
     attention=LongformerAttention,
+    stack=stack_layers,
     lm_activation="gelu",
 )

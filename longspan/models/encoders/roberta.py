@@ -1,13 +1,13 @@
-"""RoBERTa (arXiv:1907.11692): a BERT whose positions skip padding."""
+"""RoBERTa (arXiv:1907.11692): a BERT whose positions skip padding; XLM-RoBERTa and CamemBERT, the same models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
 
 from longspan.models.encoders.attention import FullAttention
 from longspan.models.encoders.bert import BODY, ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER, BertConfig
-from longspan.models.encoders.encoder import Embeddings
+from longspan.models.encoders.encoder import Embeddings, stack_layers
 from longspan.models.encoders.family import EncoderFamily
 from longspan.models.encoders.tasks import MaskedLM, SequenceClassifier
 from longspan.models.family import Task
@@ -51,13 +51,53 @@ class RobertaConfig(BertConfig):
         return self.pad_token_id + 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class XLMRobertaConfig(RobertaConfig):
+    """An XLM-RoBERTa encoder (arXiv:1911.02116): a RoBERTa with another vocabulary. The defaults are xlm-roberta-base.
+
+    Example:
+        >>> from longspan import models
+        >>> models.XLMRobertaConfig(max_position_embeddings=8194).max_tokens
+        8192
+    """
+
+    vocab_size: int = 250002
+
+    model_type: ClassVar[str] = "xlm-roberta"
+
+    @property
+    def family(self) -> EncoderFamily:
+        return XLM_ROBERTA
+
+
+@dataclass(frozen=True, kw_only=True)
+class CamembertConfig(RobertaConfig):
+    """A CamemBERT encoder (arXiv:1911.03894): a RoBERTa with another vocabulary. The defaults are camembert-base.
+
+    Example:
+        >>> from longspan import models
+        >>> models.CamembertConfig().max_tokens
+        512
+    """
+
+    vocab_size: int = 32005
+
+    model_type: ClassVar[str] = "camembert"
+
+    @property
+    def family(self) -> EncoderFamily:
+        return CAMEMBERT
+
+
 class RobertaEmbeddings(Embeddings):
     """Embeddings whose padding has its own position, one before the first token's."""
 
-    def positions(self, input_ids, length):
-        if input_ids is None:
-            return super().positions(input_ids, length)
+    def positions(self, input_ids, length, segments):
         pad = self.config.pad_token_id
+        if segments is not None:
+            return jnp.where(segments < 0, jnp.int32(pad), super().positions(input_ids, length, segments))
+        if input_ids is None:
+            return super().positions(input_ids, length, segments)
         is_token = (jnp.asarray(input_ids, jnp.int32) != pad).astype(jnp.int32)
         return jnp.cumsum(is_token, axis=1, dtype=jnp.int32) * is_token + pad
 
@@ -87,7 +127,16 @@ ROBERTA = EncoderFamily(
     extendable=True,
     embeddings=RobertaEmbeddings,
     attention=FullAttention,
+    stack=stack_layers,
     # The masked-LM head has the exact GELU, whatever `hidden_act` is.
     lm_activation="gelu",
     separator=2,
+)
+
+# Classes of their own in Hugging Face, with RoBERTa's tensors and computation.
+XLM_ROBERTA = replace(
+    ROBERTA, config=XLMRobertaConfig, name="XLMRoberta", defaults=dict(ROBERTA.defaults, vocab_size=30522)
+)
+CAMEMBERT = replace(
+    ROBERTA, config=CamembertConfig, name="Camembert", defaults=dict(ROBERTA.defaults, vocab_size=30522)
 )

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from longspan.array_types import Array as AnyArray
 from longspan.axes import BATCH_AXES, HEAD_AXIS
 from longspan.models.activations import ACTIVATIONS
-from longspan.models.encoders.encoder import Encoder, FeedForward, uses_dropout
-from longspan.models.encoders.family import EncoderConfig
+from longspan.models.encoders.encoder import Encoder, FeedForward, first_tokens, uses_dropout
+from longspan.models.encoders.family import EncoderConfig, HeadTransform
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.explicit_axes import accepts_explicit_axes, vocab_axes_of
 from longspan.models.layers import LayerNorm, dropout, linear
@@ -33,8 +33,11 @@ class Model(nnx.Module):
 
     task: ClassVar[str]  # as in `Encoder`
     suffixes: ClassVar[tuple[str, ...]]
+    packs: ClassVar[bool] = True  # whether a row may contain several documents
 
     config: Any  # `Any`: some families add fields
+    dense: Any  # None without a transform
+    norm: Any
 
     def __init__(self, config: EncoderConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -52,6 +55,7 @@ class Model(nnx.Module):
         inputs_embeds: Float[AnyArray, "B T D"] | None = None,
         deterministic: bool | None = None,
         *,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
         attention_type: str | None = None,
         remat: bool = False,
         rngs: Rngs | None = None,
@@ -69,6 +73,7 @@ class Model(nnx.Module):
             global_attention_mask=global_attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            segment_ids=segment_ids,
         )
         check_inputs(self.config, **arrays)
         check_call_rngs(rngs)
@@ -85,7 +90,7 @@ class Model(nnx.Module):
         They are drawn before anything is computed under `jit`, where the caller's stream could not count them.
         """
         encoder_key = head_key = None
-        head_drops = not deterministic and max(self.config.hidden_dropout_prob, self.config.head_dropout) > 0
+        head_drops = not deterministic and self.config.max_head_dropout > 0
         if head_drops:
             rngs = dropout_stream(rngs)
         if uses_dropout(self.config, deterministic):
@@ -96,9 +101,14 @@ class Model(nnx.Module):
 
     @accepts_explicit_axes
     def _forward(
-        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds, keys, *,
-        deterministic: bool, sharding: SequenceSharding, **options,
+        self, input_ids, attention_mask, token_type_ids, global_attention_mask, position_ids, inputs_embeds,
+        segment_ids, keys, *, deterministic: bool, sharding: SequenceSharding, **options,
     ) -> Output:  # fmt: skip
+        if segment_ids is not None and not self.packs:
+            raise ValueError(
+                f"`segment_ids` was given, but a {type(self).__name__} gives one result per row, not one per document. "
+                "Put each document into its own row."
+            )
         shape = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         positions = sharding.positions(shape[1])
         if global_attention_mask is None and self.config.family.attention.has_globals:
@@ -114,12 +124,13 @@ class Model(nnx.Module):
             position_ids,
             inputs_embeds,
             deterministic,
+            segment_ids=segment_ids,
             rngs=None if encoder_key is None else SingleKey(encoder_key),
             **sharding.options,
             **options,
         )
         head_keys = [None, None] if head_key is None else jax.random.split(head_key, 2)
-        return dataclasses.replace(output, **self.head(output, input_ids, head_keys, positions))
+        return dataclasses.replace(output, **self.head(output, input_ids, attention_mask, head_keys, positions))
 
     @property
     def _vocab_axes(self) -> Any:
@@ -127,9 +138,28 @@ class Model(nnx.Module):
         return None
 
     # `positions`, int [T], are those of the tokens in each slot; None if slots and positions are equal.
-    def head(self, output: Output, input_ids, keys, positions) -> dict[str, jax.Array]:
+    def head(self, output: Output, input_ids, attention_mask, keys, positions) -> dict[str, jax.Array]:
         """The head's fields of `Output`."""
         raise NotImplementedError
+
+    def add_transform(self, transform: HeadTransform | None, **options: Any) -> None:
+        """Adds the layers of a transform: `dense` and, if it has one, `norm`."""
+        self.dense = self.norm = nnx.data(None)
+        if transform is None:
+            return
+        size = self.config.hidden_size
+        self.dense = linear(self.config, size, size, use_bias=transform.use_bias, **options)
+        if transform.has_norm:
+            self.norm = LayerNorm(self.config, use_bias=transform.norm_bias, **options)
+
+    def transformed(self, transform: HeadTransform | None, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """norm(activation(dense(x))); x without a transform."""
+        if transform is None:
+            return x
+        x = ACTIVATIONS[transform.activation](self.dense(x))
+        if self.norm is None:
+            return x
+        return self.norm(x)
 
     def default_globals(self, input_ids, shape: tuple[int, int], positions):
         """The default `global_attention_mask`, in families that have global tokens."""
@@ -159,9 +189,10 @@ class MaskedLM(Model):
     ):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **options)
-        self.dense = linear(config, config.hidden_size, config.hidden_size, **options)
-        self.norm = LayerNorm(config, **options)
-        self.bias = nnx.Param(jnp.zeros(config.vocab_size, param_dtype))
+        self.add_transform(config.lm_transform, **options)
+        self.bias = nnx.data(None)
+        if config.lm_bias:
+            self.bias = nnx.Param(jnp.zeros(config.vocab_size, param_dtype))
         if config.tie_word_embeddings:
             self.decoder = nnx.data(None)
         else:
@@ -171,20 +202,22 @@ class MaskedLM(Model):
     def _vocab_axes(self) -> Any:
         return vocab_axes_of(self.decoder, self.encoder.embeddings.word)
 
-    def head(self, output, input_ids, keys, positions):
-        activation = ACTIVATIONS[self.config.family.lm_activation or self.config.hidden_act]
-        x = self.norm(activation(self.dense(output.last_hidden_state)))
+    def head(self, output, input_ids, attention_mask, keys, positions):
+        x = self.transformed(self.config.lm_transform, output.last_hidden_state)
         if self.decoder is None:
             logits = self.encoder.embeddings.word.attend(x)
         else:
             logits = self.decoder(x)
+        if self.bias is None:
+            return dict(logits=logits)
         return dict(logits=logits + jnp.asarray(self.bias[...], logits.dtype)[None, None])
 
 
 class SequenceClassifier(Model):
     """An encoder that labels whole inputs by their first token: `logits` [B, num_labels].
 
-    In a Longformer the first token is global by default, without `global_attention_mask`.
+    In a Longformer the first token is global by default, without `global_attention_mask`. Some families may label
+    inputs by the mean over their tokens, if the config's `classifier_pooling` says so.
 
     Example:
         >>> from flax import nnx
@@ -196,6 +229,7 @@ class SequenceClassifier(Model):
 
     task = "sequence_classification"
     suffixes = ("ForSequenceClassification",)
+    packs = False
 
     def __init__(
         self,
@@ -209,18 +243,31 @@ class SequenceClassifier(Model):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         reads_pooler = config.family.classifier_reads_pooler
         super().__init__(config, pooler=reads_pooler or bool(pooler), **options)
-        if reads_pooler:
-            self.dense = nnx.data(None)
-        else:
-            self.dense = linear(config, config.hidden_size, config.hidden_size, **options)
+        self.add_transform(config.classifier_transform, **options)
         self.classifier = linear(config, config.hidden_size, config.num_labels, **options)
 
-    def head(self, output, input_ids, keys, positions):
-        rate, x = self.config.head_dropout, output.pooler_output
-        if self.dense is not None:
-            activation = ACTIVATIONS[self.config.family.classifier_activation or self.config.hidden_act]
-            x = activation(self.dense(dropout(output.last_hidden_state[:, 0], rate, keys[0])))
-        return dict(logits=self.classifier(dropout(x, rate, keys[1])))
+    def head(self, output, input_ids, attention_mask, keys, positions):
+        x = output.pooler_output
+        if not self.config.family.classifier_reads_pooler:
+            x = self.pooled(output.last_hidden_state, attention_mask, positions)
+        rate, transform = self.config.head_dropout, self.config.classifier_transform
+        if transform is not None and transform.drops_input:
+            x = dropout(x, rate, keys[0])
+        logits = self.classifier(dropout(self.transformed(transform, x), rate, keys[1]))
+        if self.config.pooling == "late":
+            logits = mean_over_tokens(logits, attention_mask)
+        return dict(logits=logits)
+
+    def pooled(self, x: Float[Array, "B T D"], attention_mask, positions) -> Float[Array, "..."]:
+        """The vector of each row by the config's `pooling`; all tokens if only the logits are pooled."""
+        pooling = self.config.pooling
+        if pooling == "late":
+            return x
+        if pooling == "mean":
+            return mean_over_tokens(x, attention_mask)
+        if pooling == "slot_0" or attention_mask is None:
+            return x[:, 0]
+        return first_tokens(x, jnp.asarray(attention_mask).astype(bool), positions)
 
     def default_globals(self, input_ids, shape, positions):
         return jnp.broadcast_to(jnp.arange(shape[1])[None] == 0, shape)
@@ -245,10 +292,12 @@ class TokenClassifier(Model):
     ):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(config, pooler=pooler, **options)
+        self.add_transform(config.token_transform, **options)
         self.classifier = linear(config, config.hidden_size, config.num_labels, **options)
 
-    def head(self, output, input_ids, keys, positions):
-        return dict(logits=self.classifier(dropout(output.last_hidden_state, self.config.head_dropout, keys[0])))
+    def head(self, output, input_ids, attention_mask, keys, positions):
+        x = self.transformed(self.config.token_transform, output.last_hidden_state)
+        return dict(logits=self.classifier(dropout(x, self.config.head_dropout, keys[0])))
 
 
 class QuestionAnswering(Model):
@@ -278,12 +327,15 @@ class QuestionAnswering(Model):
             self.feed_forward = FeedForward(config, **options)
         else:
             self.feed_forward = nnx.data(None)
+        self.add_transform(config.token_transform, **options)
         self.outputs = linear(config, config.hidden_size, 2, **options)
 
-    def head(self, output, input_ids, keys, positions):
+    def head(self, output, input_ids, attention_mask, keys, positions):
         x = output.last_hidden_state
         if self.feed_forward is not None:
             x = self.feed_forward(dropout(x, self.config.hidden_dropout_prob, keys[0]), x, keys[1])
+        if self.config.token_transform is not None:
+            x = dropout(self.transformed(self.config.token_transform, x), self.config.head_dropout, keys[0])
         logits = self.outputs(x)
         if self.config.family.answers_follow_question and input_ids is not None:
             question = self.question(input_ids, positions).at[:, 0].set(False)
@@ -320,3 +372,14 @@ class QuestionAnswering(Model):
         if self.config.family.answers_follow_question:
             end = end + 1
         return positions < end
+
+
+def mean_over_tokens(x: Float[Array, "B T D"], attention_mask) -> Float[Array, "B D"]:
+    """The mean over the tokens of each row, computed in float32; 0 for a row without tokens."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if attention_mask is None:
+        return jnp.mean(wide, axis=1).astype(x.dtype)
+    valid = jnp.asarray(attention_mask).astype(bool)[..., None]
+    count = jnp.maximum(jnp.sum(valid, axis=1), 1).astype(wide.dtype)
+    # `where`, not a product: the outputs at padding may be NaN, and 0 * NaN is NaN.
+    return (jnp.sum(jnp.where(valid, wide, 0), axis=1) / count).astype(x.dtype)

@@ -1,0 +1,204 @@
+"""`RotaryConfig`: the config of encoders that rotate queries and keys. `RotaryFamily`: the differences between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from longspan.checks import check_choice
+from longspan.masks import Full, Mask, Window
+from longspan.models.decoders.family import FULL, SLIDING
+from longspan.models.decoders.runs import LayerRun, layer_runs
+from longspan.models.encoders.family import NOT_IN_JSON, EncoderConfig, EncoderFamily
+from longspan.nn.rope import frozen
+from longspan.rope import frequencies
+
+ROPE_TYPES = ("default", "linear", "yarn")  # those that were compared with Hugging Face's encoders
+
+# Keys that any `config.json` may have and that change nothing here: tokens, labels, generation, other heads' losses.
+COMMON_KEYS = frozenset([
+    "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "attn_implementation", "auto_map",
+    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cls_token_id",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label",
+    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "mask_token_id", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_past", "output_scores", "position_embedding_type", "prefix", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sbert_ce_default_activation_function", "sentence_transformers", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k",
+    "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p", "unk_token_id", "use_bfloat16",
+    "use_cache",
+])  # fmt: skip
+
+
+class DropoutRates(NamedTuple):
+    """The dropout rates of an encoder."""
+
+    embedding: float = 0.0
+    scores: float = 0.0
+    attention: float = 0.0  # of the output of attention
+    hidden: float = 0.0  # inside the MLP
+    mlp: float = 0.0  # of the output of the MLP
+
+
+class LayerBiases(NamedTuple):
+    """The linear layers that have biases."""
+
+    qkv: bool = False
+    out: bool = False
+    up: bool = False
+    down: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig(EncoderConfig):
+    """The config of an encoder without a table of positions: each kind of layer has a mask and rotary frequencies."""
+
+    rope_parameters: Any = field(default=None, metadata=NOT_IN_JSON)
+
+    def __post_init__(self):
+        super().__post_init__()
+        rope = self.rope_parameters
+        if rope is None:
+            rope = self.default_rope
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"`rope_parameters` must be a mapping as in `ls.rope.frequencies`, got {rope!r:.200}.")
+        object.__setattr__(self, "rope_parameters", frozen(rope))
+        for kind in dict.fromkeys(self.kinds):
+            self.mask(kind)
+            self._check_rope(kind)
+
+    def _check_rope(self, kind: str) -> None:
+        rope = self.rope(kind)
+        check_choice("rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
+        factor = rope.get("partial_rotary_factor")
+        if factor not in (None, 1):
+            raise ValueError(
+                f"partial_rotary_factor={factor} is not supported: a {self.model_type} rotates all features of a head, "
+                "and Hugging Face ignores the factor in some rope types. Leave it out."
+            )
+        self.frequencies(kind)
+
+    @property
+    def family(self) -> "RotaryFamily":
+        """The record of the model family."""
+        raise NotImplementedError
+
+    @property
+    def default_rope(self) -> Mapping[str, Any]:
+        """The rotary parameters if none are given."""
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """The number of query heads, the number of key/value heads, and the head size."""
+        return self.num_attention_heads, self.num_attention_heads, self.head_dim
+
+    @property
+    def activation(self) -> str:
+        """The activation of the MLP."""
+        raise NotImplementedError
+
+    @property
+    def biases(self) -> LayerBiases:
+        return LayerBiases()
+
+    @property
+    def layer_norm_bias(self) -> bool:
+        """Whether layer norms have biases."""
+        return True
+
+    @property
+    def dropout_rates(self) -> DropoutRates:
+        return DropoutRates()
+
+    @property
+    def max_dropout(self) -> float:
+        return max(self.dropout_rates)
+
+    @property
+    def pooling(self) -> str:
+        return "first"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return (FULL,) * self.num_hidden_layers
+
+    @property
+    def runs(self) -> tuple[LayerRun, ...]:
+        """The layers by their repeating pattern. A first layer without a norm is a run of its own."""
+        if self.family.first_norm:
+            return layer_runs(self.kinds)
+        rest = [run._replace(start=run.start + 1) for run in layer_runs(self.kinds[1:])]
+        return (LayerRun(0, self.kinds[:1], 1), *rest)
+
+    def window(self, kind: str) -> int | None:
+        """The number of keys on each side of a query in a kind of layer; None: all keys."""
+        if kind != FULL:
+            raise ValueError(f"`layer_types` has {kind!r}, which is not '{FULL}'.")
+        return None
+
+    def mask(self, kind: str) -> Mask:
+        """The mask of a kind of layer."""
+        window = self.window(kind)
+        return Full() if window is None else Window(window, window)
+
+    def rule(self, layer: int) -> str:
+        window = self.window(self.kinds[layer])
+        return "Full()" if window is None else f"Window({window}, {window})"
+
+    def rope(self, kind: str) -> Mapping[str, Any]:
+        """The rotary parameters of a kind of layer."""
+        return self.rope_parameters
+
+    def frequencies(self, kind: str) -> tuple[Any, float]:
+        """The rotary frequencies and the attention factor of a kind of layer."""
+        limit = self.max_position_embeddings
+        return frequencies(self.rope(kind), self.heads[2], max_position_embeddings=limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLayers(RotaryConfig):
+    """A rotary encoder with full and sliding layers, each kind with its own rotary parameters."""
+
+    def rope(self, kind: str) -> Mapping[str, Any]:
+        return self.rope_parameters[kind]
+
+    def window(self, kind: str) -> int | None:
+        if kind == FULL:
+            return None
+        if kind != SLIDING:
+            raise ValueError(f"`layer_types` has {kind!r}, which is not one of '{FULL}' and '{SLIDING}'.")
+        return self.sliding_radius
+
+    @property
+    def sliding_radius(self) -> int:
+        """The number of keys on each side of a query in sliding layers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RotaryFamily(EncoderFamily):
+    """A family of encoders that rotate queries and keys: how its layers differ from the others'."""
+
+    pre_norm: bool = False  # norms before attention and MLP; otherwise after the sums
+    first_norm: bool = True  # whether the first layer has a norm before attention
+    embedding_norm: bool = True
+    rms_norms: bool = False  # root mean square norms instead of layer norms
+    norm_adds_one: bool = False  # as in `DecoderFamily`
+    fused: bool = True  # one matrix for queries, keys and values
+    # "gate_first" and "gate_last": down(act(gate) · up), both by one matrix, in which the rows of the gate come first
+    # or last. "gated": the same by two matrices. "plain": down(act(up)).
+    mlp: str = "gate_first"
+
+    def layers_of(self, config: Any, path: tuple) -> tuple[str, range | None]:
+        """As in `Family`; layers are stacked by their place in a repeating pattern."""
+        at = path.index("layers") if "layers" in path else None
+        if at is None:
+            return super().layers_of(config, path)
+        if path[at + 1] != "stacks":
+            return ".".join(map(str, path)), None
+        stacks = [run.numbers(place) for run in config.runs for place in range(len(run.kinds))]
+        return ".".join(map(str, (*path[: at + 1], *path[at + 3 :]))), stacks[path[at + 2]]
