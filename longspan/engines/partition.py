@@ -29,7 +29,7 @@ from longspan.masks.pytree import axes_of
 
 def partition_forward(run: Callable, request: Request) -> Result:
     """run(request, layout), a `Result` or (out, lse), split over devices by rows and heads."""
-    if not _may_run_on_several_devices():
+    if not may_run_on_several_devices():
         return Result(*run(request, request.layout))
 
     def run_with_kept_residuals(request: Request) -> Result:
@@ -53,7 +53,7 @@ def _has_rows_and_heads(residuals: Any, request: Request) -> bool:
 
 def partition_backward(run: Callable, request: Request, result: Result, delta, dout) -> tuple[Any, ...]:
     """run(request, layout, result, delta, dout) -> (dq, dk, dv, dbias), split over devices by rows and heads."""
-    if not _may_run_on_several_devices():
+    if not may_run_on_several_devices():
         return tuple(run(request, request.layout, result, delta, dout))
 
     def run_as_tuple(request: Request, *more):
@@ -71,7 +71,7 @@ def _axes_of_result(result: Result) -> list[str]:
     return [*(names for x, names in given if x is not None), *axes_of(result.residuals)]
 
 
-def _may_run_on_several_devices() -> bool:
+def may_run_on_several_devices() -> bool:
     """Whether the program being traced may run on more than one device, outside of `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     # The mesh counts too: a program may be compiled for devices that this process does not have.

@@ -433,3 +433,8 @@ def test_help_shows_everything_that_it_was_given(run, monkeypatch):
 
 def test_the_version_is_printed(run):
     assert run("--version") == (0, f"{ls.__version__}\n", "")
+
+
+def test_explain_reports_on_a_chip(run):
+    facts = json.loads(run("explain", "Causal()", "--shape", "1,1024,2,64", "--chip", "v6e", "--json")[1])
+    assert facts["engine"] == "pallas_tpu" and facts["chip"]["chip"] == "v6e" and not facts["chip"]["is_proven"]

@@ -17,6 +17,7 @@ from longspan.engines.pallas_tpu.chips import TpuChip, chip_named, chip_of_kind,
 from longspan.engines.pallas_tpu.report import ChipReport
 from longspan.engines.pallas_tpu.sizes import copied_bytes, misfit
 from longspan.engines.pallas_tpu.tiling import INTERPRETED_TILE, tiles_for
+from longspan.engines.partition import may_run_on_several_devices
 from longspan.engines.request import Request
 from longspan.layout import BlockLayout
 from longspan.tile_kinds import Counts
@@ -148,8 +149,8 @@ class PallasTpu(Engine):
 
     def run_layer(self, request: Request, layout: BlockLayout, k, v, layer, *, heads_first: bool = False):
         """Reads stacks [layers, B, K, S, H] in place if whole tiles fill S; other stacks would have to be copied."""
-        if not heads_first or layout.kv_len % layout.kv_tile:
-            return None
+        if not heads_first or layout.kv_len % layout.kv_tile or may_run_on_several_devices():
+            return None  # XLA cannot split a kernel over devices by itself
         from longspan.engines.pallas_tpu.passes import run_forward_of_layer
 
         return run_forward_of_layer(request, layout, self.interpret, k, v, layer)[:2]

@@ -1,6 +1,6 @@
 """What `explain(chip=)` prints about a call on a TPU: memory, copies, and the modelled share of rows' own cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class ChipReport:
         """The report of a call with these tiles; `layout` and `counts` are None where they depend on data."""
         sizes = call_sizes(request, *tiles, fused=fused)
         H, Hv = request.dims["H"], request.dims["Hv"]
-        report = dict(
+        report = cls(
             chip=chip.name,
             is_proven=is_proven,
             vmem_bytes={NAMES[name]: kernel.vmem for name, kernel in sizes.kernels.items()},
@@ -52,7 +52,7 @@ class ChipReport:
             lanes=(H + Hv) / (padded(H) + padded(Hv)),
         )
         if counts is None or layout is None:
-            return cls(**report)
+            return report
         B, N, heads = request.dims["B"], request.dims["N"], request.dims["K"]
         if distinguishes_heads(request, layout):
             heads = N
@@ -65,10 +65,10 @@ class ChipReport:
             (copies * counts.full, copies * counts.partial), rows, bundles, chip.own_bundles(q_rows), forward.visit
         )
         executed = (counts.full + counts.partial) * layout.q_tile * layout.kv_tile
-        return cls(
-            **report,
+        return replace(
+            report,
             copied_bytes=round(visits * forward.visit + rows * forward.row),
-            useful_products=report["lanes"] * counts.pairs / max(executed, 1),
+            useful_products=report.lanes * counts.pairs / max(executed, 1),
             row_share=costs.share,
         )
 

@@ -53,7 +53,8 @@ def as_columns(column: jax.Array, count: int) -> jax.Array:
 
 def kept(plan: TpuPlan, words: Any, kv_positions: Any) -> jax.Array:
     """Whether dropout keeps each weight, from the two words of each query; see `longspan.dropout.keep`."""
-    first, second = (lax.bitcast_convert_type(word, np.uint32) for word in words)
+    first, second = words
+    first, second = lax.bitcast_convert_type(first, np.uint32), lax.bitcast_convert_type(second, np.uint32)
     hashed = mix(mix(lax.bitcast_convert_type(kv_positions, np.uint32) ^ first) + second)
     return hashed >= np.uint32(min(round(plan.dropout_rate * 2**32), 2**32 - 1))
 

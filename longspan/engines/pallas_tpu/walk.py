@@ -39,7 +39,7 @@ class Walk:
 
     def __init__(self, operands: Operands, refs: dict[str, Any]) -> None:
         self.operands, self.refs = operands, refs
-        self.b, self.h, self.i = (pl.program_id(n) for n in range(3))
+        self.b, self.h, self.i = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         self.layer = self.row("layer") if "layer" in operands.row.places else None
         self.batch_number, self.head_number = self.b, self.h
         if "batch number" in operands.row.places:
