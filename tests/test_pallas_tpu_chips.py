@@ -159,9 +159,14 @@ REFUSED = {
         "q_tile=, kv_tile=)`, or use engine='xla'",
     ),
     "tiles": (
-        dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=192)),
-        "with bfloat16, q_tile must be a multiple of 16 and kv_tile a multiple of 128, but the layout has tiles of "
-        "24 x 192. Plan it with `mask.layout(..., q_tile=32, kv_tile=256)`",
+        dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=200)),
+        "with bfloat16, q_tile must be a multiple of 16 and kv_tile a multiple of 16, but the layout has tiles of "
+        "24 x 200. Plan it with `mask.layout(..., q_tile=32, kv_tile=208)`",
+    ),
+    "tiles with a bias": (
+        dict(mask=CAUSAL.layout(4096, q_tile=64, kv_tile=64), bias=jax.ShapeDtypeStruct((1, 1, 4096, 1), jnp.float32)),
+        "with bfloat16 and a bias, q_tile must be a multiple of 16 and kv_tile a multiple of 128, but the layout has "
+        "tiles of 64 x 64. Plan it with `mask.layout(..., q_tile=64, kv_tile=128)`",
     ),
 }
 

@@ -121,14 +121,18 @@ def padded(head_dim: int) -> int:
 
 def _wrong_tiles(request: Request, q_tile: int, kv_tile: int) -> str | None:
     """The reason why a chip cannot run with the tiles of a layout."""
-    sublanes = SUBLANES * 4 // np.dtype(request.q.dtype).itemsize
-    if q_tile % sublanes or kv_tile % LANES:
-        return (
-            f"with {np.dtype(request.q.dtype).name}, q_tile must be a multiple of {sublanes} and kv_tile a multiple of "
-            f"{LANES}, but the layout has tiles of {q_tile} x {kv_tile}. Plan it with "
-            f"`mask.layout(..., q_tile={-(-q_tile // sublanes) * sublanes}, kv_tile={-(-kv_tile // LANES) * LANES})`"
-        )
-    return None
+    dtype = np.dtype(request.q.dtype)
+    of_queries = of_keys = SUBLANES * 4 // dtype.itemsize
+    call = dtype.name
+    if request.bias is not None:  # the keys of its tiles are lanes
+        of_keys, call = LANES, f"{dtype.name} and a bias"
+    if q_tile % of_queries == 0 and kv_tile % of_keys == 0:
+        return None
+    cure = f"q_tile={-(-q_tile // of_queries) * of_queries}, kv_tile={-(-kv_tile // of_keys) * of_keys}"
+    return (
+        f"with {call}, q_tile must be a multiple of {of_queries} and kv_tile a multiple of {of_keys}, but the layout "
+        f"has tiles of {q_tile} x {kv_tile}. Plan it with `mask.layout(..., {cure})`"
+    )
 
 
 def _mib(size: int) -> str:
