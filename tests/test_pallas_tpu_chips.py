@@ -158,14 +158,14 @@ REFUSED = {
         "q_tile=, kv_tile=)`, or use engine='xla'",
     ),
     "tiles": (
-        dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=192)),
-        "with bfloat16, q_tile and kv_tile must be multiples of 16, but the layout has tiles of 24 x 192. Plan it with "
-        "`mask.layout(..., q_tile=32, kv_tile=192)`",
+        dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=200)),
+        "with bfloat16, q_tile and kv_tile must be multiples of 16, but the layout has tiles of 24 x 200. Plan it with "
+        "`mask.layout(..., q_tile=32, kv_tile=208)`",
     ),
-    "tiles of pairs": (
-        dict(mask=ls.Dense(np.ones((512, 512), bool)).layout(512, 512, q_tile=64, kv_tile=192), T=512),
-        "an array of pairs in its mask or bias, q_tile and kv_tile must be multiples of 128, but the layout has tiles "
-        "of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
+    "tiles with a bias": (
+        dict(mask=CAUSAL.layout(4096, q_tile=64, kv_tile=192), bias=jax.ShapeDtypeStruct((4096, 4096), jnp.float32)),
+        "with a bias that is an array of pairs or a table by distance, q_tile and kv_tile must be multiples of 128, "
+        "but the layout has tiles of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
     ),
 }
 

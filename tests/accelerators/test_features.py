@@ -76,6 +76,21 @@ def test_biases_compile_with_their_gradients(name, fused):
     assert kernels(compile_both("v5e", MASK, operands, tiles=SMALL_TILES, fused=fused))
 
 
+@pytest.mark.parametrize("T", [1, 100])
+@pytest.mark.parametrize("name", ["by pair", "by key", "by query", "relative", "function"])
+def test_biases_of_few_queries_compile(name, T):
+    shape = SHAPE._replace(T=T)
+    operands = operands_of(shape, bias=BIASES[name](shape))
+    assert kernels(compile_both("v5e", ls.Causal(200), operands))
+
+
+@pytest.mark.parametrize("q_tile", [16, 64])
+@pytest.mark.parametrize("name", ["by pair", "by query", "alibi", "function"])
+def test_biases_compile_with_few_queries_in_each_tile(name, q_tile):
+    operands = operands_of(SHAPE, bias=BIASES[name](SHAPE))
+    assert kernels(compile_both("v5e", MASK, operands, tiles=dict(q_tile=q_tile, kv_tile=128), **DROPPED))
+
+
 def test_bias_with_every_other_feature_compiles():
     operands = operands_of(SHAPE, bias=BIASES["by pair"](SHAPE), sinks=floats(SHAPE.N))
     assert kernels(compile_both("v5e", MASK, operands, tiles=SMALL_TILES, soft_cap=30.0, **DROPPED))

@@ -27,8 +27,19 @@ def test_every_mask_compiles_in_two_backward_kernels(chip, name):
     assert kernels(compiled) == ["longspan_dkv", "longspan_dq", "longspan_forward"]
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
-def test_chips_choose_their_backward_kernels(chip):
-    compiled = compile_both(chip, MASKS["segments"], operands_of(SHAPE))
-    backward = [name for name in kernels(compiled) if name != "longspan_forward"]
-    assert backward in (["longspan_backward"], ["longspan_dkv", "longspan_dq"])
+@pytest.mark.parametrize("name", ["dense", "segments", "between", "blocks", "global, flags"])
+@pytest.mark.parametrize("T", [1, 7, 100, 130, 600])
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_masks_compile_with_the_engine_s_own_tiles(chip, T, name):
+    shape = SHAPE._replace(T=T)
+    mask = every_mask(shape.B, shape.N, shape.T, shape.S)[name]
+    compiled = compile_both(chip, mask, operands_of(shape))
+    assert kernels(compiled) == ["longspan_backward", "longspan_forward"]
+
+
+@pytest.mark.parametrize("name", ["dense", "segments", "between", "blocks", "global, flags", "composed"])
+@pytest.mark.parametrize("tiles", [(16, 128), (64, 64)])
+def test_masks_compile_with_small_tiles(tiles, name):
+    """BigBird's tiles are its blocks, usually of 64 tokens."""
+    compiled = compile_both("v5e", MASKS[name], operands_of(SHAPE), tiles=dict(q_tile=tiles[0], kv_tile=tiles[1]))
+    assert kernels(compiled) == ["longspan_backward", "longspan_forward"]

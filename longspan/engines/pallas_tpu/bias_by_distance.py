@@ -134,9 +134,11 @@ class DistanceTerm:
 
 def look_up(row: Any, places: jax.Array) -> jax.Array:
     """row[0, places], of a row [1, n·128] and places [rows, columns]."""
-    columns = places.shape[1]
-    if columns % LANES:  # only interpreted: a tile of a chip has whole registers
+    rows, columns = places.shape
+    if columns % LANES and rows % LANES:  # only interpreted: a chip's tiles of keys fill whole registers
         return jnp.take(row[0], places)
+    if columns % LANES:
+        return look_up(row, places.T).T
     parts = [places[:, first : first + LANES] for first in range(0, columns, LANES)]
     return jnp.concatenate([_look_up_lanes(row, part) for part in parts], axis=1)
 

@@ -180,16 +180,20 @@ class Operands:
         self.refs.write(f"{name} sum", shape, np.float32, HBM, reuses=name)
 
     def _add_pairs(self, name: str, answer: Answer) -> None:
-        """One number per pair. Bools are transposed for kernels over keys; floats are transposed in the kernel."""
+        """One number per pair. Bools are arranged by visit; floats are transposed in kernels over keys."""
         plan, array = self.plan, answer.array
         widths = plan.q_tiles * plan.q_tile - plan.T, plan.kv_tiles * plan.kv_tile - plan.S
         array = jnp.pad(array, ((0, 0), (0, 0), (0, widths[0]), (0, widths[1])))
-        shape, transposed = (plan.q_tile, plan.kv_tile), self.axis == KEYS and answer.is_bool
-        if transposed:
-            array, shape = array.swapaxes(2, 3), (plan.kv_tile, plan.q_tile)
-        part = partial(_part_of_pairs, shape, self.axis == QUERIES or transposed)
-        self.add_stream(name, array, part, vmem((2, *shape), array.dtype))
-        self.refs.whole_registers = True  # the part of a visit must not cut a tile of the array's memory
+        if not answer.is_bool:
+            shape = plan.q_tile, plan.kv_tile
+            part = partial(_part_of_pairs, shape, self.axis == QUERIES)
+            self.refs.whole_registers = True  # the part of a visit must not cut a tile of the array's memory
+            return self.add_stream(name, array, part, vmem((2, *shape), array.dtype))
+        # A copy must not cut the memory tiles of 32 x 128 bytes, and tiles of few queries would, once transposed.
+        by_visit = array.reshape(*array.shape[:2], plan.q_tiles, plan.q_tile, plan.kv_tiles, plan.kv_tile)
+        order = (0, 1, 2, 4, 3, 5) if self.axis == QUERIES else (0, 1, 4, 2, 5, 3)
+        by_visit = by_visit.transpose(order)
+        self.add_stream(name, by_visit, _part_of_visit, vmem((2, *by_visit.shape[4:]), array.dtype))
 
     def _add_tables(self) -> None:
         row = self.row.joined(self.count)[:, :, :, None]
@@ -239,6 +243,10 @@ def _plane_block(shape: tuple[int, ...], b: Any, h: Any, i: Any) -> tuple:
 
 def _part_of_tile(ref: Any, at: Visit) -> Any:
     return ref.at[place_in(ref.shape[0], at.b), place_in(ref.shape[1], at.h), at.j]
+
+
+def _part_of_visit(ref: Any, at: Visit) -> Any:
+    return ref.at[place_in(ref.shape[0], at.b), place_in(ref.shape[1], at.h), at.i, at.j]
 
 
 def _part_of_pairs(shape: tuple[int, int], row_first: bool, ref: Any, at: Visit) -> Any:
