@@ -129,7 +129,7 @@ def _reason(asked: str | Engine, chip: str | None, platform: str) -> str:
         return "as requested"
     if chip is not None:
         return "the engine with kernels for TPUs"
-    return f"the first of {', '.join(tried(platform))} that can run this call, usually the fastest"
+    return f"the first of {', '.join(tried(platform))} that 'auto' accepts for this call, usually the fastest"
 
 
 def _on_chip(engine: str | Engine, chip: str) -> PallasTpu:
@@ -163,7 +163,7 @@ class Explanation:
 
     engine: str
     reason: str  # for the choice of the engine
-    refused: dict[str, str]  # engine tried before the chosen one -> the reason why it cannot run this call
+    refused: dict[str, str]  # engine tried before the chosen one -> the reason why it was not chosen
     mask: str
     q_tile: int
     kv_tile: int
@@ -231,15 +231,16 @@ class Explanation:
         report = self.chip
         if report is None:
             return []
-        known = "run on one" if report.is_proven else "never run on one"
+        known = "and run on it" if report.is_proven else "but never run on it"
+        executed = "of the executed products, which include padding and forbidden pairs; forward"
         return [
-            ("chip", f"{report.chip}: compiled for {report.chip}, {known}"),
+            ("chip", f"{report.chip}; the kernels of this engine were compiled for it, {known}"),
             ("  VMEM", _of_limit(report.vmem_bytes, report.vmem_limit)),
             ("  SMEM", _of_limit(report.smem_bytes, report.smem_limit)),
             ("  copied from and to HBM", short(report.copied_bytes, "B", 1024)),
             ("  lanes of heads in use", f"{report.lanes:.1%}; heads are padded to multiples of 128 lanes"),
-            ("  useful products", _percent(report.useful_products, "of those executed, with padding")),
-            ("  rows' own cost", _percent(report.row_share, "of the static model's cycles, forward")),
+            ("  useful products", _percent(report.useful_products, executed)),
+            ("  start and end of query tiles", _percent(report.row_share, "of the modelled cycles, forward")),
         ]
 
     def _kept(self) -> list[tuple[str, str]]:

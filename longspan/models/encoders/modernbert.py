@@ -14,7 +14,7 @@ from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, R
 from longspan.models.encoders.rotary_config import COMMON_KEYS, DropoutRates, LayerBiases, LocalLayers, RotaryFamily
 from longspan.models.encoders.tasks import MaskedLM, QuestionAnswering, SequenceClassifier, TokenClassifier
 from longspan.models.family import Task, TensorSize
-from longspan.models.fields import check_counts, check_flags, check_reals, is_count
+from longspan.models.fields import MAX_INT32, check_counts, check_flags, check_reals, is_count
 
 POOLINGS = {"cls": "first", "mean": "mean"}
 BASES = {FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)}
@@ -188,8 +188,8 @@ def _read(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         radius = content["sliding_window"]
         if not is_count(radius, 0) or not is_count(2 * radius, 0):
             raise ValueError(
-                f"{where} has sliding_window={radius!r:.200}, which must be an int from 0: the number of keys on each "
-                "side of a query, half of `local_attention`."
+                f"{where} has sliding_window={radius!r:.200}, which must be an int from 0 to {MAX_INT32 // 2}. It is "
+                "the number of keys on each side of a query, half of `local_attention`."
             )
         fields["local_attention"] = 2 * radius
     return fields
