@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from longspan.masks import Empty, Full, Mask, Not
+from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION
 from longspan.masks.sides import two_sides
 from longspan.parallel.order import owner_of, padded, runs_of
@@ -97,17 +97,13 @@ def _spans(mask: Mask, length: int, size: int) -> tuple[np.ndarray, np.ndarray, 
     return chunk[some], low[some], high[some]
 
 
-def without_arrays(mask: Mask, positions: bool = True, negated: bool = False) -> Mask:
-    """The mask in which rules that depend on data, because of arrays or given positions, allow everything.
-
-    A `negated` rule, one under `~`, allows nothing instead. The result allows every pair that the mask may allow.
-    """
+def without_arrays(mask: Mask, positions: bool = True) -> Mask:
+    """The mask in which rules that depend on data, because of arrays or given positions, allow everything."""
     parts = mask.parts()
     if parts:
-        below = negated != isinstance(mask, Not)
-        return mask.with_parts([without_arrays(part, positions, below) for part in parts])
+        return mask.with_parts([without_arrays(part, positions) for part in parts])
     if holds_arrays(mask) or (not positions and POSITION in mask.reads):
-        return Empty() if negated else Full()
+        return Full()
     return mask
 
 

@@ -11,7 +11,7 @@ import longspan as ls
 from longspan.parallel.order import stored
 from longspan.testing import assert_matches_reference
 from tests.engines import available, every_sparse_engine
-from tests.parallel.families import BY_TOKEN, FAMILIES, FLAGS, IDS, MESHES, B, N, T, operands
+from tests.parallel.families import BY_TOKEN, FAMILIES, IDS, MESHES, B, N, T, operands
 from tests.selection import one_in
 
 WHOLE = np.arange(T)
@@ -21,38 +21,6 @@ XLA = ("causal window", "window and prefix")
 def shared(mesh, **more):
     """`ls.parallel.attention` on a mesh, with the signature of `ls.attention`."""
     return partial(ls.parallel.attention, mesh=MESHES[mesh](), global_capacity=6, **more)
-
-
-# Rules with arrays under `~`: the plan must not take them for rules that allow everything.
-NEGATED = {
-    "other documents": ls.Causal() & ~ls.Segments(IDS[:, :T]),
-    "other token types": ls.Causal() & ~ls.TokenTypes(IDS[:, :T]),
-    "after the length": ls.Window(9, 9) & ~ls.KvLengths(np.array([30, 7])),
-    "not dense": ls.Causal() & ~ls.Dense(np.random.default_rng(1).random((B, N, T, T)) < 0.3),
-    "no global keys": ls.Causal() & ~ls.Global(q_flags=FLAGS[:, :T], kv_flags=FLAGS[:, :T]),
-    "not listed": ls.Causal() & ~ls.Blocks(jnp.asarray(np.random.default_rng(3).integers(0, T, (N, T, 1))), 1),
-    "far in other documents": ~(ls.Window(4, 4) | ls.Segments(IDS[:, :T])),
-    "twice": ls.Causal() & ~(ls.Prefix(2) | ~ls.Segments(IDS[:, :T])),
-    "per head": ~ls.PerHead((ls.Segments(IDS[:, :T]), ls.Causal(), ls.Window(2, 2), ls.Segments(IDS[:, :T]))),
-}
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("mask", NEGATED.values(), ids=list(NEGATED))
-def test_negated_rules_with_arrays_receive_the_keys_of_other_devices(mask):
-    assert_matches_reference("cpu", *operands(), mask, run=shared("sp8"))
-
-
-@pytest.mark.parametrize("mask", [~ls.Window(3, 3), ls.Full() & ~ls.Chunk(8)], ids=repr)
-def test_negated_rules_of_given_positions_receive_the_keys_of_other_devices(mask):
-    positions = dict(q_positions=jnp.arange(T), kv_positions=jnp.arange(T))
-    assert_matches_reference("cpu", *operands(), mask, run=shared("sp8"), **positions)
-
-
-def test_a_plan_of_other_documents_sends_the_keys_of_a_causal_mask():
-    plan, causal = (ls.parallel.plan(mask, T, 8) for mask in (NEGATED["other documents"], ls.Causal()))
-    assert plan.sent_rows == causal.sent_rows and plan.bound_rows == causal.bound_rows
-    assert plan.load is None and plan.mask == ls.Causal() & ~ls.Empty()
 
 
 # The default suite has others of their kind.
