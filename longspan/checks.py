@@ -351,8 +351,8 @@ def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -
     if kind == "bool":
         is_kind = array.dtype == bool
         cure = (
-            "If it holds 1 (allowed) and 0, give `mask != 0`. If it is additive (0 and large negative numbers), give it "
-            "as `bias`."
+            "If it holds 1 (allowed) and 0, give `mask != 0`. If it is additive (0 and large negative numbers), give "
+            "it as `bias`."
         )
     else:
         is_kind = array.dtype.name in FLOATS

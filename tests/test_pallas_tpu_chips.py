@@ -145,8 +145,7 @@ REFUSED = {
     ),
     "tables": (
         dict(mask=ls.Custom(lambda q, k, table: table[q % 8] == k % 8, np.zeros(32768, np.int32))),
-        "the arrays of the mask's Custom rules have 128.0 KiB, and at most 64 KiB are supported, because each kernel "
-        "holds them whole. Use smaller arrays, or engine='xla'",
+        "reads an array at indices that depend on the positions of queries or keys",
     ),
     "vmem": (
         dict(mask=CAUSAL.layout(4096, q_tile=1024, kv_tile=2048)),
@@ -160,8 +159,13 @@ REFUSED = {
     ),
     "tiles": (
         dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=192)),
-        "with bfloat16, q_tile must be a multiple of 16 and kv_tile a multiple of 128, but the layout has tiles of "
-        "24 x 192. Plan it with `mask.layout(..., q_tile=32, kv_tile=256)`",
+        "with bfloat16, q_tile and kv_tile must be multiples of 16, but the layout has tiles of 24 x 192. Plan it with "
+        "`mask.layout(..., q_tile=32, kv_tile=192)`",
+    ),
+    "tiles of pairs": (
+        dict(mask=ls.Dense(np.ones((512, 512), bool)).layout(512, 512, q_tile=64, kv_tile=192), T=512),
+        "an array of pairs in the mask or bias, q_tile and kv_tile must be multiples of 128, but the layout has tiles "
+        "of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
     ),
 }
 
@@ -262,7 +266,9 @@ def test_explain_reports_on_a_chip_from_any_machine():
     assert chip.copied_bytes == visits * 2 * 512 * 128 * 2 + 2 * 256 * (2 * 512 * 128 * 2 + 2 * 256 * 4)
     assert chip.useful_products == pytest.approx(0.625 * report.useful_flops / report.executed_flops)
     assert 0 < chip.row_share < 1 and rows["start and end of query tiles"].endswith("% of the modelled cycles, forward")
-    assert rows["useful products"].endswith("% of the executed products, which include padding and forbidden pairs; forward")
+    assert rows["useful products"].endswith(
+        "% of the executed products, which include padding and forbidden pairs; forward"
+    )
     assert "never run on it" in report._repr_html_() and "seconds" not in str(report)
 
 

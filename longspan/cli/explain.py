@@ -25,8 +25,8 @@ def explain(
     chip: Annotated[
         str | None,
         typer.Option(
-            help="Also print the memory and the copies of the kernels of pallas_tpu for this kind of TPU: v4, v5e, v5p, "
-            "v6e or tpu7x. No TPU is needed."
+            help="Also print the memory and the copies of the kernels of pallas_tpu for this kind of TPU: v4, v5e, "
+            "v5p, v6e or tpu7x. No TPU is needed."
         ),
     ] = None,
     as_json: AsJson = False,

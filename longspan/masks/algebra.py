@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -224,6 +224,8 @@ class Not(_Composition):
         ..#
         ...
     """
+
+    is_monotone: ClassVar = False
 
     mask: Mask
 

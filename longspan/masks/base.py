@@ -78,6 +78,7 @@ class Mask(Value):
     applied: ClassVar[str | None] = None  # the name of this rule in `MaskInfo.baked_in_masks`
     # The arrays have one entry per token, and slot indices are not read: if tokens are reordered, so are the entries.
     by_token: ClassVar[bool] = False
+    is_monotone: ClassVar[bool] = True  # whether allowing more pairs in a part never forbids a pair of this mask
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Resets the attributes in `NOT_INHERITED` to those of `Mask` if the class overrides `allowed`."""

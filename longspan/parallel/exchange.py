@@ -19,6 +19,7 @@ from longspan.layout import sides_of
 from longspan.masks import Full, Mask
 from longspan.masks.base import POSITION, Listing
 from longspan.masks.sides import Side, two_sides
+from longspan.parallel.needs import without_arrays
 
 MAX_BLOCKS = 1 << 26  # triples (head, device, block) that are visited at plan time
 MAX_SHIFTS = 20  # permutes in a program
@@ -173,6 +174,8 @@ def tables_only(mask: Mask, positions: bool) -> Mask:
 
 def _known(mask: Mask, positions: bool, tables: bool) -> Mask:
     """The mask in which rules that depend on data allow everything; dynamic tables are kept, or list no block."""
+    if not mask.is_monotone:  # of a negation, a part must not allow more
+        return without_arrays(mask, positions)
     parts = mask.parts()
     if parts:
         return mask.with_parts([_known(part, positions, tables) for part in parts])

@@ -98,13 +98,20 @@ def _spans(mask: Mask, length: int, size: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def without_arrays(mask: Mask, positions: bool = True) -> Mask:
-    """The mask in which rules that depend on data, because of arrays or given positions, allow everything."""
+    """A mask without data that allows at least the pairs of `mask`: rules that depend on data allow everything.
+
+    Rules depend on data because of arrays or, if `positions` is False, because positions are given.
+    """
+    depends = holds_arrays(mask) or (not positions and POSITION in mask.reads)
+    if not depends:
+        return mask
+    if not mask.is_monotone:  # of a negation, a part must not allow more
+        lowered = mask.atoms()
+        return without_arrays(lowered, positions) if lowered.is_monotone else Full()
     parts = mask.parts()
     if parts:
         return mask.with_parts([without_arrays(part, positions) for part in parts])
-    if holds_arrays(mask) or (not positions and POSITION in mask.reads):
-        return Full()
-    return mask
+    return Full()
 
 
 def holds_arrays(mask: Mask) -> bool:

@@ -317,10 +317,9 @@ GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed
 
 def has_gradients(name: str, case: Case) -> bool:
     family, task = family_and_task(name)
-    if family in ROTARY:  # the other heads have the same layers as the masked LM's
-        return case.name in (GRADIENTS[family], "task") and task in (
-            "Model",
-            "ForMaskedLM",
-            "ForSequenceClassification",
-        )
+    if (
+        family in ROTARY
+    ):  # small files: the layers of the other heads have gradients in the files of ModernBERT and BERT
+        tasks = ("Model", "ForSequenceClassification", *(["ForMaskedLM"] if family.startswith("modernbert") else []))
+        return case.name in (GRADIENTS[family], "task") and task in tasks
     return task != "Model" or case.name in (GRADIENTS[family], "empty_row13", "empty_row37")

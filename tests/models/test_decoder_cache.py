@@ -188,7 +188,10 @@ def test_layers_that_do_not_belong_together_are_refused():
         empty.with_layers(layers[:2])
     with pytest.raises(TypeError, match=r"`longspan\.cache\.Cache`, like `cache\[i\]`, got int"):
         empty.with_layers([1, 2, 3])
-    with pytest.raises(ValueError, match=r"Layer 0 has the plan CachePlan\(4 of 20.* `layers` must come from a cache with the same model, length"):
+    with pytest.raises(
+        ValueError,
+        match=r"Layer 0 has the plan CachePlan\(4 of 20.* `layers` must come from a cache with the same model, length",
+    ):
         model.init_cache(2, 30).with_layers(layers)
     with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but hold different"):
         empty.with_layers([*layers[:2], empty[2]])

@@ -145,7 +145,10 @@ def test_files_that_save_does_not_own_stay_and_are_reported(short, tmp_path):
 
 def test_a_model_that_was_never_loaded_reports_its_tokenizers_limit(short, tmp_path):
     model = hf.extend(made(models.Encoder, models.BertConfig(**SIZES)), max_positions=1000, window=8)
-    with pytest.warns(UserWarning, match=r"model_max_length=512\. Longer texts are truncated to this limit\. .* length, set it to 1000\."):
+    with pytest.warns(
+        UserWarning,
+        match=r"model_max_length=512\. Longer texts are truncated to this limit\. .* length, set it to 1000\.",
+    ):
         hf.save(model, tmp_path / "long", tokenizer=short)
 
 

@@ -102,8 +102,9 @@ def test_explicit_axes_too(order):
 def test_unshard_refuses_lengths_that_shard_batch_does_not_return():
     mesh = ls.parallel.mesh(sp=4)
     with pytest.raises(
-        ValueError, match=r"7 tokens, but `shard_batch` pads to a multiple of 8 for 4 devices and order='zigzag'. "
-        "Pass an array whose tokens are padded and ordered as by `shard_batch` with the same `mesh` and `order`."
+        ValueError,
+        match=r"7 tokens, but `shard_batch` pads to a multiple of 8 for 4 devices and order='zigzag'. "
+        "Pass an array whose tokens are padded and ordered as by `shard_batch` with the same `mesh` and `order`.",
     ):
         ls.parallel.unshard(jnp.zeros((1, 7)), mesh, order="zigzag")
     with pytest.raises(ValueError, match="`length` must be at most the 8 tokens of the array, got 9"):

@@ -42,7 +42,7 @@ class PallasTpu(Engine):
         interpret: True interprets the kernels on any platform, slowly, to test results without a TPU. It may also be
             `jax.experimental.pallas.tpu.InterpretParams`.
         fused: False computes dq in a kernel apart from dk and dv. The fused kernel, the default, issues fewer
-            instructions on every chip: 2,356 instead of 3,309 for 512 queries and 512 keys on v5e. dq depends on the
+            instructions on every chip: 2,273 instead of 3,321 for 512 queries and 512 keys on v5e. dq depends on the
             order of the rows of the grid, which run one after the other on one core, also on chips with two cores.
         chip: the chip to plan for: "v4", "v5e", "v5p", "v6e" or "tpu7x". By default it is the one that JAX found. Give
             it to compile for a TPU on a machine without one, and to interpret with the tiles and limits of a chip.

@@ -72,6 +72,7 @@ class DistanceTerm:
             table = jnp.pad(table, ((0, 0), (0, self.width - table.shape[1])))[:, None]
             block = pl.BlockSpec((None, 1, self.width), lambda b, h, i: (h, 0, 0))
             operands.refs.read(f"{self.name} table", table, block)
+            operands.refs.whole_registers = True  # a register is looked up at once
 
     def tile(self, walk: Any, j: Any, slot: Any) -> jax.Array:
         ahead, parts = self._ahead(walk, j, slot), []

@@ -155,7 +155,7 @@ CHIPS = {
         ),
         TpuChip(
             "v5e", ("TPU v5 lite", "TPU v5e"), clock=1.5e9, bandwidth=819e9, vmem_limit=16 * MIB, matrix_width=128,
-            forward=Bundles(1136, 1126), fused=Bundles(2356, 2417), row=196 + 387, q_rows=512, keys=512, **_NARROW,
+            forward=Bundles(1136, 1126), fused=Bundles(2273, 2398), row=196 + 387, q_rows=512, keys=512, **_NARROW,
         ),
         TpuChip(
             "v5p", ("TPU v5", "TPU v5p"), clock=1.75e9, bandwidth=1382e9, vmem_limit=16 * MIB, matrix_width=128,
@@ -163,7 +163,7 @@ CHIPS = {
         ),
         TpuChip(
             "v6e", ("TPU v6 lite", "TPU v6e"), clock=1.75e9, bandwidth=1640e9, vmem_limit=32 * MIB, matrix_width=256,
-            forward=Bundles(860, 924), fused=Bundles(1446, 1574), row=100 + 195, q_rows=1024, keys=512, **_WIDE,
+            forward=Bundles(860, 924), fused=Bundles(1486, 1510), row=100 + 195, q_rows=1024, keys=512, **_WIDE,
         ),
         TpuChip(
             "tpu7x", ("TPU7x",), clock=2.2e9, bandwidth=3690e9, vmem_limit=32 * MIB, matrix_width=256,

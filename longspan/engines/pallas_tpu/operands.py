@@ -189,6 +189,7 @@ class Operands:
             array, shape = array.swapaxes(2, 3), (plan.kv_tile, plan.q_tile)
         part = partial(_part_of_pairs, shape, self.axis == QUERIES or transposed)
         self.add_stream(name, array, part, vmem((2, *shape), array.dtype))
+        self.refs.whole_registers = True  # the part of a visit must not cut a tile of the array's memory
 
     def _add_tables(self) -> None:
         row = self.row.joined(self.count)[:, :, :, None]

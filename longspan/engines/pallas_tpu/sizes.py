@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longspan.engines.door import PAIRS, TABLE, record
+from longspan.engines.door import PAIRS, record
 from longspan.engines.pallas_tpu.chips import MIB, SMEM_LIMIT, TpuChip
 from longspan.engines.pallas_tpu.plan import distinguishes_heads
 from longspan.engines.request import Request
@@ -33,7 +33,6 @@ CURES = dict(
 )
 
 MAX_PAIRS = 256 * MIB
-MAX_TABLES = 64 << 10
 
 
 class KernelSizes(NamedTuple):
@@ -50,7 +49,7 @@ class CallSizes(NamedTuple):
 
     kernels: dict[str, KernelSizes]
     pairs: int  # one byte per pair, for rules that are arrays of pairs
-    tables: int  # whole arrays that a user's function reads
+    whole_registers: bool  # whether tiles must fill the 128 lanes of registers
     indexes_arrays: bool  # whether it reads them at indices computed in a kernel
 
     @property
@@ -66,18 +65,13 @@ def call_sizes(request: Request, q_tile: int, kv_tile: int, *, fused: bool) -> C
 
 def misfit(request: Request, chip: TpuChip, q_tile: int, kv_tile: int, *, fused: bool, planned: bool) -> str | None:
     """The reason why a call does not fit a chip with these tiles, `planned` by the caller or by the engine."""
-    if planned and (reason := _wrong_tiles(request, q_tile, kv_tile)):
-        return reason
     sizes = call_sizes(request, q_tile, kv_tile, fused=fused)
+    if planned and (reason := _wrong_tiles(request, q_tile, kv_tile, sizes)):
+        return reason
     if sizes.pairs > MAX_PAIRS:
         return (
             f"the mask needs {_mib(sizes.pairs)} for arrays with one byte per pair, and at most {_mib(MAX_PAIRS)} are "
             "supported. Define the rule by position or by arrays of one entry per token, or use engine='xla'"
-        )
-    if sizes.tables > MAX_TABLES:
-        return (
-            f"the arrays of the mask's Custom rules have {sizes.tables / 1024:,.1f} KiB, and at most {MAX_TABLES // 1024} KiB "
-            "are supported, because each kernel holds them whole. Use smaller arrays, or engine='xla'"
         )
     if sizes.indexes_arrays:
         return (
@@ -119,14 +113,16 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // LANES) * LANES
 
 
-def _wrong_tiles(request: Request, q_tile: int, kv_tile: int) -> str | None:
+def _wrong_tiles(request: Request, q_tile: int, kv_tile: int, sizes: "CallSizes") -> str | None:
     """The reason why a chip cannot run with the tiles of a layout."""
-    sublanes = SUBLANES * 4 // np.dtype(request.q.dtype).itemsize
-    if q_tile % sublanes or kv_tile % LANES:
+    sublanes, why = SUBLANES * 4 // np.dtype(request.q.dtype).itemsize, np.dtype(request.q.dtype).name
+    if sizes.whole_registers:
+        sublanes, why = LANES, "a table by distance or an array of pairs in the mask or bias"
+    if q_tile % sublanes or kv_tile % sublanes:
         return (
-            f"with {np.dtype(request.q.dtype).name}, q_tile must be a multiple of {sublanes} and kv_tile a multiple of "
-            f"{LANES}, but the layout has tiles of {q_tile} x {kv_tile}. Plan it with "
-            f"`mask.layout(..., q_tile={-(-q_tile // sublanes) * sublanes}, kv_tile={-(-kv_tile // LANES) * LANES})`"
+            f"with {why}, q_tile and kv_tile must be multiples of {sublanes}, but the layout has tiles of {q_tile} x "
+            f"{kv_tile}. Plan it with `mask.layout(..., q_tile={-(-q_tile // sublanes) * sublanes}, "
+            f"kv_tile={-(-kv_tile // sublanes) * sublanes})`"
         )
     return None
 
@@ -149,7 +145,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
 
     kernels: dict[str, KernelSizes] = {}
     answers: list[tuple[str, int]] = []
-    indexing: list[bool] = []
+    notes: list[tuple[bool, bool]] = []
 
     def run(request: Request) -> None:
         request = request.with_scale().with_features().with_layout(q_tile, kv_tile)
@@ -162,7 +158,7 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
             rows *= dims["N"] // dims["K"]
 
         def note(name: str, refs: Any) -> None:
-            indexing.append(refs.indexes_arrays)
+            notes.append((refs.whole_registers, refs.indexes_arrays))
             name = name.removeprefix("longspan_")
             visited = rows if name in BY_QUERY else layout.q_tile
             spilled = SPILLED[np.dtype(request.q.dtype).itemsize][name]
@@ -175,8 +171,9 @@ def _call_sizes(structure: Any, shapes: tuple, q_tile: int, kv_tile: int, fused:
         run_backward(request, layout, measured, fused, lse, residual, lse, out)
 
     jax.eval_shape(run, structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes]))
-    of_kind = {kind: sum(size for found, size in answers if found == kind) for kind in (PAIRS, TABLE)}
-    return CallSizes(kernels, of_kind[PAIRS], of_kind[TABLE], any(indexing))
+    pairs = sum(size for kind, size in answers if kind == PAIRS)
+    whole_registers, indexes_arrays = map(any, zip(*notes, strict=True))
+    return CallSizes(kernels, pairs, whole_registers, indexes_arrays)
 
 
 def _kernel_sizes(refs: Any, intermediates: int) -> KernelSizes:
