@@ -57,9 +57,9 @@ def explain(
     Arrays may be `jax.ShapeDtypeStruct`s. With a `mesh`, it reports on `ls.parallel.attention` instead, with the bytes
     that devices send in each step; `axis`, `order` and `global_capacity` are arguments of that function.
 
-    With a `chip` ("v4", "v5e", "v5p", "v6e" or "tpu7x"), it reports on the engine `pallas_tpu` on that TPU, on any
-    machine: the memory of the kernels beside the chip's limits, and what they copy. These are static counts. Nobody has
-    run the kernels on a TPU, so there are no times.
+    With a `chip` ("v4", "v5e", "v5p", "v6e" or "tpu7x"), the report is for the engine `pallas_tpu` on this kind of TPU,
+    and no TPU is needed. It adds the memory that the kernels need, the chip's limits, and the bytes that the kernels
+    copy. These are static counts. Nobody has run the kernels on a TPU, so there are no times.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
@@ -77,7 +77,7 @@ def explain(
     chosen_for = engine
     if chip is not None:
         if mesh is not None:
-            raise ValueError("`explain` takes a `mesh` or a `chip`, not both: a chip's report is that of one device.")
+            raise ValueError("`explain` takes a `mesh` or a `chip`, not both: the report on a chip is for one device.")
         chosen_for = _on_chip(engine, chip)
     request = Request.of(
         q=q, k=k, v=v, mask=mask, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout_rate=dropout_rate,

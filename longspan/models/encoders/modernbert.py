@@ -27,12 +27,12 @@ class ModernBertConfig(LocalLayers):
     Fields have the names of `config.json`; the defaults are ModernBERT-base.
 
     Args:
-        local_attention: twice the number of keys on each side of a query in sliding layers: 128 is `Window(64, 64)`.
-        global_attn_every_n_layers: every how many layers one has full attention, starting with the first.
+        local_attention: twice the number of keys on each side of a query in sliding layers; 128 is `Window(64, 64)`.
+        global_attn_every_n_layers: n, where one of n layers has full attention, starting with the first.
         layer_types: the kind of each layer; overrides `global_attn_every_n_layers`.
         rope_parameters: a set of rotary parameters for "full_attention" and one for "sliding_attention", as in
             `ls.rope.frequencies`; by default the bases 160000 and 10000.
-        classifier_pooling: "cls" or "mean": whether a sequence classifier reads the first token or the mean.
+        classifier_pooling: what a sequence classifier reads: the first token ("cls") or the mean over tokens ("mean").
         extra: the other keys of a `config.json` as JSON text, which `hf.save` writes back.
 
     Example:
