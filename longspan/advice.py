@@ -101,8 +101,8 @@ def estimate(counts: Counts | None) -> tuple[str, ...]:
         return ()
     return (
         f"useful FLOPs are an estimate from the pairs of {counts.sampled:,} of {counts.partial:,} partial tiles. The "
-        "number is exact if all rules of the mask are intervals of keys, equal ids or flags, or if fewer "
-        "tiles are partial",
+        "number is exact for masks whose rules all allow an interval of keys or compare ids or flags, and for masks "
+        "with fewer partial tiles",
     )
 
 

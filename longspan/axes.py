@@ -24,7 +24,9 @@ def axis_names(argument: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
         names = (given,)
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`{argument}` must be the name of a mesh axis or several of them, got {given!r}.")
+        raise TypeError(
+            f"`{argument}` must be the name of a mesh axis, a tuple or list of such names, or None, got {given!r}."
+        )
     return tuple(names)
 
 

@@ -248,7 +248,7 @@ class ScoreBias(Bias):
         for place, array in enumerate(arrays):
             if not is_array(array):
                 raise TypeError(
-                    f"ScoreBias: array {place} must be an array, got {type(array).__name__}. Convert it with "
+                    f"ScoreBias: `arrays[{place}]` must be an array, got {type(array).__name__}. Convert it with "
                     "`jnp.asarray`, or let `fn` close over static values."
                 )
         object.__setattr__(self, "fn", fn)

@@ -349,9 +349,16 @@ def check_broadcast(name: str, array: Any, shape: Sequence[int], *, kind: str) -
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"`{name}` must be an array, got {type(array).__name__}. Convert it with `jnp.asarray`.")
     if kind == "bool":
-        is_kind, cure = array.dtype == bool, "Give an additive mask as `bias`, or compare it, e.g. `mask != 0`."
+        is_kind = array.dtype == bool
+        cure = (
+            "If it holds 1 (allowed) and 0, give `mask != 0`. If it is additive (0 and large negative numbers), give "
+            "it as `bias`."
+        )
     else:
-        is_kind, cure = array.dtype.name in FLOATS, "Give a mask of bools as `mask`, or cast it."
+        is_kind = array.dtype.name in FLOATS
+        cure = (
+            "If it is a mask, give it as `mask`, with bools. If it is added to the scores, cast it with `.astype(...)`."
+        )
     if not is_kind:
         raise TypeError(f"`{name}` as an array must be {kind}, got {array.dtype}. {cure}")
     if array.ndim == 3:

@@ -57,9 +57,9 @@ def explain(
     Arrays may be `jax.ShapeDtypeStruct`s. With a `mesh`, it reports on `ls.parallel.attention` instead, with the bytes
     that devices send in each step; `axis`, `order` and `global_capacity` are arguments of that function.
 
-    With a `chip` ("v4", "v5e", "v5p", "v6e" or "tpu7x"), it reports on the engine `pallas_tpu` on that TPU, on any
-    machine: the memory of the kernels beside the chip's limits, and what they copy. These are static counts. Nobody has
-    run the kernels on a TPU, so there are no times.
+    With a `chip` ("v4", "v5e", "v5p", "v6e" or "tpu7x"), the report is for the engine `pallas_tpu` on this kind of TPU,
+    and no TPU is needed. It adds the memory that the kernels need, the chip's limits, and the bytes that the kernels
+    copy. These are static counts. Nobody has run the kernels on a TPU, so there are no times.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)
@@ -77,7 +77,7 @@ def explain(
     chosen_for = engine
     if chip is not None:
         if mesh is not None:
-            raise ValueError("`explain` takes a `mesh` or a `chip`, not both: a chip's report is that of one device.")
+            raise ValueError("`explain` takes a `mesh` or a `chip`, not both: the report on a chip is for one device.")
         chosen_for = _on_chip(engine, chip)
     request = Request.of(
         q=q, k=k, v=v, mask=mask, bias=bias, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout_rate=dropout_rate,
@@ -129,7 +129,7 @@ def _reason(asked: str | Engine, chip: str | None, platform: str) -> str:
         return "as requested"
     if chip is not None:
         return "the engine with kernels for TPUs"
-    return f"the first of {', '.join(tried(platform))} that can run this call, usually the fastest"
+    return f"the first of {', '.join(tried(platform))} that 'auto' accepts for this call, usually the fastest"
 
 
 def _on_chip(engine: str | Engine, chip: str) -> PallasTpu:
@@ -163,7 +163,7 @@ class Explanation:
 
     engine: str
     reason: str  # for the choice of the engine
-    refused: dict[str, str]  # engine tried before the chosen one -> the reason why it cannot run this call
+    refused: dict[str, str]  # engine tried before the chosen one -> the reason why it was not chosen
     mask: str
     q_tile: int
     kv_tile: int
@@ -231,15 +231,16 @@ class Explanation:
         report = self.chip
         if report is None:
             return []
-        known = "run on one" if report.is_proven else "never run on one"
+        known = "and run on it" if report.is_proven else "but never run on it"
+        executed = "of the executed products, which include padding and forbidden pairs; forward"
         return [
-            ("chip", f"{report.chip}: compiled for {report.chip}, {known}"),
+            ("chip", f"{report.chip}; the kernels of this engine were compiled for it, {known}"),
             ("  VMEM", _of_limit(report.vmem_bytes, report.vmem_limit)),
             ("  SMEM", _of_limit(report.smem_bytes, report.smem_limit)),
             ("  copied from and to HBM", short(report.copied_bytes, "B", 1024)),
             ("  lanes of heads in use", f"{report.lanes:.1%}; heads are padded to multiples of 128 lanes"),
-            ("  useful products", _percent(report.useful_products, "of those executed, with padding")),
-            ("  rows' own cost", _percent(report.row_share, "of the static model's cycles, forward")),
+            ("  useful products", _percent(report.useful_products, executed)),
+            ("  start and end of query tiles", _percent(report.row_share, "of the modelled cycles, forward")),
         ]
 
     def _kept(self) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ REFUSED = [
     (TypeError, "ScoreBias must have 2 required positional parameters, `(q, k)`, or 4, `(b, h, q, k)`", lambda: ls.ScoreBias(lambda b, q, k: 0)),  # noqa: E501
     (TypeError, "<lambda> has 2 required positional parameters. With 1 array, the function of ScoreBias must have 3", lambda: ls.ScoreBias(lambda q, k: 0, np.ones(2))),  # noqa: E501
     (TypeError, "`*args` and keywords do not count", lambda: ls.ScoreBias(lambda *places: 0)),
-    (TypeError, "ScoreBias: array 1 must be an array, got float", lambda: ls.ScoreBias(lambda q, k, a, b: 0, np.ones(2), 1.0)),  # noqa: E501
+    (TypeError, "ScoreBias: `arrays[1]` must be an array, got float", lambda: ls.ScoreBias(lambda q, k, a, b: 0, np.ones(2), 1.0)),  # noqa: E501
 ]  # fmt: skip
 REFUSED_CALLS = [
     (ValueError, "`alibi` has 3 slopes, but the call has 4 query heads. Give 4.", lambda: ls.alibi(np.ones(3))),

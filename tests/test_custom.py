@@ -190,7 +190,9 @@ def test_functions_that_fit_both_forms_or_none_are_errors():
     ):
         with pytest.raises(TypeError, match=re.escape(f"Custom.fn: <lambda> {message}")):
             ls.Custom(fn, *arrays)
-    with pytest.raises(TypeError, match=r"accepts both 4 and 6 arguments"):
+    with pytest.raises(
+        TypeError, match=r"accepts both `\(q, k, array1, array2\)` and `\(b, h, q, k, array1, array2\)`, so it is"
+    ):
         ls.Custom(lambda b, h, q, k, *rest: q >= k, one, one)
     with pytest.raises(TypeError, match=r"Custom.bounds: .* must take"):
         ls.Custom(causal, bounds=lambda q: (True, False))

@@ -226,7 +226,8 @@ CALLS = [
     (ValueError, "`mask` must be broadcastable to [B, N, T, S] = [2, 6, 5, 7]", dict(mask=np.ones((5, 6), bool))),
     (
         TypeError,
-        "`mask` as an array must be bool, got float32. Give an additive mask as `bias`",
+        "`mask` as an array must be bool, got float32. If it holds 1 (allowed) and 0, give `mask != 0`. If it is "
+        "additive (0 and large negative numbers), give it as `bias`.",
         dict(mask=np.ones((5, 7), np.float32)),
     ),
     (TypeError, "`mask` must be a Mask, a MaskInfo, a BlockLayout or an array of bools, got str", dict(mask="causal")),
@@ -241,7 +242,11 @@ CALLS = [
         "scores, use a bias: `bias=ls.ScoreBias(fn)`.",
         dict(mask=ls.Custom(lambda q, k: -0.5 * abs(q - k).astype(np.float32)), engine="reference"),
     ),
-    (TypeError, "`bias` as an array must be float, got bool", dict(bias=np.ones((5, 7), bool))),
+    (
+        TypeError,
+        "`bias` as an array must be float, got bool. If it is a mask, give it as `mask`, with bools.",
+        dict(bias=np.ones((5, 7), bool)),
+    ),
     (ValueError, "`bias` must be broadcastable to [B, N, T, S]", dict(bias=jnp.ones((1, 2, 5, 7)))),
     (ValueError, "`bias` has rank 3", dict(bias=jnp.ones((6, 5, 7)))),
     (ValueError, "`sinks` must be one float logit per query head, shape [6], got shape (3,)", dict(sinks=jnp.ones(3))),

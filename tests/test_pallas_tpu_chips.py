@@ -140,7 +140,7 @@ REFUSED = {
     "large heads": (dict(H=320), "it supports a head dimension of at most 256, not 320"),
     "pairs": (
         dict(T=20000, mask=jax.ShapeDtypeStruct((20000, 20000), bool)),
-        "its mask needs 381.5 MiB for arrays with one byte per pair, and at most 256.0 MiB are supported. Define the "
+        "the mask needs 381.5 MiB for arrays with one byte per pair, and at most 256.0 MiB are supported. Define the "
         "rule by position or by arrays of one entry per token, or use engine='xla'",
     ),
     "tables": (
@@ -192,13 +192,13 @@ def test_tiles_of_8_queries_are_for_float32():
 
 def test_other_platforms_are_refused_with_what_runs_there():
     message = (
-        "it runs on TPUs, and JAX's default backend here is gpu. longspan.engines.PallasTpu(interpret=True) interprets "
-        "the kernels anywhere, for tests; engine='xla' runs on every platform"
+        "it needs a TPU, but JAX's default backend here is gpu. longspan.engines.PallasTpu(interpret=True) interprets "
+        "the kernels on any platform, for tests; engine='xla' runs on every platform"
     )
     assert PallasTpu().unsupported(request_of(platform="gpu")) == message
     assert PallasTpu(interpret=True).unsupported(request_of(platform="gpu")) is None
     x = jnp.zeros((1, 8, 1, 8))
-    with pytest.raises(NotImplementedError, match=r"engine='pallas_tpu' cannot run this: it runs on TPUs, .* is cpu"):
+    with pytest.raises(NotImplementedError, match=r"engine='pallas_tpu' cannot run this: it needs a TPU, .* is cpu"):
         ls.attention(x, x, x, engine="pallas_tpu")
 
 
@@ -217,7 +217,8 @@ def test_auto_keeps_xla_on_a_tpu_until_somebody_ran_the_kernels(monkeypatch):
     chosen, refused = choose("auto", request)
     assert pallas_tpu.PROVEN == () and chosen.name == "xla" and list(refused) == ["cpu", "pallas_tpu"]
     assert refused["pallas_tpu"] == (
-        "its kernels are compiled for v5e, but nobody has reported a run on one. engine='pallas_tpu' chooses it"
+        "its kernels were compiled for v5e, but nobody has reported a run on this chip. To run the kernels, pass "
+        "engine='pallas_tpu'"
     )
     assert choose("pallas_tpu", request)[0] == PallasTpu()
     monkeypatch.setattr(pallas_tpu, "PROVEN", ("v5e",))
@@ -232,7 +233,7 @@ def test_auto_tries_the_engines_of_the_platform_in_order():
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("tpu", "engine='pallas_tpu' runs kernels on TPUs, and engine='xla' plain JAX"),
+        ("tpu", "engine='pallas_tpu' runs kernels on TPUs; engine='xla' runs plain JAX there"),
         ("gpu", "no engine has kernels for GPUs; engine='xla' runs plain JAX there"),
         ("cuda", "no engine has kernels for GPUs; engine='xla' runs plain JAX there"),
     ],
@@ -257,15 +258,18 @@ def test_explain_reports_on_a_chip_from_any_machine():
     chip, rows = report.chip, rows_of(report)
     assert report.engine == "pallas_tpu" and (report.q_tile, report.kv_tile) == (256, 512)
     assert rows["engine"] == "pallas_tpu, the engine with kernels for TPUs"
-    assert rows["chip"] == "v5e: compiled for v5e, never run on one"
+    assert rows["chip"] == "v5e; the kernels of this engine were compiled for it, but never run on it"
     assert rows["lanes of heads in use"] == "62.5%; heads are padded to multiples of 128 lanes"
     assert re.fullmatch(r"forward kernel \S+ MiB, fused backward kernel \S+ MiB, of 16 MiB for each", rows["VMEM"])
     assert re.fullmatch(r"forward kernel \S+ KiB, fused backward kernel \S+ KiB, of 1 MiB for each", rows["SMEM"])
     visits = 2 * (report.tiles_partial + report.tiles_full)
     assert chip.copied_bytes == visits * 2 * 512 * 128 * 2 + 2 * 256 * (2 * 512 * 128 * 2 + 2 * 256 * 4)
     assert chip.useful_products == pytest.approx(0.625 * report.useful_flops / report.executed_flops)
-    assert 0 < chip.row_share < 1 and rows["rows' own cost"].endswith("of the static model's cycles, forward")
-    assert "never run on one" in report._repr_html_() and "seconds" not in str(report)
+    assert 0 < chip.row_share < 1 and rows["start and end of query tiles"].endswith("% of the modelled cycles, forward")
+    assert rows["useful products"].endswith(
+        "% of the executed products, which include padding and forbidden pairs; forward"
+    )
+    assert "never run on it" in report._repr_html_() and "seconds" not in str(report)
 
 
 def test_a_row_of_a_narrow_window_costs_less_than_a_third_of_the_modelled_time():
@@ -280,7 +284,7 @@ def test_masks_without_values_are_reported_as_such():
     report = ls.explain(*qkv(), mask=mask, chip="v6e", engine="pallas_tpu")
     rows = rows_of(report)
     assert report.reason == "as requested" and report.chip.copied_bytes is None
-    for name in ("copied from and to HBM", "useful products", "rows' own cost"):
+    for name in ("copied from and to HBM", "useful products", "start and end of query tiles"):
         assert rows[name] == "depends on data"
     assert max(report.chip.vmem_bytes.values()) <= report.chip.vmem_limit == 32 * MIB
 

@@ -309,7 +309,7 @@ def test_long_plans_are_drawn_by_cells():
     assert title == "50,001 of 100,000 positions: 1,028 kept, 48,973 evicted; 1,028 slots"
     assert re.fullmatch(r":\.+[:+*#]+", row) and len(row) == 32
     assert legend == (
-        "one character is 1,563 positions: # all kept, * + : some kept, . all evicted, blank: not yet appended"
+        "one character is 1,563 positions: # all kept, '*' '+' ':' some kept, . all evicted, blank if not yet appended"
     )
     assert len(plan.show().splitlines()) == 2 + 1 + 32 + 1
 

@@ -12,8 +12,8 @@ from longspan.render.text import INK, numbers_above
 if TYPE_CHECKING:
     from longspan.cache.plan import CachePlan
 
-LEGEND = "# kept, . evicted, blank: not yet appended"
-CELL_LEGEND = "# all kept, * + : some kept, . all evicted, blank: not yet appended"
+LEGEND = "# kept, . evicted, blank if not yet appended"
+CELL_LEGEND = "# all kept, '*' '+' ':' some kept, . all evicted, blank if not yet appended"
 MAX_ROWS = 32
 
 
@@ -48,7 +48,7 @@ def show_all(plan: "CachePlan", max_cells: int) -> str:
         str(plan),
         " " * (width + 1) + numbers_above(plan.length, cell, count=4),
         *rows,
-        f"each row is the cache after one step: {_legend(cell)}",
+        f"each row is the cache after the step at its left; {_legend(cell)}",
     ]
     return "\n".join(line.rstrip() for line in lines)
 

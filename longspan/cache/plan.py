@@ -79,7 +79,7 @@ class CachePlan:
             7 of 9 positions: 4 kept, 3 evicted; 4 slots
             0 2 4 6 8
             #...###
-            # kept, . evicted, blank: not yet appended
+            # kept, . evicted, blank if not yet appended
         """
         if step is None:
             return show_all(self, max_cells)
@@ -106,6 +106,14 @@ class CachePlan:
             return f"{_counted(len(self.pinned), 'pinned key')} and a ring"
         return "a ring"
 
+    def _use(self) -> str:
+        """How the slots are used, in words that follow their number."""
+        if self.capacity == 0:
+            return ""
+        if self.table is not None:
+            return ", assigned by a table"
+        return f", used as {self.form}"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CachePlan) and self.digest == other.digest
 
@@ -118,7 +126,7 @@ class CachePlan:
     def __str__(self) -> str:
         share = self.capacity / max(self.length, 1)
         lines = [
-            f"{self.capacity:,} slots for {self.length:,} positions ({share:.2%} of a full cache): {self.form}",
+            f"{self.capacity:,} slots for {self.length:,} positions ({share:.2%} of a full cache){self._use()}",
             self.why,
         ]
         if self.slack:
@@ -144,7 +152,7 @@ def plan(mask: Mask, length: int, *, slack: int = 0) -> CachePlan:
 
     Example:
         >>> print(ls.cache.plan(ls.Causal() & (ls.Window(1023, 0) | ls.Prefix(4)), 10**5))
-        1,028 slots for 100,000 positions (1.03% of a full cache): 4 pinned keys and a ring
+        1,028 slots for 100,000 positions (1.03% of a full cache), used as 4 pinned keys and a ring
         each key is kept for 1,024 steps; 4 keys are kept forever
     """
     if not isinstance(mask, Mask):

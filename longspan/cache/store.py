@@ -360,7 +360,7 @@ class Cache:
             10 of 16 positions: 4 kept, 6 evicted; 4 slots
             0   4   8   12
             ......####
-            # kept, . evicted, blank: not yet appended
+            # kept, . evicted, blank if not yet appended
         """
         if step is not None:
             return self.plan.show(step, max_cells=max_cells)

@@ -255,6 +255,9 @@ def _devices(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
     causal = ls.parallel.plan(ls.Causal(), sizes.tokens, DEVICES)
     stage.say(f"{windowed.show()}\n\n{causal}\n")
     stage.say("A row is the key and the value of one token. The rows that a window sends do not grow with the length.")
+    rows = sum(step.rows for step in windowed.steps if step.kind == "columns")
+    received = windowed.sent_rows - sum(step.rows for step in windowed.steps if step.kind != "columns")
+    stage.say(f"In an all-reduce of {rows} rows over {DEVICES} devices, each device receives {received} rows.")
     stage.check("the devices send fewer rows than for causal attention", windowed.sent_rows < causal.sent_rows)
 
 

@@ -52,7 +52,8 @@ def encode(
         ),
     ] = None,
     split: Annotated[
-        bool, typer.Option("--split", help="Encode documents that are too long in parts, and average the parts.")
+        bool,
+        typer.Option("--split", help="Split documents that are too long, encode the parts, and average their vectors."),
     ] = False,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Encode only the beginning of documents that are too long.")

@@ -23,7 +23,11 @@ def explain(
     dtype: Annotated[str, typer.Option(help="Dtype of the arrays: float32, bfloat16, float16 or float64.")] = "float32",
     engine: Annotated[str, typer.Option(help="Name of an engine; auto chooses one.")] = "auto",
     chip: Annotated[
-        str | None, typer.Option(help="Report on the engine pallas_tpu on this TPU: v4, v5e, v5p, v6e or tpu7x.")
+        str | None,
+        typer.Option(
+            help="Also print the memory and the copies of the kernels of pallas_tpu for this kind of TPU: v4, v5e, "
+            "v5p, v6e or tpu7x. No TPU is needed."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

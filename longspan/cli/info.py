@@ -52,7 +52,7 @@ def facts_of_machine() -> dict[str, Any]:
         platform=f"{platform.system()} {platform.machine()}",
         executable=sys.executable,
         untested_jax=untested(jax.__version__),
-        devices=[f"{device.platform} {device.device_kind} {device.id}" for device in jax.devices()],
+        devices=[f"{device.platform} {device.id} ({device.device_kind})" for device in jax.devices()],
         engines={name: engine.unsupported(request) or "runs" for name, engine in ENGINES.items()},
         native=missing or "built",
         instruction_sets=[] if missing else list(native.instruction_sets()),

@@ -39,14 +39,14 @@ from longspan.engines.xla import ENGINE as _XLA
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (_CPU, PallasTpu(), _XLA, _REFERENCE)}
 
 ABSENT = dict(
-    tpu="engine='pallas_tpu' runs kernels on TPUs, and engine='xla' plain JAX",
+    tpu="engine='pallas_tpu' runs kernels on TPUs; engine='xla' runs plain JAX there",
     gpu="no engine has kernels for GPUs; engine='xla' runs plain JAX there",
     cuda="no engine has kernels for GPUs; engine='xla' runs plain JAX there",
 )  # names of platforms, which users try as names of engines
 
 
 def choose(engine: str | Engine, request: Request) -> tuple[Engine, dict[str, str]]:
-    """The engine that runs a request, and the reason why each engine tried before it cannot.
+    """The engine that runs a request, and the reason why each engine tried before it was not chosen.
 
     Args:
         engine: "auto", the name of an engine, or an instance of `Engine`.

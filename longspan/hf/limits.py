@@ -46,7 +46,7 @@ def with_new_limit(files: Mapping[str, bytes | None], new: int) -> dict[str, byt
         parsed, low = _low_limits(name, content, new)
         for limit in low:
             limit.write(new)
-            logger.info("%s: set %s to %d, the model's maximum length; it was %d", name, limit.key, new, limit.count)
+            logger.info("%s: raised %s from %d to %d, the model's maximum length", name, limit.key, limit.count, new)
         if low:
             written[name] = (json.dumps(parsed, indent=2, ensure_ascii=False) + "\n").encode()
     return written
@@ -66,10 +66,11 @@ def warn_of_limits(where: Path, files: Mapping[str, bytes | None], new: int) -> 
         if content is not None
         for limit in _low_limits(name, content, new)[1]
     ]
+    these, each = ("this limit", "it") if len(low) == 1 else ("these limits", "each limit")
     if low:
         warnings.warn(
-            f"The model reads up to {new} tokens, but {' and '.join(low)}, which truncates longer texts. To use the "
-            f"model's full length, set this limit to {new} in the file.",
+            f"The model reads up to {new} tokens, but {' and '.join(low)}. Longer texts are truncated to {these}. To "
+            f"use the model's full length, set {each} to {new}.",
             stacklevel=4,
         )
 

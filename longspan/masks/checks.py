@@ -265,11 +265,15 @@ def takes_rows_and_heads(fn: Any, arrays: int, name: str = "fn") -> bool:
     if fits_four and not fits_two:
         return True
     label = getattr(fn, "__name__", repr(fn))
-    problem = f"accepts both {2 + arrays} and {4 + arrays} arguments"
-    if not fits_two:
-        problem = f"has {counted(required, 'required parameter')}"
-        if accepted < 2 + arrays:
-            problem = f"takes at most {counted(len(named), 'parameter')}"
+    if fits_two:
+        two, four = parameter_lists(arrays)
+        raise TypeError(
+            f"Custom.{name}: {label} accepts both `{two}` and `{four}`, so it is unclear which of them to pass. Wrap "
+            f"{label} in a function that takes only one of these lists."
+        )
+    problem = f"has {counted(required, 'required parameter')}"
+    if accepted < 2 + arrays:
+        problem = f"takes at most {counted(len(named), 'parameter')}"
     raise TypeError(
         f"Custom.{name}: {label} {problem}. With {counted(arrays, 'array')}, the function must take "
         f"{parameter_forms(arrays)}. Wrap {label} in such a function."
@@ -288,11 +292,21 @@ def parameter_forms(arrays: int, noun: str = "parameters") -> str:
         >>> parameter_forms(0), parameter_forms(1)
         ('2 parameters, `(q, k)`, or 4, `(b, h, q, k)`', '3 parameters, `(q, k, array)`, or 5, `(b, h, q, k, array)`')
     """
+    two, four = parameter_lists(arrays)
+    return f"{2 + arrays} {noun}, `{two}`, or {4 + arrays}, `{four}`"
+
+
+def parameter_lists(arrays: int) -> tuple[str, str]:
+    """The two lists of parameters, without and with the batch row and the head.
+
+    Example:
+        >>> parameter_lists(1)
+        ('(q, k, array)', '(b, h, q, k, array)')
+    """
     names = ["array"]
     if arrays != 1:
         names = [f"array{i}" for i in range(1, arrays + 1)]
-    two, four = ", ".join(["q", "k", *names]), ", ".join(["b", "h", "q", "k", *names])
-    return f"{2 + arrays} {noun}, `({two})`, or {4 + arrays}, `({four})`"
+    return f"({', '.join(['q', 'k', *names])})", f"({', '.join(['b', 'h', 'q', 'k', *names])})"
 
 
 def check_lowered(rule: Any, lowered: Any) -> None:

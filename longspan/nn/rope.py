@@ -75,12 +75,12 @@ def select_rope_positions(rope: Any, positions: Any, rope_positions: Any) -> Any
     if rope is None and positions is not None:
         raise ValueError(
             "`positions` are used only with `rope`, which this module does not have. Its windows and blocks compare "
-            "slots. Give `rope`, or leave `positions` out."
+            "indices in the array, not positions. Give `rope`, or leave `positions` out."
         )
     if positions is not None and rope_positions is not None:
         raise ValueError(
             "`positions` and `rope_positions` were both given. In this module both set the positions for `rope`, "
-            "because its windows and blocks compare slots. Give one of them."
+            "because its windows and blocks compare indices in the array, not positions. Give one of them."
         )
     if rope_positions is None:
         return positions

@@ -98,8 +98,8 @@ def unshard(
     if padded(whole, axes.shards, order) != whole:
         raise ValueError(
             f"`x` has {whole} tokens, but `shard_batch` pads to a multiple of {padded(1, axes.shards, order)} for "
-            f"{axes.shards} devices and order={order!r}. Pass an array in the order of a batch from `shard_batch`, "
-            "with the same mesh and order."
+            f"{axes.shards} devices and order={order!r}. Pass an array whose tokens are padded and ordered as by "
+            "`shard_batch` with the same `mesh` and `order`."
         )
     if length is None:
         length = whole

@@ -284,7 +284,7 @@ def chosen_plan(
     if capacity is not None and given.capacity not in (0, capacity):
         raise ValueError(
             f"This plan is for global_capacity={given.capacity}, but the call has global_capacity={capacity}. "
-            "Leave one of them out."
+            "Leave out `global_capacity` or `plan`."
         )
     # Masks with the same structure have the same plan, so keys are compared: the call is not planned again.
     if given.key != PlanInputs.of(request.mask, length, shards, order, **options, capacity=capacity).key():

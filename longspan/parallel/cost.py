@@ -103,7 +103,9 @@ class Cost:
         load = f"load max/mean {self.load:.2f}"
         useful = f"{short(self.useful_flops, 'FLOP', 1000)} forward, on the busiest device"
         if self.plan.pairs is None:
-            load, useful = f"{load} without the mask's arrays", f"at most {useful}"
+            load = f"{load} if the mask's arrays allow all pairs"
+        if self.plan.pairs is None or any(self.plan.by_flags):
+            useful = f"at most {useful}"
         at_most = "at most " * self.plan.data
         required = "in the worst case, " * self.plan.bound_is_worst_case + f"the mask requires {bound} forward"
         return [
@@ -239,6 +241,11 @@ def _why_not_doubled(plan: ParallelPlan) -> str | None:
 
 def _pairs(plan: ParallelPlan) -> float:
     """The allowed pairs per batch row and head; counted by tiles where there is no exact count."""
+    if plan.pairs is not None and any(plan.by_flags):
+        # Rules with arrays allow everything in the plan's mask. Flags name at most `capacity` tokens.
+        keys = len(plan.columns) + plan.capacity * plan.by_flags[0]
+        queries = len(plan.queries) + plan.capacity * plan.by_flags[1]
+        return float(sum(plan.pairs) + plan.length * (keys + queries))
     q, kv = two_sides(plan.length, plan.length, xp=np)
     exact = count_by_query(plan.mask, q, kv) if plan.mask.heads == 1 else None
     if exact is None:

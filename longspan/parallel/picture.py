@@ -84,7 +84,7 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
     max_cells, devices = check_static_size("max_cells", max_cells, 1), check_static_size("devices", devices, 2)
     cell = max(1, -(-plan.length // max_cells))
     rows = [("device", "holds", "pairs", "load", numbers_above(plan.length, cell, count=4))]
-    received = [["receives"]]
+    received = [["receives tokens from devices"]]
     shown = _shown(plan, devices)
     for one in shown:
         if one is None:
@@ -101,7 +101,7 @@ def picture_text(plan: "ParallelPlan", max_cells: int, devices: int) -> str:
         cells += [number.rjust(width) for number, width in zip(numbers, widths[2:4], strict=True)]
         table += _folded("  ".join([*cells, strip.ljust(widths[4])]), texts)
     ink = "".join(row[4] for row in rows[1:])
-    meaning = _meaning(shown)
+    meaning = _meaning(plan) | _undrawn(shown)
     legend = ", ".join(f"{INK[level]} {text}" for level, text in meaning.items() if INK[level] in ink)
     if cell > 1:
         legend = f"cells of {cell:,} tokens: {legend}"
@@ -115,7 +115,8 @@ def picture_html(plan: "ParallelPlan") -> str:
     names = "".join(f'<th style="{CELL};font-weight:600">{name}</th>' for name in _COLUMNS)
     rows = "".join(f"<tr>{_cells(plan, one)}</tr>" for one in shown)
     used = {level for one in shown if one is not None for *_, level in one.levels()}
-    key = " ".join(f"{swatch(ink)} {MEANING[level]}" for level, ink in INKS.items() if level in used)
+    meaning = _meaning(plan)
+    key = " ".join(f"{swatch(ink)} {meaning[level]}" for level, ink in INKS.items() if level in used)
     style = "border-collapse:collapse;background:none;color:inherit;margin:6px 0"
     return page(
         line(html.escape(head), bold=True),
@@ -231,12 +232,19 @@ def _head(plan: "ParallelPlan") -> list[str]:
     return [first.replace(plan.text, shortened(plan.text), 1), *others]
 
 
-def _meaning(shown: Sequence[DeviceTokens | None]) -> dict[int, str]:
-    """The legend of the characters. Tokens that are known only at run time are not drawn, which the legend states."""
+def _meaning(plan: "ParallelPlan") -> dict[int, str]:
+    """The legend of the characters and colours. A ring may send less than is drawn if the mask has arrays."""
+    if not plan.data:
+        return MEANING
+    return {level: f"{text} in the worst case" if level in (ALL, SOME) else text for level, text in MEANING.items()}
+
+
+def _undrawn(shown: Sequence[DeviceTokens | None]) -> dict[int, str]:
+    """The legend of a cell that no device holds, if tokens that are known only at run time are not drawn."""
     letters = sorted({ascii_letters[rows.step] for one in shown if one is not None for rows in one.others})
     if not letters:
-        return MEANING
-    return {**MEANING, NEITHER: f"not held; tokens received in {', '.join(letters)} are not drawn"}
+        return {}
+    return {NEITHER: f"not held; tokens received by the transfers {', '.join(letters)} are not drawn"}
 
 
 def _work(plan: "ParallelPlan", device: int) -> tuple[str, str]:
@@ -255,8 +263,8 @@ def _received(plan: "ParallelPlan", one: DeviceTokens) -> list[tuple[str, ...]]:
     texts = []
     for steps, group in groupby(one.pieces, lambda span: span.steps):
         spans = list(group)
-        at_most = "at most " if plan.data and spans[0].kind == "ring" else ""
-        texts.append((steps, at_most + _described(spans)))
+        up_to = "up to all of " if plan.data and spans[0].kind == "ring" else ""
+        texts.append((steps, up_to + _described(spans)))
     for step, rows, sources in one.others:
         senders = f" from {_numbers(sources)}" if sources else ""
         texts.append(((step,), f"up to {rows:,} {_unit(plan.steps[step].kind, rows)}{senders}"))
@@ -347,7 +355,7 @@ def _short(number: int | float) -> str:
     return f"{number:,.0f}P"
 
 
-_COLUMNS = ("device", "holds", "computes", "tokens", "receives")
+_COLUMNS = ("device", "holds", "computes", "tokens", "receives tokens from devices")
 
 
 def _cells(plan: "ParallelPlan", one: DeviceTokens | None) -> str:

@@ -159,7 +159,7 @@ class ParallelPlan:
               b  shift +1: 7 rows, keys from the device before
               each device receives 10 rows forward and 10 backward; a row is the key and value of one token
               the mask requires at least 9 rows forward; an all-gather sends 48
-            device  holds  pairs  load  0       16      32      48        receives
+            device  holds  pairs  load  0       16      32      48        receives tokens from devices
                  0  0-15     100  0.83  ########........................  nothing
                  1  16-31    128  1.06  +...:+++########................  a 0-1 from 0; b 9-15 from 0
                  2  32-47    128  1.06  +...........:+++########........  a 0-1 from 0; b 25-31 from 1
@@ -519,4 +519,4 @@ def _why_ring(rest: Mask, data: bool) -> str:
         return f"{unbounded[0]!r} has no bounds"
     if data:
         return "in the worst case, because the mask's arrays decide how many shards are sent"
-    return "at least one device needs keys from each of these distances"
+    return "because separate shifts would be too many or send no fewer rows"

@@ -289,8 +289,8 @@ def _check_rand_attn(rand_attn: Any, blocks: int, heads: int | None = None) -> N
     shape = tuple(rand_attn.shape)
     if len(shape) != 3 or shape[0] == 0 or shape[1] != blocks - 2 or (heads and shape[0] not in (1, heads)):
         raise ValueError(
-            f"`rand_attn` must be {wanted} for {blocks} blocks (none for the first and the last block), got shape "
-            f"{shape}. Make it with `bigbird_random_blocks(...)` for this length."
+            f"`rand_attn` must be {wanted} for {blocks} blocks (the first and the last block have no row), got "
+            f"shape {shape}. Make it with `bigbird_random_blocks(...)` for this length."
         )
     if isinstance(rand_attn, np.ndarray) and rand_attn.size and (rand_attn.min() < 0 or rand_attn.max() >= blocks):
         raise ValueError(

@@ -188,7 +188,7 @@ def test_plans_hash_compare_by_content_and_print():
     assert len({plan, same, *others}) == 4 and plan != "plan"
     assert repr(plan) == "CachePlan(7 of 1,000 positions, 2 pinned keys and a ring)"
     assert str(plan) == (
-        "7 slots for 1,000 positions (0.70% of a full cache): 2 pinned keys and a ring\n"
+        "7 slots for 1,000 positions (0.70% of a full cache), used as 2 pinned keys and a ring\n"
         "each key is kept for 5 steps; 2 keys are kept forever\n"
         "a rollback may remove up to 1 token"
     )

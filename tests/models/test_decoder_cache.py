@@ -1,5 +1,7 @@
 """`DecoderCache`: one pytree of all layers and one loop over them, in users' decode steps as in `ls.generate`."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,16 +188,34 @@ def test_layers_that_do_not_belong_together_are_refused():
         empty.with_layers(layers[:2])
     with pytest.raises(TypeError, match=r"`longspan\.cache\.Cache`, like `cache\[i\]`, got int"):
         empty.with_layers([1, 2, 3])
-    with pytest.raises(ValueError, match=r"Layer 0 has the plan CachePlan\(4 of 20"):
+    with pytest.raises(
+        ValueError,
+        match=r"Layer 0 has the plan CachePlan\(4 of 20.* `layers` must come from a cache with the same model, length",
+    ):
         model.init_cache(2, 30).with_layers(layers)
     with pytest.raises(ValueError, match="Layers 0 and 2 are both of kind 'sliding_attention', but hold different"):
         empty.with_layers([*layers[:2], empty[2]])
 
 
 def test_a_cache_of_another_model_is_refused():
-    model, other = small(), small(num_hidden_layers=2)
-    with pytest.raises(ValueError, match="made by another model, with 2 layers; this one has 3"):
-        model(IDS, cache=other.init_cache(2, 20))
+    model = small()
+    kinds = r"its layers differ from this model's in number or in kind \('full_attention' or 'sliding_attention'\)"
+    for changes in (dict(num_hidden_layers=2), dict(sliding_window=None)):
+        with pytest.raises(ValueError, match=f"`cache` was made for another model: {kinds}. Make one with `init_cache"):
+            model(IDS, cache=small(**changes).init_cache(2, 20))
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("changes", "sizes"), [(dict(head_dim=4), (1, 4)), (dict(num_key_value_heads=2), (2, 8))])
+def test_a_cache_of_other_heads_is_refused(changes, sizes, heads_first):
+    other = small(**changes).init_cache(2, 20, heads_first=heads_first)
+    assert other.kv_sizes == sizes
+    text = (
+        f"`cache` was made for another model: it has num_key_value_heads={sizes[0]} and head_dim={sizes[1]}, but this "
+        "model has num_key_value_heads=1 and head_dim=8. Make one with `init_cache(batch, length)` of this model."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        small()(IDS, cache=other)
 
 
 @pytest.mark.check

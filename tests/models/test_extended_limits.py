@@ -67,7 +67,7 @@ def test_a_tokenizer_that_comes_along_has_the_new_limit(short, tmp_path, caplog)
     assert read(tmp_path / "long", "tokenizer_config.json") == dict(
         model_max_length=1000, max_length=1000, do_lower_case=True
     )
-    assert "tokenizer_config.json: set model_max_length to 1000, the model's maximum length; it was 512" in caplog.text
+    assert "tokenizer_config.json: raised model_max_length from 512 to 1000, the model's maximum length" in caplog.text
     got = read(tmp_path / "long", "tokenizer.json")
     assert (got["truncation"]["max_length"], got["padding"]["strategy"]) == (1000, {"Fixed": 1000})
     for section in ("truncation", "padding"):
@@ -132,7 +132,7 @@ def test_files_that_save_does_not_own_stay_and_are_reported(short, tmp_path):
         f"{new / 'tokenizer.json'} has truncation.max_length=512",
         f"{new / 'tokenizer.json'} has padding.strategy.Fixed=512",
         f"{new / 'sentence_bert_config.json'} has max_seq_length=128",
-        "set this limit to 1000 in the file",
+        "Longer texts are truncated to these limits. To use the model's full length, set each limit to 1000.",
     ):
         assert line in message
     assert read(new, "tokenizer_config.json") == dict(model_max_length=512)
@@ -145,7 +145,10 @@ def test_files_that_save_does_not_own_stay_and_are_reported(short, tmp_path):
 
 def test_a_model_that_was_never_loaded_reports_its_tokenizers_limit(short, tmp_path):
     model = hf.extend(made(models.Encoder, models.BertConfig(**SIZES)), max_positions=1000, window=8)
-    with pytest.warns(UserWarning, match=r"long/tokenizer_config\.json has model_max_length=512"):
+    with pytest.warns(
+        UserWarning,
+        match=r"model_max_length=512\. Longer texts are truncated to this limit\. .* length, set it to 1000\.",
+    ):
         hf.save(model, tmp_path / "long", tokenizer=short)
 
 

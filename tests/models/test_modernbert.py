@@ -118,7 +118,7 @@ REFUSED = [
     (dict(rope_scaling=dict(rope_type="yarn", factor=2.0, partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "has rope_scaling.factor=0"),
     (dict(rope_parameters=dict(full_attention=dict(rope_theta=-1))), "has rope_parameters.full_attention.rope_theta"),
-    (dict(sliding_window=2**31 - 1), "has sliding_window=2147483647, which must be an int from 0: the number of keys"),
+    (dict(sliding_window=2**31 - 1), "has sliding_window=2147483647, which must be an int from 0 to 1073741823. It"),
     (dict(layer_types=["full_attention"]), "`layer_types` must have an entry for each of num_hidden_layers=6 layers"),
     (dict(layer_types=["chunked_attention"] * 6), "`layer_types` has 'chunked_attention', which is not one of"),
     (dict(classifier_pooling="max"), "classifier_pooling='max' is not one of 'cls', 'mean'"),

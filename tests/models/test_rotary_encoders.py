@@ -106,7 +106,7 @@ REFUSED = [
     ("nomic_bert", dict(rotary_scaling_factor=2), "has rotary_scaling_factor=2, but Longspan supports only None in a"),
     ("nomic_bert", dict(activation_function="gelu"), "has activation_function='gelu', but Longspan supports only"),
     ("nomic_bert", dict(prenorm=True), "has prenorm=True, but Longspan supports only False"),
-    ("nomic_bert", dict(embd_pdrop=0.1), "has embd_pdrop=0.1, which must be equal to resid_pdrop=0.0"),
+    ("nomic_bert", dict(embd_pdrop=0.1), "has embd_pdrop=0.1, which must be equal to the residual dropout rate (re"),
     ("nomic_bert", dict(n_embd=24), "has both n_embd and hidden_size, two spellings of one setting"),
     ("nomic_bert", dict(head_dim=8), "has head_dim=8, but Longspan supports only hidden_size / num_att"),
     ("gte", dict(rope_scaling=dict(type="ntk", factor=8.0)), "rope_type='ntk' is not one of 'default', 'linear'"),

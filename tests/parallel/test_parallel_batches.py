@@ -102,7 +102,9 @@ def test_explicit_axes_too(order):
 def test_unshard_refuses_lengths_that_shard_batch_does_not_return():
     mesh = ls.parallel.mesh(sp=4)
     with pytest.raises(
-        ValueError, match=r"7 tokens, but `shard_batch` pads to a multiple of 8 for 4 devices and order='zigzag'"
+        ValueError,
+        match=r"7 tokens, but `shard_batch` pads to a multiple of 8 for 4 devices and order='zigzag'. "
+        "Pass an array whose tokens are padded and ordered as by `shard_batch` with the same `mesh` and `order`.",
     ):
         ls.parallel.unshard(jnp.zeros((1, 7)), mesh, order="zigzag")
     with pytest.raises(ValueError, match="`length` must be at most the 8 tokens of the array, got 9"):
@@ -178,9 +180,21 @@ def test_cost_has_no_estimate_for_twice_the_devices_without_the_masks_flags():
     # Worst cases are compared with worst cases.
     documents = ls.parallel.plan(ls.Causal() & ls.Segments(np.zeros((1, 64), int)), 64, 4)
     text = str(ls.parallel.cost(documents, **SIZES))
-    assert "load max/mean 1.74 without the mask's arrays" in text and "useful FLOPs       at most " in text
+    assert "load max/mean 1.74 if the mask's arrays allow all pairs" in text and "useful FLOPs       at most " in text
     assert "received           at most " in text and "lower bound        in the worst case, the mask " in text
     assert ls.parallel.cost(documents, **SIZES).doubled.gather_bytes == 7 * 8 * 2 * 2 * 128 * 2
+
+
+def test_cost_counts_the_global_tokens_that_flags_may_name():
+    window, flags = ls.Window(31, 31), np.zeros((1, 1024), bool)
+    plain = ls.parallel.cost(ls.parallel.plan(window, 1024, 4), **SIZES)
+    plan = ls.parallel.plan(window | ls.Global(kv_flags=flags), 1024, 4, global_capacity=2)
+    flagged = ls.parallel.cost(plan, **SIZES)
+    per_pair = 4 * SIZES["head_dim"] * SIZES["heads"] * SIZES["batch"] / 4
+    more = flagged.useful_flops - plain.useful_flops
+    assert more == pytest.approx(2 * 1024 * per_pair, rel=0.5) and more > 0
+    text = str(flagged)
+    assert "useful FLOPs       at most " in text and "if the mask's arrays" not in text
 
 
 def test_cost_refuses_wrong_arguments():

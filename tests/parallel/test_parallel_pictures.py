@@ -68,7 +68,7 @@ def test_a_picture_of_a_longformer_on_four_devices():
         "  d  shift -1: 3 rows, keys from the device after",
         "  each device receives 9 rows forward and 9 backward; a row is the key and value of one token",
         "  the mask requires at least 8 rows forward; an all-gather sends 48",
-        "device  holds  pairs  load  0   16  32  48    receives",
+        "device  holds  pairs  load  0   16  32  48    receives tokens from devices",
         "     0  0-15     106  0.97  ####:.....q.....  a 40 from 2; b query 40 from 2; d 16-18 from 1",
         "     1  16-31    112  1.03  q..:####:.q.....  "
         "a 0 from 0, 40 from 2; b queries 0 from 0, 40 from 2; c 13-15 from 0;",
@@ -124,9 +124,12 @@ def test_pictures_name_what_depends_on_data():
     ids, flags = np.zeros((1, 64), int), np.zeros((1, 64), bool)
     ring = ls.parallel.plan(ls.Causal() & ls.Segments(ids), 64, 4)
     assert "the pairs of a device depend on the mask's arrays" in ring.show()
-    assert rows_of(ring.show())[0].split("  ")[-1] == "a at most 16-63 from 1-3"
+    assert rows_of(ring.show())[0].split("  ")[-1] == "a up to all of 16-63 from 1-3"
+    assert "# held, + received in the worst case" in ring.show()
+    assert "received in the worst case" in ring._repr_html_()
     flagged = ls.parallel.plan(ls.Window(2, 2) | ls.Global(q_flags=flags, kv_flags=flags), 64, 4)
     assert rows_of(flagged.show())[0].endswith("  a up to 2 rows; b up to 2 queries; d 16-17 from 1")
+    assert "not held; tokens received by the transfers a, b are not drawn" in flagged.show()
     assert "if more than 2 tokens are global, each device receives 48 rows forward" in flagged.show()
     assert "depends on the mask's arrays" in ring._repr_html_()
 

@@ -227,7 +227,7 @@ REFUSED = {
             ls.Global(q_flags=IDS > 0) | ls.Window(2, 2), global_capacity=4,
             plan=ls.parallel.plan(ls.Global(q_flags=IDS > 0) | ls.Window(2, 2), 48, 4, global_capacity=3),
         ),
-        "This plan is for global_capacity=3, but the call has global_capacity=4",
+        "for global_capacity=3, but the call has global_capacity=4. Leave out `global_capacity` or `plan`.",
     ),
     "rows that dp does not divide": (
         lambda: ls.parallel.attention(*(x[:1] for x in operands(48)), mesh=MESHES["dp2-sp4"]()),

@@ -81,7 +81,7 @@ CASES = {
     "random rows": (
         lambda: bigbird(rand_attn=np.zeros((4, 6, 1), int)),
         ValueError,
-        "must be ints [4 or 1, 4, r] for 6 blocks (none for the first and the last block), got shape (4, 6, 1).",
+        "must be ints [4 or 1, 4, r] for 6 blocks (the first and the last block have no row), got shape (4, 6, 1).",
     ),
     "random heads": (lambda: bigbird(rand_attn=ROWS[:3]), ValueError, "got shape (3, 4, 1)"),
     "random rank": (lambda: bigbird(rand_attn=ROWS[0]), ValueError, "got shape (4, 1)"),

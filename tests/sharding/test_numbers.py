@@ -171,7 +171,7 @@ def test_masks_that_fit_neither_a_shard_nor_the_whole_are_refused(unchecked):
         whole(lambda: (ls.Segments(IDS[:3]), None, 0.0), engine="xla")
     with pytest.raises(ValueError, match="The mesh axis 'x' is named twice in `batch_axes` and `head_axis`"):
         ls.attention(Q, K, V, batch_axes=("x", "y"), head_axis="x")
-    with pytest.raises(TypeError, match="`head_axis` must be the name of a mesh axis or several of them, got 3"):
+    with pytest.raises(TypeError, match="name of a mesh axis, a tuple or list of such names, or None, got 3"):
         ls.attention(Q, K, V, head_axis=3)
 
 

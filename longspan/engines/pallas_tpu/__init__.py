@@ -95,8 +95,8 @@ class PallasTpu(Engine):
         if chip is None or chip.name in PROVEN:
             return None
         return (
-            f"its kernels are compiled for {chip.name}, but nobody has reported a run on one. engine='pallas_tpu' "
-            "chooses it"
+            f"its kernels were compiled for {chip.name}, but nobody has reported a run on this chip. To run the "
+            "kernels, pass engine='pallas_tpu'"
         )
 
     def tiles(self, request: Request) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def _no_chip(request: Request) -> str:
             f"its kernels were never compiled for {_device_kind()!r}, only for {known_chips()}. engine='xla' runs here"
         )
     return (
-        f"it runs on TPUs, and JAX's default backend here is {request.platform}. "
-        "longspan.engines.PallasTpu(interpret=True) interprets the kernels anywhere, for tests; "
+        f"it needs a TPU, but JAX's default backend here is {request.platform}. "
+        "longspan.engines.PallasTpu(interpret=True) interprets the kernels on any platform, for tests; "
         "engine='xla' runs on every platform"
     )

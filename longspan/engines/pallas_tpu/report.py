@@ -1,4 +1,4 @@
-"""What `explain(chip=)` prints about a call on a TPU: memory, copies, and the modelled share of rows' own cost."""
+"""What `explain(chip=)` prints about a call on a TPU: memory, copies, and cycles outside of visits."""
 
 from dataclasses import dataclass, replace
 

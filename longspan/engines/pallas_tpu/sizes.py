@@ -70,14 +70,14 @@ def misfit(request: Request, chip: TpuChip, q_tile: int, kv_tile: int, *, fused:
         return reason
     if sizes.pairs > MAX_PAIRS:
         return (
-            f"its mask needs {_mib(sizes.pairs)} for arrays with one byte per pair, and at most {_mib(MAX_PAIRS)} are "
+            f"the mask needs {_mib(sizes.pairs)} for arrays with one byte per pair, and at most {_mib(MAX_PAIRS)} are "
             "supported. Define the rule by position or by arrays of one entry per token, or use engine='xla'"
         )
     if sizes.indexes_arrays:
         return (
-            "a function of its Custom or ScoreBias rules reads an array at indices that depend on the positions of "
+            "a function of a Custom or ScoreBias rule reads an array at indices that depend on the positions of "
             "queries or keys, and the compiler for TPUs supports no such reads in a kernel. Indices by batch row and "
-            "head are supported. Use engine='xla' for others"
+            "head are supported. For other indices use engine='xla'"
         )
     for name, kernel in sizes.kernels.items():
         for memory, used, limit in (("VMEM", kernel.vmem, chip.vmem_limit), ("SMEM", kernel.smem, SMEM_LIMIT)):

@@ -72,6 +72,12 @@ class DecoderCache:
         return next(iter(self.slots.values())).heads_first
 
     @property
+    def kv_sizes(self) -> tuple[int, int]:
+        """The number of key/value heads and the head size."""
+        shape = self.stacks[0][0].shape
+        return shape[3 - self.heads_first], shape[4]
+
+    @property
     def nbytes(self) -> int:
         """The size of all keys and values in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves(self.stacks))
@@ -252,8 +258,9 @@ def _check_layers(cache: DecoderCache, places: Sequence[_Place], layers: Sequenc
             )
         if layer.plan != plan:
             raise ValueError(
-                f"Layer {number} has the plan {layer.plan!r}, but this cache has {plan!r}. Make this cache with the "
-                "same model, length and slack: `model.init_cache(batch, length, slack=...)`."
+                f"Layer {number} has the plan {layer.plan!r}, but this cache has {plan!r}. `layers` must come from a "
+                "cache with the same model, length and slack as this cache: `model.init_cache(batch, length, "
+                "slack=...)`."
             )
         first = _first_layer(places, kind)
         both_known = is_known(layer.positions) and is_known(layers[first].positions)

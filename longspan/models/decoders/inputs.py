@@ -10,7 +10,7 @@ from longspan.checks import is_int, is_known
 from longspan.masks import positions_from_segments
 from longspan.models.decoders.attention import DecoderTokens
 from longspan.models.decoders.cache import DecoderCache, plan_layouts
-from longspan.models.decoders.family import DecoderConfig
+from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig
 from longspan.models.inputs import check_shape, shape_of_input
 from longspan.parallel.sequence_sharding import UNSHARDED, SequenceSharding
 
@@ -127,8 +127,16 @@ def _check_cache(config: DecoderConfig, cache: Any, shape: tuple[int, int], atte
         raise TypeError(f"`cache` must come from `model.init_cache(batch, length)`, got {type(cache).__name__}.")
     if cache.runs != config.runs:
         raise ValueError(
-            f"`cache` was made by another model, with {len(cache)} layers; this one has {config.num_hidden_layers}. "
-            "Make one with `init_cache(batch, length)` of this model."
+            "`cache` was made for another model: its layers differ from this model's in number or in kind "
+            f"('{FULL}' or '{SLIDING}'). Make one with `init_cache(batch, length)` of this model."
+        )
+    _, *sizes = config.heads
+    if cache.kv_sizes != tuple(sizes):
+        (heads, head_dim), (expected_heads, expected_dim) = cache.kv_sizes, sizes
+        raise ValueError(
+            f"`cache` was made for another model: it has num_key_value_heads={heads} and head_dim={head_dim}, but this "
+            f"model has num_key_value_heads={expected_heads} and head_dim={expected_dim}. Make one with "
+            "`init_cache(batch, length)` of this model."
         )
     if cache.length.shape[0] != shape[0]:
         raise ValueError(

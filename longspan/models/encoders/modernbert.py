@@ -14,7 +14,7 @@ from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, R
 from longspan.models.encoders.rotary_config import COMMON_KEYS, DropoutRates, LayerBiases, LocalLayers, RotaryFamily
 from longspan.models.encoders.tasks import MaskedLM, QuestionAnswering, SequenceClassifier, TokenClassifier
 from longspan.models.family import Task, TensorSize
-from longspan.models.fields import check_counts, check_flags, check_reals, is_count
+from longspan.models.fields import MAX_INT32, check_counts, check_flags, check_reals, is_count
 
 POOLINGS = {"cls": "first", "mean": "mean"}
 BASES = {FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)}
@@ -27,12 +27,12 @@ class ModernBertConfig(LocalLayers):
     Fields have the names of `config.json`; the defaults are ModernBERT-base.
 
     Args:
-        local_attention: twice the number of keys on each side of a query in sliding layers: 128 is `Window(64, 64)`.
-        global_attn_every_n_layers: every how many layers one has full attention, starting with the first.
+        local_attention: twice the number of keys on each side of a query in sliding layers; 128 is `Window(64, 64)`.
+        global_attn_every_n_layers: n, where one of n layers has full attention, starting with the first.
         layer_types: the kind of each layer; overrides `global_attn_every_n_layers`.
         rope_parameters: a set of rotary parameters for "full_attention" and one for "sliding_attention", as in
             `ls.rope.frequencies`; by default the bases 160000 and 10000.
-        classifier_pooling: "cls" or "mean": whether a sequence classifier reads the first token or the mean.
+        classifier_pooling: what a sequence classifier reads: the first token ("cls") or the mean over tokens ("mean").
         extra: the other keys of a `config.json` as JSON text, which `hf.save` writes back.
 
     Example:
@@ -188,8 +188,8 @@ def _read(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         radius = content["sliding_window"]
         if not is_count(radius, 0) or not is_count(2 * radius, 0):
             raise ValueError(
-                f"{where} has sliding_window={radius!r:.200}, which must be an int from 0: the number of keys on each "
-                "side of a query, half of `local_attention`."
+                f"{where} has sliding_window={radius!r:.200}, which must be an int from 0 to {MAX_INT32 // 2}. It is "
+                "the number of keys on each side of a query, half of `local_attention`."
             )
         fields["local_attention"] = 2 * radius
     return fields

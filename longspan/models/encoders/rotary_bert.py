@@ -212,8 +212,8 @@ def _read_nomic(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     rates = content.get("hidden_dropout_prob", 0.0), content.get("embd_pdrop")
     if rates[1] is not None and rates[0] != rates[1]:
         raise ValueError(
-            f"{where} has embd_pdrop={rates[1]!r:.200}, which must be equal to resid_pdrop={rates[0]!r:.200}: here one "
-            "rate is for both."
+            f"{where} has embd_pdrop={rates[1]!r:.200}, which must be equal to the residual dropout rate (resid_pdrop "
+            f"or hidden_dropout_prob), {rates[0]!r:.200}: Longspan uses one rate for both."
         )
     return read_rotary(content, where, config=NomicBertConfig)
 

@@ -216,8 +216,8 @@ class MaskedLM(Model):
 class SequenceClassifier(Model):
     """An encoder that labels whole inputs by their first token: `logits` [B, num_labels].
 
-    In a Longformer the first token is global by default, without `global_attention_mask`. Some families may label
-    inputs by the mean over their tokens, if the config's `classifier_pooling` says so.
+    In a Longformer the first token is global by default, without `global_attention_mask`. In a
+    ModernBERT or EuroBERT, `classifier_pooling` of the config selects the first token or the mean over tokens.
 
     Example:
         >>> from flax import nnx
