@@ -14,7 +14,7 @@ def every_mask(B: int, N: int, T: int, S: int) -> dict[str, ls.Mask]:
     numbers = np.resize([2, 5, 3], B)
     q_ids, kv_ids, shared_ids = (rng.integers(-1, 3, size) for size in ((B, T), (B, S), (1, S)))
     block = -(-T // 4)
-    lists = rng.integers(-1, -(-S // block), (N, 4, 2))
+    lists = rng.integers(-1, -(-S // block), (N, -(-T // block), 2))
     part = T // 2, S // 2 - 1
     by_head = (ls.Causal(), ls.Full(), ls.Window(numbers, 0), ls.Segments(q_ids, kv_ids))
     return {

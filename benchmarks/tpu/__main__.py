@@ -24,7 +24,7 @@ def main() -> int:
     used = memory.measure()
     print(f"\nTemporary memory on one {memory.CHIP}, and the largest results inside each program")
     print(table(memory.rows(used)), flush=True)
-    # libtpu may crash if one process compiles for chips of two topologies.
+    # In a process of its own: after v5e:2x2 and v5e:4x4 in one process, libtpu crashed when the process ended.
     subprocess.run([sys.executable, "-m", sent.__name__], check=True)
     verdicts = [each.verdict() for each in (*found, *shares, *used)]
     excesses = [verdict for verdict in verdicts if not verdict.startswith("ok")]
