@@ -41,11 +41,11 @@ class Kernel:
     def full_and_partial(self) -> tuple[int, int]:
         """The bundles of a FULL and of a PARTIAL visit; equal if the kernel has one visit, as splash's.
 
-        A visit that masks pairs takes more bundles. Kernels of `pallas_tpu` have a third visit, the longest, which also
-        replaces NaN and infinities by zeros. It runs where the inputs hold some.
+        A visit that masks pairs has more vector operations, though not always more bundles. Kernels of `pallas_tpu` have
+        a third visit, with the most, which also replaces NaN and infinities by zeros. It runs where the inputs hold some.
         """
-        bundles = sorted(visit.bundles for visit in self.visits())
-        return bundles[0], bundles[min(1, len(bundles) - 1)]
+        visits = sorted(self.visits(), key=lambda visit: visit.units["VALU"])
+        return visits[0].bundles, visits[min(1, len(visits) - 1)].bundles
 
     def row(self) -> int:
         """The bundles that a row of tiles costs apart from its visits: all others inside the loop over the grid.
