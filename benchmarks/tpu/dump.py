@@ -41,8 +41,9 @@ class Kernel:
     def full_and_partial(self) -> tuple[int, int]:
         """The bundles of a FULL and of a PARTIAL visit; equal if the kernel has one visit, as splash's.
 
-        A visit that masks pairs has more vector operations, though not always more bundles. Kernels of `pallas_tpu` have
-        a third visit, with the most, which also replaces NaN and infinities by zeros. It runs where the inputs hold some.
+        A visit that masks pairs has more vector operations, though not always more bundles. Kernels of `pallas_tpu`
+        have a third visit, with the most, which also replaces NaN and infinities by zeros. It runs where the inputs
+        hold some.
         """
         visits = sorted(self.visits(), key=lambda visit: visit.units["VALU"])
         return visits[0].bundles, visits[min(1, len(visits) - 1)].bundles
