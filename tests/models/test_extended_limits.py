@@ -1,6 +1,7 @@
 """`hf.extend`, then `hf.save`: the tokenizer's files have the new maximum length, or a warning names them."""
 
 import json
+import re
 import shutil
 import warnings
 
@@ -141,14 +142,15 @@ def test_files_that_save_does_not_own_stay_and_are_reported(short, tmp_path):
     write(new, "sentence_bert_config.json", dict(max_seq_length=1000))
     write(new, "tokenizer.json", TOKENIZER | dict(truncation=None, padding=None))
     hf.save(extended(short), new)
+    write(new, "tokenizer_config.json", dict(model_max_length=512))
+    text = "=512. Longer texts are truncated to this limit. To use the model's full length, set it to 1000."
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        hf.save(extended(short), new)
 
 
 def test_a_model_that_was_never_loaded_reports_its_tokenizers_limit(short, tmp_path):
     model = hf.extend(made(models.Encoder, models.BertConfig(**SIZES)), max_positions=1000, window=8)
-    with pytest.warns(
-        UserWarning,
-        match=r"model_max_length=512\. Longer texts are truncated to this limit\. .* length, set it to 1000\.",
-    ):
+    with pytest.warns(UserWarning, match=r"long/tokenizer_config\.json has model_max_length=512"):
         hf.save(model, tmp_path / "long", tokenizer=short)
 
 

@@ -191,8 +191,8 @@ def test_cost_counts_the_global_tokens_that_flags_may_name():
     plan = ls.parallel.plan(window | ls.Global(kv_flags=flags), 1024, 4, global_capacity=2)
     flagged = ls.parallel.cost(plan, **SIZES)
     per_pair = 4 * SIZES["head_dim"] * SIZES["heads"] * SIZES["batch"] / 4
-    more = flagged.useful_flops - plain.useful_flops
-    assert more == pytest.approx(2 * 1024 * per_pair, rel=0.5) and more > 0
+    exact = plain.useful_flops + 2 * 1024 * per_pair
+    assert exact <= flagged.useful_flops <= 1.1 * exact  # the window's pairs are counted by tiles
     text = str(flagged)
     assert "useful FLOPs       at most " in text and "if the mask's arrays" not in text
 
