@@ -159,10 +159,10 @@ def test_rules_that_the_native_kernel_cannot_evaluate_are_noted():
 
 
 def test_the_reason_for_an_engine_holds_whichever_it_is(monkeypatch):
-    assert ls.explain(*call()).reason.startswith("the first of cpu, xla, reference that can run this")
+    assert ls.explain(*call()).reason.startswith("the first of cpu, xla, reference that 'auto' accepts")
     monkeypatch.setenv("LONGSPAN_NATIVE", "0")
     report = ls.explain(*call())
-    assert report.engine == "xla" and report.reason.startswith("the first of cpu, xla, reference that can run this")
+    assert report.engine == "xla" and report.reason.startswith("the first of cpu, xla, reference that 'auto' accepts")
 
 
 SHUFFLED = np.random.default_rng(0).integers(-1, 9, (3, 389))
