@@ -216,8 +216,8 @@ class MaskedLM(Model):
 class SequenceClassifier(Model):
     """An encoder that labels whole inputs: `logits` [B, num_labels].
 
-    The logits are computed from the first token. In a ModernBERT or EuroBERT, `classifier_pooling` of the config selects
-    the first token or the mean over tokens. In a Longformer the first token is global by default, without
+    The logits are computed from the first token. In a ModernBERT or EuroBERT, `classifier_pooling` of the config
+    selects the first token or the mean over tokens. In a Longformer the first token is global by default, without
     `global_attention_mask`.
 
     Example:
