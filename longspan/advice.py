@@ -69,7 +69,10 @@ def facts(request: Request, is_known: bool, shared: bool) -> tuple[str, ...]:
     """Notes that do not depend on the counts of tiles."""
     notes = [_cost(request.mask, part) for part in request.mask.unbounded()]
     if not is_known:
-        notes.append("the skipped tiles depend on the mask's arrays, whose values are not known here")
+        notes.append(
+            "the skipped tiles depend on data that is not known here: arrays of the mask, positions, or the rows and "
+            "heads of this shard"
+        )
     if request.has_positions:
         notes.append(
             "if the given positions do not increase along the row, rules that compare positions visit every tile"

@@ -233,11 +233,14 @@ class Explanation:
             return []
         known = "and run on it" if report.is_proven else "but never run on it"
         executed = "of the executed products, which include padding and forbidden pairs; forward"
+        copied = short(report.copied_bytes, "B", 1024)
+        if report.copied_bytes is not None:
+            copied = f"{copied}, forward"
         return [
             ("chip", f"{report.chip}; the kernels of this engine were compiled for it, {known}"),
             ("  VMEM", _of_limit(report.vmem_bytes, report.vmem_limit)),
             ("  SMEM", _of_limit(report.smem_bytes, report.smem_limit)),
-            ("  copied from and to HBM", short(report.copied_bytes, "B", 1024)),
+            ("  copied from and to HBM", copied),
             ("  lanes of heads in use", f"{report.lanes:.1%}; heads are padded to multiples of 128 lanes"),
             ("  useful products", _percent(report.useful_products, executed)),
             ("  start and end of query tiles", _percent(report.row_share, "of the modelled cycles, forward")),

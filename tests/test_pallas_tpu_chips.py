@@ -164,8 +164,8 @@ REFUSED = {
     ),
     "tiles with a bias": (
         dict(mask=CAUSAL.layout(4096, q_tile=64, kv_tile=192), bias=jax.ShapeDtypeStruct((4096, 4096), jnp.float32)),
-        "with a bias that is an array of pairs or a table by distance, q_tile and kv_tile must be multiples of 128, "
-        "but the layout has tiles of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
+        "with a bias with one number per pair, or with a table by distance, q_tile and kv_tile must be multiples of "
+        "128, but the layout has tiles of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
     ),
 }
 

@@ -261,7 +261,7 @@ def _why(mask: Mask, slots: SlotAllocation, end: np.ndarray, outline: Outline) -
     note = ""
     inexact = list(dict.fromkeys(map(repr, mask.inexact())))
     if inexact:
-        note = f"; with {', '.join(inexact)}, fewer keys may be enough"
+        note = f"; fewer keys may be enough, because the plan does not evaluate {', '.join(inexact)}"
     if slots.table is None and _is_steady(end, slots, outline):
         forever = ""
         if slots.pinned:

@@ -106,6 +106,8 @@ class Cost:
             load = f"{load} if the mask's arrays allow all pairs"
         if self.plan.pairs is None or any(self.plan.by_flags):
             useful = f"at most {useful}"
+        elif self.plan.columns or self.plan.queries:  # the load leaves out the pairs of global tokens
+            useful = f"about {useful}"
         at_most = "at most " * self.plan.data
         required = "in the worst case, " * self.plan.bound_is_worst_case + f"the mask requires {bound} forward"
         return [

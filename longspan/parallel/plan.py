@@ -518,5 +518,5 @@ def _why_ring(rest: Mask, data: bool) -> str:
     if unbounded:
         return f"{unbounded[0]!r} has no bounds"
     if data:
-        return "in the worst case, because the mask's arrays decide how many shards are sent"
+        return "in the worst case, because the mask's arrays or the given positions decide how many shards are sent"
     return "because separate shifts would be too many or send no fewer rows"

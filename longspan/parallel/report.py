@@ -68,8 +68,8 @@ def _not_counted(request: Request, axes: Axes, plan: ParallelPlan) -> list[str]:
     lines = []
     if plan.rows * plan.shards != T:
         lines.append(
-            f"not counted: arrays of {T} tokens cannot be split evenly over {plan.shards} devices, so the output is "
-            "replicated. If you pad the arrays with `ls.parallel.shard_batch`, the output stays sharded"
+            f"not counted: replicating the output, because arrays of {T} tokens cannot be split evenly over "
+            f"{plan.shards} devices. If you pad the arrays with `ls.parallel.shard_batch`, the output stays sharded"
         )
     if repeats > 1:
         lines.append(f"not counted: summing the gradients of key/value heads, which are repeated {repeats} times")
@@ -101,7 +101,7 @@ def _by_token(request: Request, axes: Axes) -> tuple[tuple[int, int], ...]:
 
 
 def _head(plan: ParallelPlan) -> str:
-    load = "depends on the mask's arrays" if plan.load is None else f"{plan.load:.2f}"
+    load = "depends on the mask's arrays or the given positions" if plan.load is None else f"{plan.load:.2f}"
     return f"{plan.shards} share the sequence, {plan.order}, {plan.rows:,} tokens each; load max/mean {load}"
 
 

@@ -121,7 +121,7 @@ def test_devices_agree_on_the_ring_and_on_the_fallback():
 def test_other_bytes_that_xla_sends_are_named():
     odd = report(ls.Window(9, 5), length=509, mesh=ls.parallel.mesh(sp=4), sinks=jnp.zeros(N))
     assert (
-        "not counted: arrays of 509 tokens cannot be split evenly over 4 devices, so the output is replicated"
+        "not counted: replicating the output, because arrays of 509 tokens cannot be split evenly over 4 devices"
         in str(odd)
     )
     assert "If you pad the arrays with `ls.parallel.shard_batch`, the output stays sharded" in str(odd)
@@ -199,7 +199,7 @@ def test_explain_prints_order_load_transfers_and_the_worst_case():
     text = str(report(ls.Causal() & ls.Segments(IDS), "zigzag"))
     assert "8 share the sequence, zigzag, 64 tokens each; load max/mean depends on the mask's arrays" in text
     assert "ring of 7 shards: 448 rows" in text
-    assert "in the worst case, because the mask's arrays decide how many shards are sent: at most" in text
+    assert "in the worst case, because the mask's arrays or the given positions decide how many shards are sent" in text
     assert "ids, flags and positions of the received tokens: 1,792 B forward" in text
     text = str(report(ls.Dense(np.zeros((T, T), bool))))
     assert "the mask's tables are replicated, which sends 229,376 B if they are sharded before the call" in text

@@ -117,7 +117,7 @@ def _wrong_tiles(request: Request, q_tile: int, kv_tile: int, sizes: "CallSizes"
     """The reason why a chip cannot run with the tiles of a layout."""
     sublanes, why = SUBLANES * 4 // np.dtype(request.q.dtype).itemsize, np.dtype(request.q.dtype).name
     if sizes.whole_registers:
-        sublanes, why = LANES, "a bias that is an array of pairs or a table by distance"
+        sublanes, why = LANES, "a bias with one number per pair, or with a table by distance"
     if q_tile % sublanes or kv_tile % sublanes:
         return (
             f"with {why}, q_tile and kv_tile must be multiples of {sublanes}, but the layout has tiles of {q_tile} x "

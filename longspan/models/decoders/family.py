@@ -142,7 +142,7 @@ class DecoderConfig:
             raise ValueError(
                 f"Layers of kind '{SLIDING}' need a `sliding_window`, an int from 1 to {MAX_INT32}, got {window!r}. "
                 "Set `sliding_window`, which includes the query's own key. If these layers have no window, set their "
-                f"entries in `layer_types` to '{FULL}'. In a family without `layer_types`, set `sliding_window` to "
+                f"entries in `layer_types` to '{FULL}' or, in a family without `layer_types`, set `sliding_window` to "
                 "None (null in config.json)."
             )
         return Causal() & Window(window - 1, 0)
