@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan import hf, models
+from longspan.engines import pallas_tpu
 from longspan.engines.cpu import library
 from longspan.models import generate as generation
 from longspan.models.decoders import steps
@@ -85,6 +86,7 @@ def test_a_step_that_reads_in_place_gives_what_copies_of_layers_give(name, nativ
 def as_on_a_tpu(monkeypatch):
     """JAX's default backend is named "tpu": caches have heads before slots, and XLA runs everything."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(pallas_tpu, "_device_kind", lambda: "TPU v5 lite")
     jax.clear_caches()  # otherwise a cached program with native calls would be used
     yield
     jax.clear_caches()
