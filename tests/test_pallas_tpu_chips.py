@@ -159,13 +159,14 @@ REFUSED = {
     ),
     "tiles": (
         dict(mask=CAUSAL.layout(4096, q_tile=24, kv_tile=200)),
-        "with bfloat16, q_tile and kv_tile must be multiples of 16, but the layout has tiles of 24 x 200. Plan it with "
-        "`mask.layout(..., q_tile=32, kv_tile=208)`",
+        "with bfloat16, q_tile must be a multiple of 16 and kv_tile a multiple of 16, but the layout has tiles of "
+        "24 x 200. Plan it with `mask.layout(..., q_tile=32, kv_tile=208)`",
     ),
     "tiles with a bias": (
         dict(mask=CAUSAL.layout(4096, q_tile=64, kv_tile=192), bias=jax.ShapeDtypeStruct((4096, 4096), jnp.float32)),
-        "with a bias with one number per pair, or with a table by distance, q_tile and kv_tile must be multiples of "
-        "128, but the layout has tiles of 64 x 192. Plan it with `mask.layout(..., q_tile=128, kv_tile=256)`",
+        "with bfloat16 and a bias that has one number per pair or a table by distance, q_tile must be a multiple of 16 "
+        "and kv_tile a multiple of 128, but the layout has tiles of 64 x 192. Plan it with `mask.layout(..., "
+        "q_tile=64, kv_tile=256)`",
     ),
 }
 

@@ -23,7 +23,7 @@ class KernelRefs:
     specs: dict[str, pl.BlockSpec] = field(default_factory=dict)
     results: dict[str, tuple[tuple[int, ...], Any, pl.BlockSpec]] = field(default_factory=dict)  # shape, dtype, spec
     scratch: dict[str, Any] = field(default_factory=dict)
-    whole_registers: bool = False  # whether tiles must fill the 128 lanes of registers
+    whole_registers: bool = False  # whether tiles of keys must fill the 128 lanes of registers
     indexes_arrays: bool = False  # whether a user's function reads arrays at computed indices in the kernel
     aliases: dict[str, str] = field(default_factory=dict)  # of arrays, to the results that reuse their memory
 

@@ -49,7 +49,7 @@ class CallSizes(NamedTuple):
 
     kernels: dict[str, KernelSizes]
     pairs: int  # one byte per pair, for rules that are arrays of pairs
-    whole_registers: bool  # whether tiles must fill the 128 lanes of registers
+    whole_registers: bool  # whether tiles of keys must fill the 128 lanes of registers
     indexes_arrays: bool  # whether it reads them at indices computed in a kernel
 
     @property
@@ -115,16 +115,18 @@ def padded(head_dim: int) -> int:
 
 def _wrong_tiles(request: Request, q_tile: int, kv_tile: int, sizes: "CallSizes") -> str | None:
     """The reason why a chip cannot run with the tiles of a layout."""
-    sublanes, why = SUBLANES * 4 // np.dtype(request.q.dtype).itemsize, np.dtype(request.q.dtype).name
+    dtype = np.dtype(request.q.dtype)
+    of_queries = of_keys = SUBLANES * 4 // dtype.itemsize
+    call = dtype.name
     if sizes.whole_registers:
-        sublanes, why = LANES, "a bias with one number per pair, or with a table by distance"
-    if q_tile % sublanes or kv_tile % sublanes:
-        return (
-            f"with {why}, q_tile and kv_tile must be multiples of {sublanes}, but the layout has tiles of {q_tile} x "
-            f"{kv_tile}. Plan it with `mask.layout(..., q_tile={-(-q_tile // sublanes) * sublanes}, "
-            f"kv_tile={-(-kv_tile // sublanes) * sublanes})`"
-        )
-    return None
+        of_keys, call = LANES, f"{dtype.name} and a bias that has one number per pair or a table by distance"
+    if q_tile % of_queries == 0 and kv_tile % of_keys == 0:
+        return None
+    cure = f"q_tile={-(-q_tile // of_queries) * of_queries}, kv_tile={-(-kv_tile // of_keys) * of_keys}"
+    return (
+        f"with {call}, q_tile must be a multiple of {of_queries} and kv_tile a multiple of {of_keys}, but the layout "
+        f"has tiles of {q_tile} x {kv_tile}. Plan it with `mask.layout(..., {cure})`"
+    )
 
 
 def _mib(size: int) -> str:

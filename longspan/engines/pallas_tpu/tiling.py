@@ -4,7 +4,7 @@ A visit computes all query heads that share a key/value head, so the rows of a v
 """
 
 from longspan.engines.pallas_tpu.chips import TpuChip
-from longspan.engines.pallas_tpu.sizes import LANES, call_sizes, fits
+from longspan.engines.pallas_tpu.sizes import LANES, fits
 from longspan.engines.request import Request
 
 INTERPRETED_TILE = 128
@@ -18,10 +18,7 @@ def tiles_for(request: Request, chip: TpuChip, *, fused: bool) -> tuple[int, int
     dims, group = request.dims, 1
     if request.mask.heads == 1 and request.bias is None:
         group = dims["N"] // dims["K"]
-    q_tiles = _q_tiles(dims["T"], chip.q_rows // group)
-    if call_sizes(request, LANES, LANES, fused=fused).whole_registers:
-        q_tiles = [tile for tile in q_tiles if tile % LANES == 0] or [LANES]
-    candidates = [(q, kv) for q in q_tiles for kv in _kv_tiles(dims, chip.keys)]
+    candidates = [(q, kv) for q in _q_tiles(dims["T"], chip.q_rows // group) for kv in _kv_tiles(dims, chip.keys)]
 
     def bundles_per_pair(tiles: tuple[int, int]) -> float:
         # Forward, all query heads of a row are computed at once; backward, one after the other.
