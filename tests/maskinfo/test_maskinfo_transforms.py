@@ -200,4 +200,4 @@ def test_explain_reports_a_traced_size():
         return n
 
     f(start(), jnp.int32(2))
-    assert any("are not known here" in note for note in notes)
+    assert any("not known here" in note for note in notes)
