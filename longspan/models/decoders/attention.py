@@ -13,7 +13,7 @@ from longspan.cache.store import AppendStep
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders.cache import attend_cached
-from longspan.models.decoders.family import DecoderConfig
+from longspan.models.decoders.family import DecoderConfig, LayerKind
 from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear, rms_norm
 from longspan.nn.rope import apply_rope
@@ -33,7 +33,7 @@ class DecoderTokens(NamedTuple):
 class DecoderAttention(nnx.Module):
     """Self-attention of one kind of layer."""
 
-    def __init__(self, config: DecoderConfig, kind: str, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, param_dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.config, self.kind = config, kind
         heads, kv_heads, head_dim = config.heads
@@ -63,14 +63,16 @@ class DecoderAttention(nnx.Module):
             at: the index of this layer in the parameters, if they are a stack that is read in place; otherwise None.
         """
         q, k, v = self._project(x, at)
-        q, k = apply_rope(tokens.ropes[self.kind], False, tokens.positions, q, k)
+        kind = self.kind.attention
+        if self.kind.rotates:
+            q, k = apply_rope(tokens.ropes[kind], False, tokens.positions, q, k)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
-        options |= dict(mask=tokens.masks[self.kind])
+        options |= dict(mask=tokens.masks[kind])
         if tokens.steps is None:
             out = tokens.sharding.attention(q, k, v, **options)
         else:
             options |= dict(in_place=at is not None)
-            stack, out = attend_cached(tokens.steps[self.kind], stack, layer, q, k, v, **options)
+            stack, out = attend_cached(tokens.steps[kind], stack, layer, q, k, v, **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
         return out, stack
 

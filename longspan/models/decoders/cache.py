@@ -155,9 +155,10 @@ def empty_cache(
     stacks = []
     for run in config.runs:
         for kind in run.kinds:
-            slots_and_heads = plans[kind].capacity, kv_heads
+            capacity = plans[kind.attention].capacity
+            slots_and_heads = capacity, kv_heads
             if heads_first:
-                slots_and_heads = kv_heads, plans[kind].capacity
+                slots_and_heads = kv_heads, capacity
             shape = run.count, batch, *slots_and_heads, head_dim
             stacks.append((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
     slots = {kind: without_keys(plan, batch, heads_first) for kind, plan in plans.items()}
@@ -215,7 +216,7 @@ def plan_layouts(config: DecoderConfig, steps: Mapping[str, AppendStep], dtype: 
 
 
 class _Place(NamedTuple):
-    """A layer's kind, its stack, and its index in the stack."""
+    """The kind of a layer's attention, its stack, and its index in the stack."""
 
     kind: str
     stack: int
@@ -229,7 +230,7 @@ def _places(runs: tuple[LayerRun, ...]) -> tuple[_Place, ...]:
     for run in runs:
         for place, kind in enumerate(run.kinds):
             for index, number in enumerate(run.numbers(place)):
-                found[number] = _Place(kind, stack, index)
+                found[number] = _Place(kind.attention, stack, index)
             stack += 1
     return tuple(found[number] for number in range(len(found)))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from longspan.checks import check_choice
 from longspan.masks import Causal, Mask, Segments, Window
@@ -17,6 +17,14 @@ from longspan.rope import frequencies
 # Metadata of a config field that `config.json` does not have under this name.
 NOT_IN_JSON = {"in_json": False}
 FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's names for the kinds of layers
+
+
+class LayerKind(NamedTuple):
+    """The differences between the layers of one model. Consecutive layers of one kind are stacked and compiled once."""
+
+    attention: str  # `FULL` or `SLIDING`, which selects the mask, the rotary frequencies and the cache
+    rotates: bool = True  # whether queries and keys are rotated
+    experts: bool = False  # whether the MLP is a mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +131,18 @@ class DecoderConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer."""
+        """The kind of attention of each layer, under Hugging Face's names."""
         return (FULL,) * self.num_hidden_layers
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer: its attention, and whatever else differs between layers."""
+        return tuple(map(LayerKind, self.kinds))
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
         """The layers by their repeating pattern."""
-        return layer_runs(self.kinds)
+        return layer_runs(self.layer_kinds)
 
     def mask(self, kind: str) -> Mask:
         """The mask of a kind of layer."""

@@ -25,8 +25,8 @@ class Gemma3Config(Gemma2Config):
 
     Example:
         >>> from longspan import models
-        >>> models.Gemma3Config(num_hidden_layers=14).runs[0].kinds.count("sliding_attention")
-        5
+        >>> models.Gemma3Config(num_hidden_layers=14).kinds[:12].count("sliding_attention")
+        10
     """
 
     vocab_size: int = 262208

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders.attention import DecoderAttention, DecoderTokens
-from longspan.models.decoders.family import DecoderConfig
+from longspan.models.decoders.family import DecoderConfig, LayerKind
 from longspan.models.decoders.products import linear_each
 from longspan.models.decoders.runs import LayerRun, group_by_run
 from longspan.models.layers import by_pieces, linear, rms_norm
@@ -20,7 +20,7 @@ from longspan.models.layers import by_pieces, linear, rms_norm
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); some families also normalise the output of both branches."""
 
-    def __init__(self, config: DecoderConfig, kind: str, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, param_dtype, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.config = config
         self.attention_norm = rms_norm(config, config.hidden_size, **dtypes)
@@ -69,7 +69,9 @@ class GatedMLP(nnx.Module):
         return linear_each([self.down], ACTIVATIONS[self.config.hidden_act](gate) * up, at)[0]
 
 
-def stack_layers(config: DecoderConfig, kind: str, count: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
+def stack_layers(
+    config: DecoderConfig, kind: LayerKind, count: int, *, dtype, param_dtype, rngs: nnx.Rngs
+) -> DecoderLayer:
     """`count` layers of one kind as one module, whose parameters have the layers as their first axis."""
 
     @nnx.split_rngs(splits=count)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 MAX_PATTERN = 12  # layers of a pattern; real models have 1 to 6
@@ -18,7 +18,7 @@ class LayerRun(NamedTuple):
     """
 
     start: int
-    kinds: tuple[str, ...]
+    kinds: tuple[Any, ...]  # of any hashable type
     count: int
 
     def numbers(self, place: int) -> range:
@@ -27,7 +27,7 @@ class LayerRun(NamedTuple):
         return range(self.start + place, self.start + step * self.count, step)
 
 
-def layer_runs(kinds: Sequence[str]) -> tuple[LayerRun, ...]:
+def layer_runs(kinds: Sequence[Any]) -> tuple[LayerRun, ...]:
     """The layers as runs, with the fewest pattern layers and loops together.
 
     Example:
@@ -56,7 +56,7 @@ class _Split(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _cheapest_runs(kinds: tuple[str, ...]) -> tuple[LayerRun, ...]:
+def _cheapest_runs(kinds: tuple[Any, ...]) -> tuple[LayerRun, ...]:
     # Dynamic programming: the cheapest split of the first `end` layers is the cheapest split of the layers before some
     # run that ends there, and that run. Among splits of equal cost the one with the fewest runs is taken.
     best = [_Split(0, ())]
@@ -70,7 +70,7 @@ def _with_run(split: _Split, run: LayerRun) -> _Split:
     return _Split(split.cost + len(run.kinds) + LOOP_COST, (*split.runs, run))
 
 
-def _runs_ending_at(kinds: tuple[str, ...], end: int) -> list[LayerRun]:
+def _runs_ending_at(kinds: tuple[Any, ...], end: int) -> list[LayerRun]:
     """All runs whose last layer is the one before `end`."""
     found = []
     for size in range(1, min(MAX_PATTERN, end) + 1):
