@@ -156,14 +156,16 @@ def _sum_over_chunks(rule: _Rule, gradients: bool, vocab_axes: tuple[str, ...], 
     total = jnp.zeros((1,), wide)
     axes = varying_axes(hidden, weights, labels)
     if not gradients:
-        total, _ = jax.lax.scan(
-            lambda total, x: (total + tiles.losses(*x)[0], None), vary(total, axes), (hidden, labels)
-        )
-        return (total,)
+
+        def add(total, chunk):
+            hidden, labels = chunk
+            return total + tiles.losses(hidden, labels)[0], None
+
+        return (jax.lax.scan(add, vary(total, axes), (hidden, labels))[0],)
 
     def step(carry, chunk):
-        total, dweights = carry
-        loss, dhidden, dweights = tiles.gradients(*chunk, dweights)
+        (total, dweights), (hidden, labels) = carry, chunk
+        loss, dhidden, dweights = tiles.gradients(hidden, labels, dweights)
         return (total + loss, dweights), dhidden
 
     carry = vary((total, jnp.zeros((vocab, features), wide)), axes)

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.quick
 ORDER = (
     "version", "tested_jax", "array_types", "optional", "checks", "constants", "dropout", "masks", "programs", "axes",
     "biases", "pairs", "tile_kinds", "layout", "render", "maskinfo", "rope", "combine", "engines", "attend",
-    "cross_entropy", "cache", "work", "parallel", "advice", "explanation", "patterns", "nn", "models", "hf", "testing",
-    "cli", "__main__",
+    "cross_entropy", "cache", "work", "parallel", "advice", "explanation", "patterns", "nn", "models", "hf", "train",
+    "testing", "cli", "__main__",
 )  # fmt: skip
 
 # Engines in `longspan/engines`. They share the other modules of the folder, and do not import each other.
