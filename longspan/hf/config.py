@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from longspan.models.families import FAMILIES
+from longspan.models.families import FAMILIES, UNSUPPORTED
 from longspan.models.family import Family
 
 # Keys of a larger model's config that apply to all its parts.
@@ -130,14 +130,19 @@ def _model_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
     """The part of a `config.json` that belongs to a model of ours, which may be inside a larger one, and its family."""
     name: Any = raw.get("model_type")
     for family in FAMILIES:
-        if name == family.model_type:
+        if family.describes(raw):
             return raw, family
         if isinstance(name, str) and name in family.inside:
             inner = raw.get(family.inside[name])
             if not isinstance(inner, dict):
                 raise ValueError(f"{where} has {family.inside[name]}={inner!r:.200}, which must be an object.")
             return {**{key: raw[key] for key in SHARED_KEYS if key in raw}, **inner}, family
-    known = sorted(name for family in FAMILIES for name in (family.model_type, *family.inside))
+    if isinstance(name, str) and name in UNSUPPORTED:
+        raise ValueError(
+            f"{where} has model_type={name!r}, which Longspan does not support. It lacks {UNSUPPORTED[name]}. Load a "
+            "checkpoint of another type."
+        )
+    known = sorted({name for family in FAMILIES for name in (family.model_type, *family.inside)})
     raise ValueError(
         f"{where} has model_type={name!r:.200}, but Longspan supports {', '.join(map(repr, known))}. Load a checkpoint "
         "of one of these types. If this checkpoint has the layers and the tensor names of one of these types, set "

@@ -29,6 +29,7 @@ from longspan.models.decoders.qwen2 import Qwen2Config as Qwen2Config
 from longspan.models.decoders.qwen3 import Qwen3Config as Qwen3Config
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
+from longspan.models.encoders.embedding_gemma import EmbeddingGemmaConfig as EmbeddingGemmaConfig
 from longspan.models.encoders.encoder import Encoder as Encoder
 from longspan.models.encoders.eurobert import EuroBertConfig as EuroBertConfig
 from longspan.models.encoders.longformer import LongformerConfig as LongformerConfig

@@ -74,6 +74,8 @@ class Family:
     write: Callable[[Any], dict[str, Any]] = _no_fields
     # override(content, overrides, where): a file's content with the keys that a caller of `hf.load` overrides.
     override: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]] = _override
+    # A flag of `config.json` and its value here, if another family has the same `model_type` and the other value.
+    variant: tuple[str, bool] | None = None
     layers: str  # prefix of a layer's tensors, {} is the layer's number
     sizes: tuple[TensorSize, ...]  # compared with a file's tensors before a model is made from the config
     extendable: bool = False  # whether `hf.extend` can turn it into a Longformer
@@ -82,6 +84,12 @@ class Family:
     @property
     def model_type(self) -> str:
         return self.config.model_type
+
+    def describes(self, raw: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` is of this family."""
+        if raw.get("model_type") != self.model_type:
+            return False
+        return self.variant is None or bool(raw.get(self.variant[0])) == self.variant[1]
 
     def layers_of(self, config: Any, path: tuple) -> tuple[str, range | None]:
         """Our name of a parameter, and the layer numbers along its first axis; None outside of layers."""

@@ -9,7 +9,8 @@ import numpy as np
 STD = 0.4
 PRE_NORM_STD = 0.3  # at 0.4, seven layers without norms after them amplify rounding to 2e-5
 PAD = {"bert": 0, "roberta": 1, "longformer": 1, "big_bird": 0, "modernbert": 0, "modernbert_biased": 0,
-       "eurobert": 0, "eurobert_biased": 0, "nomic_bert": 0, "gte": 1, "jina_embeddings_v3": 1}  # fmt: skip
+       "eurobert": 0, "eurobert_biased": 0, "nomic_bert": 0, "gte": 1, "jina_embeddings_v3": 1,
+       "embedding_gemma": 0}  # fmt: skip
 SEP = 4
 TINY = dict(
     vocab_size=23, hidden_size=12, num_attention_heads=3, num_hidden_layers=2, intermediate_size=20,
@@ -41,13 +42,22 @@ CONFIGS = {
     "nomic_bert": dict(hidden_act="silu", rope_parameters=dict(rope_theta=50.0)),
     "gte": dict(type_vocab_size=0, hidden_act="gelu_new", rope_scaling=dict(YARN), rope_theta=300.0),
     "jina_embeddings_v3": dict(hidden_act="silu", layer_norm_eps=1e-5, rope_parameters=dict(rope_theta=50.0)),
+    # An odd window, whose half is 3; heads of another size than hidden_size / num_attention_heads.
+    "embedding_gemma": dict(
+        use_bidirectional_attention=True, num_hidden_layers=3, num_key_value_heads=1, head_dim=6, intermediate_size=7,
+        query_pre_attn_scalar=5, sliding_window=7, sliding_window_pattern=2,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=300.0, factor=3.0),
+            sliding_attention=dict(rope_type="default", rope_theta=50.0),
+        ),
+    ),
 }  # fmt: skip
 KINDS = {"bert": "Bert", "roberta": "Roberta", "longformer": "Longformer", "big_bird": "BigBird",
          "modernbert": "ModernBert", "modernbert_biased": "ModernBert", "eurobert": "EuroBert",
          "eurobert_biased": "EuroBert", "nomic_bert": "NomicBert", "gte": "Gte",
-         "jina_embeddings_v3": "JinaEmbeddingsV3"}  # fmt: skip
+         "jina_embeddings_v3": "JinaEmbeddingsV3", "embedding_gemma": "Gemma3Text"}  # fmt: skip
 # Families that rotate queries and keys: their outputs at padding are meaningless, and are not compared.
-PRE_NORM = ("modernbert", "modernbert_biased", "eurobert", "eurobert_biased")
+PRE_NORM = ("modernbert", "modernbert_biased", "eurobert", "eurobert_biased", "embedding_gemma")
 ROTARY = (*PRE_NORM, "nomic_bert", "gte", "jina_embeddings_v3")
 RENAMED = ("nomic_bert", "gte", "jina_embeddings_v3")  # families whose files have other names than their modules
 # Keys of `TINY` that a family's config does not have.
@@ -77,6 +87,7 @@ def names() -> list[str]:
 
 def tasks_of(family: str) -> tuple[str, ...]:
     counts = {"modernbert_biased": 3, "eurobert": 4, "eurobert_biased": 3, "nomic_bert": 4, "gte": 4}
+    counts |= {"embedding_gemma": 1}
     return TASKS[: counts.get(family, 5)]
 
 
@@ -104,7 +115,7 @@ def make_model(name: str):
     with torch.no_grad():
         for key, p in model.named_parameters():
             p.normal_(0.0, PRE_NORM_STD if family in PRE_NORM else STD)
-            if "norm" in key.lower() and key.endswith("weight"):
+            if "norm" in key.lower() and key.endswith("weight") and family != "embedding_gemma":  # its norms add 1
                 p.add_(1.0)
     return model.eval()
 
@@ -125,8 +136,8 @@ def cases(name: str) -> Iterator[Case]:
 
 
 def _padding_cases(family: str, rng) -> Iterator[Case]:
-    lengths = (37, 13) if family == "big_bird" else (37,) if family.startswith("modernbert") else (13,)
-    for T in lengths:
+    lengths = {"big_bird": (37, 13), "modernbert": (37,), "modernbert_biased": (37,), "embedding_gemma": (23,)}
+    for T in lengths.get(family, (13,)):
         ids = _ids(family, rng, 3, T)
         mask = np.ones((3, T), np.int64)
         yield Case(f"plain{T}", dict(input_ids=ids))
@@ -282,7 +293,28 @@ SPELLINGS: dict[str, list[dict]] = {
     "nomic_bert": ONE_SET,
     "gte": ONE_SET[:3],
     "jina_embeddings_v3": ONE_SET[:3],
+    "embedding_gemma": [
+        {},
+        dict(rope_theta=500.0, rope_local_base_freq=70.0, sliding_window_pattern=2, sliding_window=10),
+        dict(rope_scaling=dict(rope_type="linear", factor=3.0), sliding_window=257),
+        dict(rope_scaling=YARN, rope_theta=500.0, sliding_window=1),
+        dict(rope_parameters=dict(full_attention=dict(YARN, rope_theta=300.0)), sliding_window=0),
+        dict(rope_parameters=dict(sliding_attention=dict(rope_theta=70.0)), layer_types=["full_attention"] * 6),
+    ],
 }
+# The keys of a family whose name is not its `model_type`.
+SELECTED = {
+    "embedding_gemma": dict(
+        model_type="gemma3_text", use_bidirectional_attention=True, num_key_value_heads=1, head_dim=6
+    ),
+}
+
+
+def written(family: str, raw: dict) -> dict:
+    """A `config.json` of a family with these keys."""
+    return {"model_type": family, **SELECTED.get(family, {}), **SPELLED, **raw}
+
+
 SPELLED = dict(hidden_size=24, num_attention_heads=2, num_hidden_layers=6, intermediate_size=8, vocab_size=23,
                max_position_embeddings=64, pad_token_id=0)  # fmt: skip
 
@@ -293,7 +325,8 @@ def spelled(family: str, raw: dict) -> dict:
 
     import transformers
 
-    config = getattr(transformers, KINDS[family] + "Config")(**SPELLED, **copy.deepcopy(raw))
+    keys = {key: value for key, value in written(family, raw).items() if key != "model_type"}
+    config = getattr(transformers, KINDS[family] + "Config")(**copy.deepcopy(keys))
     module = getattr(transformers, KINDS[family] + "Model")(config).rotary_emb
     if not hasattr(config, "layer_types"):
         kinds, only = (
@@ -301,7 +334,8 @@ def spelled(family: str, raw: dict) -> dict:
             [module.inv_freq.tolist(), module.attention_scaling],
         )
         return {"kinds": kinds, "window": None, "full_attention": only}
-    found: dict = {"kinds": config.layer_types, "window": config.local_attention // 2}
+    window = config.sliding_window - 1 if family == "embedding_gemma" else config.local_attention // 2
+    found: dict = {"kinds": config.layer_types, "window": window}
     for kind in dict.fromkeys(config.layer_types):
         frequencies = getattr(module, f"{kind}_inv_freq").tolist()
         found[kind] = [frequencies, float(getattr(module, f"{kind}_attention_scaling"))]
@@ -312,7 +346,8 @@ FIELDS = ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_l
 # In each encoder, the case whose gradients are compared too; with a head, the only case.
 GRADIENTS = {"bert": "holes13", "roberta": "left13", "longformer": "global_mixed", "big_bird": "holes_trained",
              "modernbert": "left37", "modernbert_biased": "holes37", "eurobert": "left13", "eurobert_biased": "holes13",
-             "nomic_bert": "left13", "gte": "holes13", "jina_embeddings_v3": "left13"}  # fmt: skip
+             "nomic_bert": "left13", "gte": "holes13", "jina_embeddings_v3": "left13",
+             "embedding_gemma": "left23"}  # fmt: skip
 
 
 def has_gradients(name: str, case: Case) -> bool:

@@ -19,7 +19,7 @@ FULL = ("full_attention",) * 3
 NAN, INF = float("nan"), float("inf")
 BERTS = ("bert", "roberta", "longformer", "big_bird")
 ROTARY_BERTS = ("nomic_bert", "gte", "jina_embeddings_v3")
-ENCODERS = (*BERTS, "modernbert", "eurobert", *ROTARY_BERTS)
+ENCODERS = (*BERTS, "modernbert", "eurobert", *ROTARY_BERTS, "embedding_gemma")
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 NO_COUNT = (-1, 0, True, "12", None, NAN, INF, 12.0, 10**30, [12], {})
 NO_EPS = (-1e-6, True, "1e-5", None, NAN, INF, 1e39, 10**400, [])
@@ -28,7 +28,7 @@ NO_POSITIVE = (-2, 0, 0.0, False, True, "", "50", NAN, INF, 1e39, 1e-60, 10**400
 
 COUNTS = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 NOT_NULL = tuple(value for value in NO_COUNT if value is not None)
-GEMMAS = ("gemma2", "gemma3_text")
+GEMMAS = ("gemma2", "gemma3_text", "embedding_gemma")
 # Families, keys, and values that are wrong for each of them.
 TABLE = [
     (ENCODERS + DECODERS, (*COUNTS, "max_position_embeddings"), NO_COUNT),
@@ -41,9 +41,18 @@ TABLE = [
     (("eurobert", *ROTARY_BERTS), ("rope_theta",), NO_POSITIVE),
     (("eurobert", *ROTARY_BERTS), ("rope_scaling", "rope_parameters"), (0, 5, False, "", "x", [])),
     (("eurobert", *ROTARY_BERTS), ("head_dim",), (0, 3, True, "4", 4.5, [4], {})),
-    (("eurobert",), ("num_key_value_heads",), (*NOT_NULL, 2)),
-    (("eurobert",), ("rms_norm_eps",), NO_EPS),
+    (("eurobert", "embedding_gemma"), ("num_key_value_heads",), (*NOT_NULL, 2)),
+    (("eurobert", "embedding_gemma"), ("rms_norm_eps",), NO_EPS),
     (("eurobert",), ("attention_dropout",), NO_SHARE),
+    (("embedding_gemma",), ("attention_dropout",), [value for value in NO_SHARE if value is not None]),
+    (("embedding_gemma",), ("head_dim", "sliding_window_pattern"), NO_COUNT),
+    (("embedding_gemma",), ("sliding_window",), (-1, True, "12", None, NAN, 12.0, 10**30, [12])),
+    (("embedding_gemma",), ("rope_theta", "rope_local_base_freq"), NO_POSITIVE),
+    (("embedding_gemma",), ("rope_scaling", "rope_parameters"), (0, 5, False, "", "x", [])),
+    (("embedding_gemma",), ("attention_bias",), (0, 1, "", None)),
+    (("embedding_gemma",), ("use_bidirectional_attention",), (1, "yes", [0])),
+    (("embedding_gemma",), ("attn_logit_softcapping",), (50.0, 0, False, "x", {})),
+    (("embedding_gemma",), ("layer_types",), (5, "full_attention", [None], [["x"]], {}, True, ["chunked"] * 3)),
     (("eurobert",), ("classifier_pooling",), (0, None, "", "cls", ["late"])),
     (("eurobert",), ("attention_bias", "mlp_bias"), (0, 1, "", None)),
     (("modernbert",), ("norm_eps",), NO_EPS),

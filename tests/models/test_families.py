@@ -1,5 +1,6 @@
 """Every family is one record, and a missing dependency is an error of one line."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from types import ModuleType
 import pytest
 
 from longspan import hf, models
-from longspan.models.families import FAMILIES
+from longspan.hf.config import from_json
+from longspan.models.families import FAMILIES, UNSUPPORTED
 from tests.made import made
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,7 +25,10 @@ def test_a_config_and_its_family_refer_to_each_other(family):
 
 
 def test_no_two_families_have_the_same_name():
-    assert len({family.model_type for family in FAMILIES}) == len({family.name for family in FAMILIES}) == len(FAMILIES)
+    kinds = {(family.model_type, family.variant) for family in FAMILIES}
+    assert len(kinds) == len({family.name for family in FAMILIES}) == len(FAMILIES)
+    shared = [family for family in FAMILIES if family.variant is not None]
+    assert all(family.model_type == "gemma3_text" for family in shared) and len(shared) == 2
 
 
 @every_family
@@ -34,6 +39,30 @@ def test_a_saved_model_of_every_family_and_task_loads(family, tmp_path):
         again = hf.load(tmp_path / task.model.task)
         assert type(again) is task.model
         assert again.config.family is family
+
+
+def test_the_table_of_families_in_the_docs_lists_all_and_no_others():
+    page = (ROOT / "docs" / "checkpoints.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(page) if line.startswith("| checkpoints | config |"))
+    listed, configs = set(), set()
+    for line in page[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        types, names, _, *columns = (cell.strip() for cell in line.strip("|").split("|"))
+        assert len(columns) == 6 and set(columns) <= {"yes", "no"}, line
+        listed |= set(re.findall(r"`([^`]+)`", types)) - {"use_bidirectional_attention"}
+        configs |= set(re.findall(r"`([^`]+)`", names))
+    assert listed == {name for family in FAMILIES for name in (family.model_type, *family.inside)}
+    assert configs == {family.config.__name__ for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_type_that_is_not_supported_is_refused_with_what_is_missing(name):
+    with pytest.raises(
+        ValueError, match=f"has model_type='{name}', which Longspan does not support. It lacks "
+    ) as error:
+        from_json(dict(model_type=name))
+    assert UNSUPPORTED[name] in str(error.value)
 
 
 def test_a_subclass_of_a_config_is_of_the_same_family():

@@ -20,7 +20,7 @@ ENCODERS = [
     f"{name}{task}"
     for name in ("bert", "roberta", "longformer", "big_bird", "modernbert", "eurobert", "gte")
     for task in ("Model", "ForMaskedLM")
-]
+] + ["embedding_gemmaModel"]
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 IDS = np.array([[5, 9, 7, 11, 4, 13]])
 EVERY_SECOND = (*("full_attention", "sliding_attention") * 3, "full_attention")
@@ -119,6 +119,7 @@ def test_a_dtype_that_is_not_of_floats_is_refused(name, value):
         ("modernbertModel", dict(local_attention=8, classifier_pooling="mean"), {}),
         ("modernbertModel", dict(sliding_window=2), dict(local_attention=4)),
         ("modernbertModel", dict(global_attn_every_n_layers=2), dict(kinds=EVERY_SECOND)),
+        ("embedding_gemmaModel", dict(sliding_window=512), dict(sliding_radius=256)),
         ("mistral", dict(sliding_window=None), dict(kinds=("full_attention",) * 3)),
         ("gemma2", dict(final_logit_softcapping=None, hidden_activation="silu"), dict(hidden_act="silu")),
         ("qwen2", dict(layer_types=["full_attention"] * 3), dict(kinds=("full_attention",) * 3)),

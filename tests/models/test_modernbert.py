@@ -33,7 +33,7 @@ def _spellings():
 @pytest.mark.parametrize(("family", "raw", "want"), list(_spellings()))
 def test_spellings_mean_what_they_mean_in_hugging_face(family, raw, want, tmp_path):
     """Also after a round trip through `hf.save`, which writes the spellings of versions 4 and 5."""
-    config = from_json(dict(model_type=family, **peers.SPELLED) | raw)
+    config = from_json(peers.written(family, raw))
     hf.save(made(models.Encoder, config), tmp_path)
     for read in (config, hf.load(tmp_path).config):
         assert list(read.kinds) == want["kinds"]
@@ -137,7 +137,7 @@ def test_a_config_that_is_not_understood_is_refused_by_name(changes, message):
 @pytest.mark.usefixtures("unchecked")
 def test_a_config_from_python_has_the_same_checks():
     for wrong in ("x", dict(full_attention=3, sliding_attention={}), dict(rope_type="default")):
-        with pytest.raises(ValueError, match="`rope_parameters` of a ModernBERT must have the keys 'full_attention'"):
+        with pytest.raises(ValueError, match="`rope_parameters` of a modernbert must have the keys 'full_attention'"):
             models.ModernBertConfig(rope_parameters=wrong)
 
 

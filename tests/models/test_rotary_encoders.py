@@ -101,7 +101,58 @@ def test_encoders_have_the_poolers_of_hugging_face(config, has_pooler):
     assert made(models.Encoder, config(**SIZES), pooler=True).pooler is not None
 
 
+def radius_of(config):
+    """The number of keys on each side that change a query of a single layer."""
+    model = made(models.Encoder, config, seed=1)
+    changed = IDS[:1].copy()
+    changed[0, 14] = 3 + (changed[0, 14] - 2) % 16
+    run = nnx.jit(lambda model, ids: model(ids).last_hidden_state)
+    before, after = (np.asarray(run(model, ids)) for ids in (IDS[:1], changed))
+    (seen_by,) = np.nonzero(np.abs(before - after)[0].max(axis=1) > 0)
+    assert seen_by.tolist() == list(range(14 - len(seen_by) // 2, 15 + len(seen_by) // 2))
+    return len(seen_by) // 2
+
+
+@pytest.mark.parametrize(("window", "radius"), [(0, 0), (1, 0), (10, 5), (11, 5)])
+def test_a_query_of_an_embedding_gemma_sees_half_of_its_window_on_each_side(window, radius):
+    assert radius_of(models.EmbeddingGemmaConfig(**SIZES, head_dim=4, sliding_window=window)) == radius
+
+
+def test_an_embedding_gemma_loads_with_both_namings_and_is_no_decoder(tmp_path):
+    where = copy("embedding_gemmaModel", tmp_path, rename=lambda name: f"model.{name}")
+    got, want = hf.load(where), load("embedding_gemmaModel", False)
+    assert type(got) is type(want) is models.Encoder
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(model, nnx.Param) for model in (got, want)))
+    (tmp_path / "decoder").mkdir()
+    decoder = hf.load(copy("embedding_gemmaModel", tmp_path / "decoder", use_bidirectional_attention=False))
+    assert type(decoder) is models.CausalLM
+    with pytest.raises(ValueError, match="task='causal_lm' is not one of 'encoder'"):
+        hf.load(HERE / "embedding_gemmaModel", task="causal_lm")
+    with pytest.raises(ValueError, match="has use_bidirectional_attention=False, which must be true for an encoder"):
+        hf.load(HERE / "embedding_gemmaModel", config=dict(use_bidirectional_attention=False))
+
+
+def test_a_family_without_a_head_refuses_to_make_one():
+    config = models.EmbeddingGemmaConfig(**SIZES)
+    with pytest.raises(
+        ValueError, match=r"TokenClassifier does not support a gemma3_text, .* Longspan has Encoder for"
+    ):
+        models.TokenClassifier(config, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="QuestionAnswering does not support a nomic_bert"):
+        models.QuestionAnswering(models.NomicBertConfig(**SIZES), rngs=nnx.Rngs(0))
+
+
 REFUSED = [
+    ("embedding_gemma", dict(altup_num_inputs=4), "has 'altup_num_inputs', which Longspan does not know in a gemma3_"),
+    ("embedding_gemma", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported: Gemma 3 has"),
+    ("embedding_gemma", dict(num_key_value_heads=4), "num_attention_heads=2 must be a multiple of num_key_value_heads"),
+    ("embedding_gemma", dict(use_bidirectional_attention="yes"), "has use_bidirectional_attention='yes', which must"),
+    ("embedding_gemma", dict(sliding_window=None), "has sliding_window=null, which a gemma3_text does not allow"),
+    ("embedding_gemma", dict(num_local_experts=8), "has num_local_experts=8, but Longspan does not support mixtures"),
+    ("embedding_gemma", dict(layer_types=["full_attention"]), "`layer_types` must have an entry for each of num_hidd"),
+    ("embedding_gemma", dict(rope_parameters=dict(rope_theta=3.0)), "must have the keys 'full_attention' and 'slidi"),
+    ("embedding_gemma2", {}, "has model_type='embedding_gemma2', which Longspan does not support. It lacks the layers"),
+    ("embedding_gemma2_text", {}, "has model_type='embedding_gemma2_text', which Longspan does not support. It lacks"),
     ("nomic_bert", dict(num_experts=8), "has 'num_experts', which Longspan does not know in a nomic_bert"),
     ("nomic_bert", dict(rotary_scaling_factor=2), "has rotary_scaling_factor=2, but Longspan supports only None in a"),
     ("nomic_bert", dict(activation_function="gelu"), "has activation_function='gelu', but Longspan supports only"),
@@ -129,9 +180,8 @@ REFUSED = [
     ("family", "changes", "message"), REFUSED, ids=[f"{name}-{'-'.join(keys)}" for name, keys, _ in REFUSED]
 )
 def test_a_config_that_is_not_understood_is_refused_by_name(family, changes, message):
-    raw = dict(model_type=family, **peers.SPELLED)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        from_json(raw | changes, where="some/config.json")
+        from_json(peers.written(family, changes), where="some/config.json")
     assert str(error.value).startswith("some/config.json ")
 
 
@@ -150,6 +200,8 @@ def test_a_config_from_python_has_the_same_checks():
         ("nomic_bertModel", "encoder.layers.0.attn.Wqkv.bias"),
         ("gteModel", "encoder.layer.0.mlp.up_gate_proj.bias"),
         ("eurobertModel", "layers.0.self_attn.q_norm.weight"),
+        ("embedding_gemmaModel", "lm_head.weight"),
+        ("embedding_gemmaModel", "layers.1.self_attn.q_proj.bias"),
     ],
 )
 def test_a_tensor_that_is_not_understood_is_refused_by_name(name, tensor, tmp_path):

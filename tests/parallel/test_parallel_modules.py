@@ -143,13 +143,21 @@ ENCODERS = {
     "longformer": lambda: models.LongformerConfig(**ENCODER, max_position_embeddings=64, window=3),
     "bigbird": lambda: models.BigBirdConfig(**ENCODER, max_position_embeddings=64, block_size=4, num_random_blocks=1),
     "modernbert": lambda: models.ModernBertConfig(**ENCODER, local_attention=6, initializer_range=0.4),
+    "gemma3_text": lambda: models.EmbeddingGemmaConfig(
+        **ENCODER, head_dim=4, sliding_window=6, sliding_window_pattern=2, initializer_range=0.4
+    ),
 }
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
     "family",
-    ["bert", "modernbert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird"))],
+    [
+        "bert",
+        "modernbert",
+        "gemma3_text",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird")),
+    ],
 )
 def test_an_encoder_on_devices_equals_one(family):
     encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))

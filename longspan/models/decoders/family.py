@@ -244,7 +244,7 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
     return both_spellings(config.rope_parameters) | write_sizes(config)
 
 
-def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+def write_sizes(config: Any) -> dict[str, Any]:
     """The head sizes as numbers: a null does not mean the same in all versions of Hugging Face."""
     _, kv_heads, head_dim = config.heads
     return dict(num_key_value_heads=kv_heads, head_dim=head_dim)

@@ -100,6 +100,11 @@ def read_gemma(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     read = read_window(content, where)
     read |= {name: content.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return read | dict(hidden_act=read_activation(content, where))
+
+
+def read_activation(content: Mapping[str, Any], where: str) -> str:
+    """The activation; null means the default."""
     activation = content.get("hidden_activation")
     if activation is None:
         activation = "gelu_pytorch_tanh"
@@ -107,7 +112,7 @@ def read_gemma(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} has hidden_activation={activation!r:.200}, not one of {', '.join(sorted(ACTIVATIONS))}."
         )
-    return read | dict(hidden_act=activation)
+    return activation
 
 
 def write_gemma(config: DecoderConfig) -> dict[str, Any]:
@@ -115,13 +120,14 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     return write_rope(config) | dict(hidden_activation=config.hidden_act)
 
 
-NAMES = names_of(
+FOUR_NORM_NAMES = (
     *LAYER_NAMES,
     ("attention_norm.", "input_layernorm."),
     ("attention_out_norm.", "post_attention_layernorm."),
     ("mlp_norm.", "pre_feedforward_layernorm."),
     ("mlp_out_norm.", "post_feedforward_layernorm."),
 )
+NAMES = names_of(*FOUR_NORM_NAMES)
 
 GEMMA2 = DecoderFamily(
     config=Gemma2Config,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig, DecoderFamily, write_sizes
+from longspan.models.decoders.family import FULL, SLIDING, DecoderFamily, write_sizes
 from longspan.models.decoders.gemma2 import NAMES, Gemma2Config, read_gemma
 from longspan.models.decoders.llama import CAUSAL_LM
 from longspan.models.decoders.rope import ROPE_KEYS, both_spellings, object_of, standard_rope
@@ -39,11 +39,7 @@ class Gemma3Config(Gemma2Config):
 
     def __post_init__(self):
         check_counts(self, "sliding_window_pattern")
-        if self.attn_logit_softcapping is not None:
-            raise ValueError(
-                f"attn_logit_softcapping={self.attn_logit_softcapping} is not supported: Gemma 3 has no soft cap of "
-                "the scores, and Hugging Face ignores it. Set the key to None (null in config.json)."
-            )
+        refuse_soft_cap(self.attn_logit_softcapping)
         rope: Any = self.rope_parameters
         if rope is None:
             rope = ropes({}, "config.json")
@@ -60,10 +56,24 @@ class Gemma3Config(Gemma2Config):
         return GEMMA3
 
     def default_kind(self, number: int) -> str:
-        return SLIDING if (number + 1) % self.sliding_window_pattern else FULL
+        return kind_in_pattern(number, self.sliding_window_pattern)
 
     def rope(self, kind: str) -> Mapping[str, Any]:
         return self.rope_parameters[kind]
+
+
+def refuse_soft_cap(cap: Any) -> None:
+    """Raises if a Gemma 3 has a soft cap of the scores."""
+    if cap is not None:
+        raise ValueError(
+            f"attn_logit_softcapping={cap!r:.200} is not supported: Gemma 3 has no soft cap of the scores, and Hugging "
+            "Face ignores it. Set the key to None (null in config.json)."
+        )
+
+
+def kind_in_pattern(number: int, pattern: int) -> str:
+    """The kind of a layer if the last of `pattern` layers has full attention."""
+    return SLIDING if (number + 1) % pattern else FULL
 
 
 def ropes(content: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -89,7 +99,8 @@ def _read(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     return read_gemma(content, where) | dict(rope_parameters=ropes(content, where))
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
+def write_gemma3(config: Any) -> dict[str, Any]:
+    """The rotary parameters of both kinds, the activation and the head sizes."""
     full, sliding = both_spellings(config.rope(FULL)), both_spellings(config.rope(SLIDING))
     return full | dict(
         rope_parameters={FULL: full["rope_parameters"], SLIDING: sliding["rope_parameters"]},
@@ -107,10 +118,11 @@ GEMMA3 = DecoderFamily(
     inside={"gemma3": "text_config"},
     outside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     names=NAMES,
+    variant=("use_bidirectional_attention", False),
     defaults=dict(num_key_value_heads=4, sliding_window=4096),
     renamed_keys=(*ROPE_KEYS, "rope_local_base_freq", "hidden_activation"),
     read=_read,
-    write=_write,
+    write=write_gemma3,
     norm_adds_one=True,
     branch_norms=True,
     qk_norm=True,

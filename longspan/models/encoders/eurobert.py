@@ -13,7 +13,14 @@ from longspan.models.encoders.bert import ENCODER, TOKEN_CLASSIFIER
 from longspan.models.encoders.family import NULLABLE, HeadTransform
 from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, RotaryLayers
 from longspan.models.encoders.rotary_bert import ROPE_KEYS, read_rotary, write_rotary
-from longspan.models.encoders.rotary_config import COMMON_KEYS, DropoutRates, LayerBiases, RotaryConfig, RotaryFamily
+from longspan.models.encoders.rotary_config import (
+    COMMON_KEYS,
+    DropoutRates,
+    LayerBiases,
+    RotaryConfig,
+    RotaryFamily,
+    decoder_names,
+)
 from longspan.models.encoders.tasks import MaskedLM, SequenceClassifier
 from longspan.models.family import Task, TensorSize
 from longspan.models.fields import check_counts, check_flags, check_reals
@@ -134,13 +141,11 @@ def _write(config: EuroBertConfig) -> dict[str, Any]:
     return write_rotary(config) | dict(num_key_value_heads=config.heads[1])
 
 
-LAYER = tuple((f"layers.{ours}", f"layers.{{}}.{theirs}") for ours, theirs in (*LAYER_NAMES, *PRE_NORM_NAMES))
-
 EUROBERT = RotaryFamily(
     config=EuroBertConfig,
     name="EuroBert",
     prefix="model.",
-    names=(("embeddings.word.", "embed_tokens."), *LAYER, ("layers.norm.", "norm.")),
+    names=decoder_names(*LAYER_NAMES, *PRE_NORM_NAMES),
     tasks=(
         replace(ENCODER, optional_pooler=False),
         Task(MaskedLM, names=(("decoder.", "lm_head."), ("bias", "lm_head.bias")), tied="lm_head.weight"),

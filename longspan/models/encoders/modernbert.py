@@ -76,14 +76,6 @@ class ModernBertConfig(LocalLayers):
         for name in ("hidden_activation", "classifier_activation"):
             check_choice(name, getattr(self, name), tuple(sorted(ACTIVATIONS)))
         check_choice("classifier_pooling", self.classifier_pooling, tuple(POOLINGS))
-        rope: Any = self.rope_parameters
-        if rope is not None and not (
-            isinstance(rope, Mapping) and all(isinstance(rope.get(k), Mapping) for k in BASES)
-        ):
-            raise ValueError(
-                f"`rope_parameters` of a ModernBERT must have the keys '{FULL}' and '{SLIDING}', each with a set of "
-                f"rotary parameters, got {rope!r:.200}."
-            )
         super().__post_init__()
 
     @property

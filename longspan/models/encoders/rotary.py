@@ -38,6 +38,9 @@ class RotaryEmbeddings(nnx.Module):
     ) -> Float[Array, "B T D"]:
         if inputs_embeds is None:
             x = self.word(jnp.asarray(input_ids, jnp.int32))
+            if self.config.family.scaled_embeddings:
+                # The factor is rounded to the dtype first, as in Gemma's decoders.
+                x = x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
         else:
             x = jnp.asarray(inputs_embeds, self.dtype)
         if self.token_type is not None:
@@ -65,6 +68,9 @@ class RotaryAttention(FullAttention):
             self.value = linear(config, config.hidden_size, kv_heads * head_dim, **options)
         options["use_bias"] = config.biases.out
         self.out = linear(config, heads * head_dim, config.hidden_size, **options)
+        if config.family.qk_norm:
+            self.query_norm = rms_norm(config, head_dim, dtype=dtype, param_dtype=param_dtype)
+            self.key_norm = rms_norm(config, head_dim, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: EncoderTokens, dropout_key) -> Float[Array, "B T D"]:
         heads, kv_heads, head_dim = self.config.heads
@@ -76,9 +82,11 @@ class RotaryAttention(FullAttention):
         q = q.reshape(*x.shape[:2], heads, head_dim)
         k = k.reshape(*x.shape[:2], kv_heads, head_dim)
         v = v.reshape(*x.shape[:2], kv_heads, head_dim)
+        if self.config.family.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
         q, k = apply_rope(self.config.frequencies(self.kind), False, tokens.positions, q, k)
-        options = self.dropout(dropout_key)
-        attended = tokens.sharding.attention(q, k, v, mask=self.mask(tokens), **options)
+        options = dict(mask=self.mask(tokens), scale=self.config.scale, **self.dropout(dropout_key))
+        attended = tokens.sharding.attention(q, k, v, **options)
         return self.out(attended.reshape(*x.shape[:2], -1))
 
     def mask(self, tokens: EncoderTokens) -> Mask | None:
@@ -143,7 +151,10 @@ class RotaryMLP(nnx.Module):
 
 
 class RotaryLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with the norms after the sums in post-norm families."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with the norms after the sums in post-norm families.
+
+    Some pre-norm families also normalise the output of both branches.
+    """
 
     def __init__(self, config: RotaryConfig, kind: str, has_norm: bool, *, dtype, param_dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -152,6 +163,9 @@ class RotaryLayer(nnx.Module):
         self.attention = RotaryAttention(config, kind, **options)
         self.mlp_norm = make_norm(config, **options)
         self.mlp = RotaryMLP(config, **options)
+        if config.family.branch_norms:
+            self.attention_out_norm = make_norm(config, **options)
+            self.mlp_out_norm = make_norm(config, **options)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: EncoderTokens, dropout_key) -> Float[Array, "B T D"]:
         keys, rates = [None] * 4, self.config.dropout_rates
@@ -162,8 +176,13 @@ class RotaryLayer(nnx.Module):
             x = norm(x + dropout(self.attention(x, tokens, keys[0]), rates.attention, keys[1]))
             return self.mlp_norm(x + dropout(self.mlp(x, keys[2]), rates.mlp, keys[3]))
         attended = self.attention(x if norm is None else norm(x), tokens, keys[0])
+        if self.config.family.branch_norms:
+            attended = self.attention_out_norm(attended)
         x = x + dropout(attended, rates.attention, keys[1])
-        return x + dropout(self.mlp(self.mlp_norm(x), keys[2]), rates.mlp, keys[3])
+        hidden = self.mlp(self.mlp_norm(x), keys[2])
+        if self.config.family.branch_norms:
+            hidden = self.mlp_out_norm(hidden)
+        return x + dropout(hidden, rates.mlp, keys[3])
 
 
 class RotaryLayers(nnx.Module):

@@ -96,6 +96,11 @@ class RotaryConfig(EncoderConfig):
         return self.num_attention_heads, self.num_attention_heads, self.head_dim
 
     @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return self.heads[2] ** -0.5
+
+    @property
     def activation(self) -> str:
         """The activation of the MLP."""
         raise NotImplementedError
@@ -161,6 +166,17 @@ class RotaryConfig(EncoderConfig):
 class LocalLayers(RotaryConfig):
     """A rotary encoder with full and sliding layers, each kind with its own rotary parameters."""
 
+    def __post_init__(self):
+        rope: Any = self.rope_parameters
+        if rope is not None and not (
+            isinstance(rope, Mapping) and all(isinstance(rope.get(kind), Mapping) for kind in (FULL, SLIDING))
+        ):
+            raise ValueError(
+                f"`rope_parameters` of a {self.model_type} must have the keys '{FULL}' and '{SLIDING}', each with a "
+                f"set of rotary parameters, got {rope!r:.200}."
+            )
+        super().__post_init__()
+
     def rope(self, kind: str) -> Mapping[str, Any]:
         return self.rope_parameters[kind]
 
@@ -177,6 +193,12 @@ class LocalLayers(RotaryConfig):
         raise NotImplementedError
 
 
+def decoder_names(*layer: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """The names of a body's parameters in a family whose files are named like a decoder's, from those of a layer."""
+    inside = tuple((f"layers.{ours}", f"layers.{{}}.{theirs}") for ours, theirs in layer)
+    return (("embeddings.word.", "embed_tokens."), *inside, ("layers.norm.", "norm."))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RotaryFamily(EncoderFamily):
     """A family of encoders that rotate queries and keys: how its layers differ from the others'."""
@@ -185,7 +207,11 @@ class RotaryFamily(EncoderFamily):
     first_norm: bool = True  # whether the first layer has a norm before attention
     embedding_norm: bool = True
     rms_norms: bool = False  # root mean square norms instead of layer norms
-    norm_adds_one: bool = False  # as in `DecoderFamily`
+    # As in `DecoderFamily`:
+    norm_adds_one: bool = False
+    branch_norms: bool = False
+    qk_norm: bool = False
+    scaled_embeddings: bool = False
     fused: bool = True  # one matrix for queries, keys and values
     # "gate_first" and "gate_last": down(act(gate) · up), both by one matrix, in which the rows of the gate come first
     # or last. "gated": the same by two matrices. "plain": down(act(up)).

@@ -40,6 +40,12 @@ class Model(nnx.Module):
     norm: Any
 
     def __init__(self, config: EncoderConfig, *, pooler: bool, dtype, param_dtype, rngs: nnx.Rngs):
+        supported = tuple(task.model for task in config.family.tasks)
+        if not isinstance(self, supported):
+            raise ValueError(
+                f"{type(self).__name__} does not support a {config.model_type}, which has no such head in Hugging "
+                f"Face. Longspan has {', '.join(model.__name__ for model in supported)} for it."
+            )
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.deterministic = True
         self.source: str | None = None
