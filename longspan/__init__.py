@@ -28,6 +28,7 @@ from longspan.biases import ScoreBias as ScoreBias
 from longspan.biases import alibi as alibi
 from longspan.biases import relative_bias as relative_bias
 from longspan.combine import merge as merge
+from longspan.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from longspan.explanation import Explanation as Explanation
 from longspan.explanation import explain as explain
 from longspan.layout import BlockLayout as BlockLayout
@@ -94,6 +95,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
     "cache",
     "Causal",
     "Chunk",
+    "chunked_cross_entropy",
     "Custom",
     "Dense",
     "Empty",

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.quick
 # From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
 ORDER = (
     "version", "tested_jax", "array_types", "optional", "checks", "constants", "dropout", "masks", "programs", "axes",
-    "biases", "pairs", "tile_kinds", "layout", "render", "maskinfo", "rope", "combine", "engines", "attend", "cache",
-    "work", "parallel", "advice", "explanation", "patterns", "nn", "models", "hf", "train", "testing", "cli", "__main__",
+    "biases", "pairs", "tile_kinds", "layout", "render", "maskinfo", "rope", "combine", "engines", "attend",
+    "cross_entropy", "cache", "work", "parallel", "advice", "explanation", "patterns", "nn", "models", "hf", "train",
+    "testing", "cli", "__main__",
 )  # fmt: skip
 
 # Engines in `longspan/engines`. They share the other modules of the folder, and do not import each other.
