@@ -66,6 +66,9 @@ MODELS: dict[str, tuple[str, dict]] = {
 # Their rotations depend on the length, and Hugging Face's cached pass disagrees with its full pass.
 BY_LENGTH = ("llama_dynamic", "phi3_long", "phi3_short")
 
+# Their golden files also have hidden states.
+WITH_HIDDEN_STATES = ("qwen3",)
+
 # The text part of a multimodal model, whose file has other names.
 VISION = "gemma3"
 EYES = dict(
@@ -139,6 +142,15 @@ def run(model, case: dict[str, np.ndarray]) -> np.ndarray:
     with torch.no_grad():
         logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits.numpy()
     return logits[case["attention_mask"].astype(bool)]
+
+
+def hidden_states(model, case: dict[str, np.ndarray]) -> np.ndarray:
+    """The body's output [tokens, hidden_size] for all tokens that are not padding: after the last norm."""
+    import torch
+
+    with torch.no_grad():
+        output = model.base_model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False)
+    return output.last_hidden_state.numpy()[case["attention_mask"].astype(bool)]
 
 
 def prompts() -> list[np.ndarray]:

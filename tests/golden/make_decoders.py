@@ -43,6 +43,8 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
     tensors = peers.weights(shapes, raw["model_type"])
     model = peers.hugging_face(peers.write(folder, raw, tensors))
     arrays = {f"logits.{case}": peers.run(model, inputs) for case, inputs in peers.cases().items()}
+    if name in peers.WITH_HIDDEN_STATES:
+        arrays |= {f"hidden.{case}": peers.hidden_states(model, inputs) for case, inputs in peers.cases().items()}
     for row, prompt in enumerate(peers.prompts()):
         fresh = peers.hugging_face(folder)  # the frequencies of some depend on the longest row so far
         arrays[f"answer.{row}"] = peers.answer(fresh, prompt).astype(np.int32)

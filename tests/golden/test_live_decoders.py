@@ -6,7 +6,7 @@ import pytest
 
 import longspan as ls
 from longspan import hf
-from tests.models.test_decoders import assert_close, directory, load, logits, real
+from tests.models.test_decoders import assert_close, directory, hidden_states, load, logits, real
 
 pytestmark = [
     pytest.mark.parity,
@@ -20,6 +20,13 @@ def test_hugging_face_gives_what_the_golden_files_say(name):
     peer = peers.hugging_face(directory(name))
     for inputs in peers.cases().values():
         assert_close(real(logits(load(name), inputs), inputs), peers.run(peer, inputs))
+
+
+@pytest.mark.parametrize("name", peers.MODELS)
+def test_hugging_face_gives_the_same_hidden_states(name):
+    peer = peers.hugging_face(directory(name))
+    for inputs in peers.cases().values():
+        assert_close(real(hidden_states(load(name), inputs), inputs), peers.hidden_states(peer, inputs))
 
 
 @pytest.mark.parametrize("name", [*peers.MODELS, peers.VISION])

@@ -298,6 +298,27 @@ def test_a_base_models_file_loads_where_logits_are_tied_and_misses_a_head_otherw
     assert hf.load(tmp_path / "llama", rngs=nnx.Rngs(0)).head.kernel.shape == (24, 29)
 
 
+@every_case
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_hidden_states_are_those_after_the_last_norm_and_need_no_logits(prefix, case, tmp_path, monkeypatch):
+    """Files of embedding models have no head, and name the body's tensors without a prefix."""
+    want, config, arrays = golden("qwen3")
+    body = {prefix + key.removeprefix("model."): x for key, x in arrays.items() if key != "lm_head.weight"}
+    model = hf.load(peers.write(tmp_path, config | dict(tie_word_embeddings=True), body))
+    monkeypatch.setattr(models.CausalLM, "_logits", None)  # would fail if it were called
+    inputs = peers.cases()[case]
+    output = model(**inputs, logits=False)
+    assert output.logits is None
+    assert_close(real(np.asarray(output.last_hidden_state), inputs), want[f"hidden.{case}"])
+
+
+def test_a_cached_call_without_logits_returns_the_cache():
+    model, ids = load("llama"), peers.cases()["right"]["input_ids"]
+    output = jax.eval_shape(lambda: model(ids, cache=model.init_cache(2, peers.T), logits=False))
+    assert output.logits is None and output.last_hidden_state.shape == (2, peers.T, 24)
+    assert isinstance(output.cache, models.DecoderCache)
+
+
 def test_shards_load(tmp_path):
     from safetensors.numpy import save_file
 
@@ -387,6 +408,15 @@ def logits(model, inputs):
 @nnx.jit
 def call(model, ids, mask, cache):
     return model(ids, mask, cache=cache)
+
+
+def hidden_states(model, inputs):
+    return np.asarray(_jitted_hidden_states(model, inputs))
+
+
+@nnx.jit
+def _jitted_hidden_states(model, inputs):
+    return model(**inputs, logits=False).last_hidden_state
 
 
 def gradient_of(model, inputs, *, remat):

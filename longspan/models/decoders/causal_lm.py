@@ -81,6 +81,7 @@ class CausalLM(nnx.Module):
         segment_ids: Int[AnyArray, "B T"] | None = None,
         cache: DecoderCache | None = None,
         *,
+        logits: bool = True,
         remat: bool = False,
         mesh: Any = None,
         axis: str = "sp",
@@ -104,6 +105,7 @@ class CausalLM(nnx.Module):
                 document only.
             cache: from `init_cache` or from the previous call's output. The new tokens follow those in it. Rows may
                 have different numbers of new tokens, by `attention_mask`.
+            logits: whether to compute the logits. Without them only `last_hidden_state` is computed, for embeddings.
             remat: whether the backward pass recomputes each layer instead of keeping its intermediate results.
             mesh: shards the sequence over the devices of this mesh, as in `ls.parallel.attention`. By default every
                 device has the whole sequence.
@@ -122,19 +124,19 @@ class CausalLM(nnx.Module):
             cache=cache,
         )
         check_inputs(self.config, **arrays, sharding=sharding)
-        return self._forward(arrays, remat=remat, sharding=sharding)
+        return self._forward(arrays, logits=logits, remat=remat, sharding=sharding)
 
     @accepts_explicit_axes
     def _forward(
         self, input_ids, attention_mask, positions, inputs_embeds, segment_ids, cache, *,
-        remat: bool, sharding: SequenceSharding,
+        logits: bool, remat: bool, sharding: SequenceSharding,
     ) -> Output:  # fmt: skip
         x = self._embedded(input_ids, inputs_embeds)
         shape: Any = x.shape[:2]
         if cache is None:
             tokens = tokens_of(self.config, shape, attention_mask, positions, segment_ids, sharding)
             x, _ = self._apply_layers(x, tokens, remat=remat)
-            return self._output(x, None)
+            return self._output(x, None, logits=logits)
         in_place = not remat and self._reads_in_place(shape[0] * shape[1])
         order = lengths = None
         if attention_mask is not None:
@@ -145,7 +147,7 @@ class CausalLM(nnx.Module):
         x, stacks = self._apply_layers(x, tokens, cache.stacks, in_place=in_place, remat=remat)
         if order is not None:
             x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
-        return self._output(x, replace(cache, stacks=stacks), in_place=in_place)
+        return self._output(x, replace(cache, stacks=stacks), logits=logits, in_place=in_place)
 
     def init_cache(
         self, batch: int, length: int, dtype: Any = None, *, slack: int = 0, heads_first: bool = False
@@ -215,8 +217,10 @@ class CausalLM(nnx.Module):
             devices = len(embeddings.sharding.device_set)
         return devices == 1 and reads_in_place(count, self.dtype, embeddings.dtype)
 
-    def _output(self, x, cache, *, in_place: bool = False) -> Output:
+    def _output(self, x, cache, *, logits: bool, in_place: bool = False) -> Output:
         x = self.norm(x)
+        if not logits:
+            return Output(last_hidden_state=x, cache=cache)
         return Output(last_hidden_state=x, logits=self._logits(x, in_place=in_place), cache=cache)
 
     def _logits(self, x, *, in_place: bool) -> jax.Array:
