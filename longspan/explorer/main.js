@@ -6,7 +6,7 @@ class App {
     this.explorer = makeExplorer(page);
     this.state = defaultState(page);
     this.hover = null;
-    this.jobs = new Map(); // long computations, by name
+    this.background = new Background(page, this.explorer, () => this.showPanel());
     this.panels = {
       cell: new CellPanel(this), tiles: new TilesPanel(this), cache: new CachePanel(this),
       devices: new DevicesPanel(this), diff: new DiffPanel(this),
@@ -80,7 +80,9 @@ class App {
   }
 
   showPanel() {
+    this.background.begin();
     const shown = this.panels[this.state.panel].show(this.state);
+    this.background.proceed();
     this.showReadout();
     this.mirror(shown);
   }
@@ -97,9 +99,8 @@ class App {
     const cell = this.hover ?? this.map.cell;
     const { view } = this.map;
     const scale = Math.min(view.scaleX, view.scaleY);
-    const size = scale >= 1 ? `${Number(scale.toPrecision(3))} pixels per token` : `${grouped(Math.round(1 / scale))} tokens per pixel`;
     const truth = cell && this.explorer.allowed(cell.q, cell.k);
-    byId("readout").textContent = cell ? answerText(cell, truth) : size;
+    byId("readout").textContent = cell ? answerText(cell, truth) : scaleText(scale);
   }
 
   selectCell(cell, { leastCell = 0 } = {}) {
@@ -140,27 +141,12 @@ class App {
     }
   }
 
-  // Runs a long computation when the picture is drawn.
-  later(name, compute) {
-    this.jobs.set(name, compute);
-    this.map.redraw();
-  }
-
-  // All is drawn: stores the state in the address, and starts the next long computation.
+  // All is drawn: stores the state in the address.
   settled() {
-    this.showReadout();
-    if (this.jobs.size) {
-      const [[name, compute]] = this.jobs;
-      this.jobs.delete(name);
-      setTimeout(() => {
-        compute();
-        this.showPanel();
-        this.map.redraw();
-      }, 20);
-      return;
+    if (this.state.zoom !== this.map.view.zoom) {
+      this.state.zoom = this.map.view.zoom;
+      this.showPanel();
     }
-    this.state.zoom = this.map.view.zoom;
-    if (this.shown && this.shown.zoom !== Number(this.state.zoom.toPrecision(4))) this.mirror(this.shown.shown);
     this.writeHash();
     document.documentElement.dataset.ready = "true";
   }
@@ -193,8 +179,16 @@ class App {
   }
 }
 
+function scaleText(scale) {
+  const three = (number) => grouped(Number(number.toPrecision(3)));
+  return scale >= 1 ? `${three(scale)} pixels per token` : `${three(1 / scale)} tokens per pixel`;
+}
+
+const hasCells = (node) => node.op === "cells" || [...(node.parts ?? []), node.part].some((part) => part && hasCells(part));
+
 function startPage() {
   const page = JSON.parse(byId("document").textContent);
+  if (hasCells(page.mask.program)) document.body.classList.add("has-cells");
   const app = new App(page);
   const { explorer } = app;
   window.longspan = {
@@ -209,6 +203,7 @@ function startPage() {
     devices: explorer.devices,
     diff: explorer.diff,
     set: (changes) => app.change(changes),
+    place: (q, k) => app.map.placeOf(q, k),
     get state() {
       return app.shown;
     },

@@ -40,7 +40,7 @@ class MaskMap {
     this.density = Math.min(devicePixelRatio || 1, 3);
     this.canvas.width = Math.round(width * this.density);
     this.canvas.height = Math.round(height * this.density);
-    this.view.resize(width - this.axes.left - 2, height - this.axes.top - 2);
+    this.view.resize(width - this.axes.left - this.axes.right, height - this.axes.top - 2);
     this.moved();
   }
 
@@ -184,6 +184,12 @@ class MaskMap {
       this.moved();
     }
     this.redraw();
+  }
+
+  // The middle of a cell in the window.
+  placeOf(q, k) {
+    const box = this.canvas.getBoundingClientRect();
+    return [box.left + this.axes.left + this.view.xOf(k + 0.5), box.top + this.axes.top + this.view.yOf(q + 0.5)];
   }
 
   pairAt(x, y) {

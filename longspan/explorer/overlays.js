@@ -2,10 +2,11 @@
 
 const LEAST_TILE = 6; // pixels along a tile from which the tiles are drawn
 
+const areTilesDrawn = (view, [qTile, kvTile]) => Math.min(kvTile * view.scaleX, qTile * view.scaleY) >= LEAST_TILE;
+
 // The grid of tiles, with a wash over the PARTIAL ones.
 function drawTiles(context, view, explorer, [qTile, kvTile], [left, top], ink) {
-  const [width, height] = [kvTile * view.scaleX, qTile * view.scaleY];
-  if (Math.min(width, height) < LEAST_TILE) return;
+  if (!areTilesDrawn(view, [qTile, kvTile])) return;
   const { q0, q1, k0, k1 } = view.visible;
   const rows = [Math.floor(q0 / qTile), Math.ceil(q1 / qTile)];
   const columns = [Math.floor(k0 / kvTile), Math.ceil(k1 / kvTile)];

@@ -24,8 +24,7 @@ class Raster {
     );
     this.visible = this.picturesOf(this.level, view);
     const coarse = this.picturesOf(this.coarser(this.level, COARSER), view);
-    const root = this.pictureAt(this.deepest, 0, 0);
-    this.queue = [root, ...coarse, ...this.visible].filter((picture) => !picture.isDone);
+    this.queue = [...coarse, ...this.visible].filter((picture) => !picture.isDone);
     this.forget();
   }
 
@@ -128,6 +127,7 @@ class Picture {
 
   // Draws by quarters: a square is filled if all of its pairs have one colour, else divided. Returns whether it is done.
   draw(shader, deadline) {
+    if (this.isDone) return true;
     this.pixels ??= new Uint32Array(this.width * this.height);
     const { todo } = this;
     for (let count = 1; todo.length; count++) {

@@ -4,7 +4,8 @@
 
 const SHARES = 64; // steps from none to all
 const EXACT_SIDE = 8; // rectangles of at most this many slots along each side are read pair by pair
-const SAMPLE = 4; // slots along each side of a sampled square
+const LONG = 4; // slots along the sides of a sampled rectangle
+const SHORT = 2;
 // A share begins at this opacity, so that a single allowed pair of many is visible.
 const LEAST_OPACITY = 0.24;
 const MOST_OPACITY = 0.8;
@@ -122,19 +123,21 @@ function blend(colours, weights) {
   return [0, 1, 2].map((i) => Math.round(colours.reduce((sum, colour, c) => sum + colour[i] * weights[c], 0) / total));
 }
 
-// Calls `shader.pair` for the pairs of a rectangle; of a large one, for a square in each quarter that is not uniform.
-// The pairs of a square are neighbours, so that a strided mask has its true share in each.
+// Calls `shader.pair` for the pairs of a rectangle; of a large one, for a sample of each quarter that is not uniform. The
+// pairs of a sample are neighbours, so that a strided mask has nearly its true share in each.
 function overSamples(q0, q1, k0, k1, shader) {
   if (q1 - q0 <= EXACT_SIDE && k1 - k0 <= EXACT_SIDE) {
     overPairs(q0, q1, k0, k1, shader);
     return;
   }
   const middles = [(q0 + q1) >> 1, (k0 + k1) >> 1];
-  for (const [top, bottom] of [[q0, middles[0]], [middles[0], q1]]) {
-    for (const [left, right] of [[k0, middles[1]], [middles[1], k1]]) {
+  const rows = [[q0, middles[0]], [middles[0], q1]];
+  const columns = [[k0, middles[1]], [middles[1], k1]];
+  for (const [row, [top, bottom]] of rows.entries()) {
+    for (const [column, [left, right]] of columns.entries()) {
       if (top === bottom || left === right) continue;
-      const height = Math.min(SAMPLE, bottom - top);
-      const width = Math.min(SAMPLE, right - left);
+      const height = Math.min(row === column ? SHORT : LONG, bottom - top);
+      const width = Math.min(row === column ? LONG : SHORT, right - left);
       if (shader.quarter(top, bottom, left, right, height * width)) continue;
       const q = top + Math.floor(scattered(top, left) * (bottom - top - height + 1));
       const k = left + Math.floor(scattered(left, bottom) * (right - left - width + 1));
