@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from longspan import hf as hf
     from longspan import models as models
     from longspan import nn as nn
+    from longspan import train as train
     from longspan.models.generate import generate as generate
 
 # `MaskSharding`, MaskInfo's conversions and debug switches are importable from here, but listed in `longspan.maskinfo`.
@@ -128,7 +129,7 @@ __all__ = [  # noqa: RUF022 (sorted as a reader would)
 ]
 
 # Names that need an optional dependency, and its module. They are imported on first use.
-_LAZY = {"generate": "flax", "hf": "flax", "models": "flax", "nn": "flax"}
+_LAZY = {"generate": "flax", "hf": "flax", "models": "flax", "nn": "flax", "train": "optax"}
 
 
 if not TYPE_CHECKING:  # static checkers would accept any attribute of a module that defines `__getattr__`

@@ -36,6 +36,10 @@ function makeExplorer(page) {
       checkPair(q, k);
       return shown.allowed(q, k);
     },
+    allowedByOther(q, k) {
+      checkPair(q, k);
+      return compared.allowed(q, k);
+    },
     why(q, k) {
       checkPair(q, k);
       return whyPair(page, shown, compared, q, k, textOf);

@@ -8,8 +8,22 @@ EVALUATOR = (
     "numbers.js", "arrays.js", "terms.js", "rules.js", "program.js", "spans.js", "tiles.js", "count.js",
     "plans.js", "difference.js", "explorer.js",
 )  # fmt: skip
+PAGE = (
+    "dom.js", "view.js", "shades.js", "raster.js", "axes.js", "overlays.js", "map.js", "gestures.js", "hash.js",
+    "costs.js", "sliders.js", "panel_cell.js", "panel_tiles.js", "panel_cache.js", "panel_devices.js",
+    "panel_diff.js", "main.js",
+)  # fmt: skip
 
 
 def evaluator() -> str:
     """The scripts that evaluate a document, as one script; `makeExplorer(document)` is their entry."""
-    return "\n".join((FOLDER / name).read_text("utf-8") for name in EVALUATOR)
+    return _joined(EVALUATOR)
+
+
+def page_scripts() -> str:
+    """The evaluator and the scripts that draw the page, as one script."""
+    return _joined((*EVALUATOR, *PAGE))
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return "\n".join((FOLDER / name).read_text("utf-8") for name in names)

@@ -1,4 +1,4 @@
-"""A vocabulary of bytes, for models that start from nothing: no training, every text, 256 tokens and some special ones."""
+"""A vocabulary of bytes, for models that start from nothing: 256 tokens and some special ones, for every text."""
 
 import json
 from collections.abc import Mapping
@@ -26,8 +26,10 @@ class ByteVocabulary(NamedTuple):
         """The vocabulary for a config with this `vocab_size`.
 
         Example:
-            >>> ByteVocabulary.of(False, None).size, ByteVocabulary.of(False, 256).size, ByteVocabulary.of(True, 300).size
-            (257, 256, 260)
+            >>> [ByteVocabulary.of(False, None).size, ByteVocabulary.of(False, 256).size]
+            [257, 256]
+            >>> ByteVocabulary.of(True, 300).size
+            260
         """
         found = cls(ENCODER_SPECIAL if is_encoder else (END,))
         if not is_encoder and vocab_size == BYTES:

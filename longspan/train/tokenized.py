@@ -53,7 +53,8 @@ def tokenized(
     Example:
         >>> from longspan.train.byte_level import ByteVocabulary
         >>> tokenizer = ByteVocabulary.of(False, None).tokenizer()
-        >>> found = tokenized(tokenizer, [Example("a", dict(text="abc")), Example("b", dict(text=""))], length=5, end=256)
+        >>> examples = [Example("a", dict(text="abc")), Example("b", dict(text=""))]
+        >>> found = tokenized(tokenizer, examples, length=5, end=256)
         >>> found.texts["text"].row(0).tolist(), found.empty
         ([97, 98, 99, 256], 1)
     """

@@ -63,7 +63,7 @@ def test_broken_json_lines_are_named_by_their_number(tmp_path, text, pairs, mess
 
 
 def test_broken_folders(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist. Give a folder of text files"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist. Give a folder of text files"):
         list(read_examples(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty has no documents"):
@@ -147,6 +147,6 @@ def test_examples_are_tokenized_in_groups_and_empty_ones_left_out(monkeypatch):
         Example("b", dict(anchor="w1", positive="w2", negative="w3")),
     ]
     with pytest.raises(
-        ValueError, match="b has anchor, positive, negative, but earlier examples have anchor, positive."
+        ValueError, match=r"b has anchor, positive, negative, but earlier examples have anchor, positive."
     ):
         tokenized(words(), mixed, length=9)

@@ -1,0 +1,218 @@
+// The page: its state, and what happens when it changes.
+
+class App {
+  constructor(page) {
+    this.page = page;
+    this.explorer = makeExplorer(page);
+    this.state = defaultState(page);
+    this.hover = null;
+    this.jobs = new Map(); // long computations, by name
+    this.panels = {
+      cell: new CellPanel(this), tiles: new TilesPanel(this), cache: new CachePanel(this),
+      devices: new DevicesPanel(this), diff: new DiffPanel(this),
+    };
+    this.editor = new ExpressionEditor(page, this.explorer, (numbers) => this.change({ set: numbers }));
+    this.map = new MaskMap(page, this.explorer, {
+      overlay: (...drawing) => this.overlay(...drawing),
+      onSettled: () => this.settled(),
+    });
+    listenToGestures(this.map, {
+      select: (cell) => this.selectCell(cell),
+      hover: (cell) => this.hoverCell(cell),
+      move: (dq, dk) => this.moveCell(dq, dk),
+    });
+    this.listenToControls();
+    this.readHash();
+    addEventListener("hashchange", () => this.readHash());
+  }
+
+  listenToControls() {
+    const { map } = this;
+    byId("zoom-in").addEventListener("click", () => map.zoomBy(2));
+    byId("zoom-out").addEventListener("click", () => map.zoomBy(0.5));
+    byId("zoom-all").addEventListener("click", () => map.zoomTo(1));
+    const tabs = PANELS.map((name) => byId(`tab-${name}`));
+    tabs.forEach((tab, i) => {
+      tab.addEventListener("click", () => this.change({ panel: PANELS[i] }));
+      tab.addEventListener("keydown", (event) => {
+        const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (!step) return;
+        event.preventDefault();
+        const next = (i + step + PANELS.length) % PANELS.length;
+        this.change({ panel: PANELS[next] });
+        tabs[next].focus();
+      });
+    });
+  }
+
+  // Takes changes with the names of the hash, and shows them.
+  change(changes) {
+    this.apply(changedState(this.page, this.state, changes), changes);
+  }
+
+  apply(state, changes) {
+    const before = this.state;
+    this.state = state;
+    this.explorer.setNumbers(state.numbers);
+    if (String(before.numbers) !== String(state.numbers)) this.map.reset();
+    if ("zoom" in changes) this.map.zoomTo(state.zoom);
+    const cell = state.q === null ? null : { q: state.q, k: state.k };
+    if (cell && "zoom" in changes) this.map.view.centre(cell.q, cell.k);
+    this.map.select(cell, "q" in changes || "k" in changes);
+    this.refresh();
+  }
+
+  // Shows the state again.
+  refresh() {
+    const { state, page } = this;
+    byId("problem").hidden = true;
+    this.editor.show();
+    for (const name of PANELS) {
+      const isShown = name === state.panel;
+      byId(`panel-${name}`).hidden = !isShown;
+      byId(`tab-${name}`).setAttribute("aria-selected", String(isShown));
+      byId(`tab-${name}`).tabIndex = isShown ? 0 : -1;
+    }
+    this.map.setMode(state.panel === "diff" && page.other ? "difference" : "mask");
+    byId("legend").dataset.panel = state.panel === "diff" && !page.other ? "cell" : state.panel;
+    this.showPanel();
+    this.map.redraw();
+  }
+
+  showPanel() {
+    const shown = this.panels[this.state.panel].show(this.state);
+    this.showReadout();
+    this.mirror(shown);
+  }
+
+  // The script `state` has what the page shows, as JSON.
+  mirror(shown) {
+    const { numbers, ...state } = this.state;
+    const set = Object.fromEntries(numbers.map((number, i) => [`set.${i}`, number]));
+    this.shown = { ...state, zoom: Number(this.map.view.zoom.toPrecision(4)), ...set, expression: this.explorer.text, shown };
+    byId("state").textContent = JSON.stringify(this.shown).replace(/</g, "\\u003c");
+  }
+
+  showReadout() {
+    const cell = this.hover ?? this.map.cell;
+    const { view } = this.map;
+    const scale = Math.min(view.scaleX, view.scaleY);
+    const size = scale >= 1 ? `${Number(scale.toPrecision(3))} pixels per token` : `${grouped(Math.round(1 / scale))} tokens per pixel`;
+    const truth = cell && this.explorer.allowed(cell.q, cell.k);
+    byId("readout").textContent = cell ? answerText(cell, truth) : size;
+  }
+
+  selectCell(cell, { leastCell = 0 } = {}) {
+    const { view } = this.map;
+    if (cell && Math.min(view.scaleX, view.scaleY) < leastCell) {
+      this.map.zoomTo((view.zoom * leastCell) / Math.min(view.scaleX, view.scaleY));
+      view.centre(cell.q, cell.k);
+    }
+    this.change(cell ?? { q: null, k: null });
+    byId("announcement").textContent = cell ? spokenAnswer(cell, this.explorer.why(cell.q, cell.k)) : "No cell is selected.";
+  }
+
+  moveCell(dq, dk) {
+    const { q_len: queries, kv_len: keys } = this.page;
+    if (!queries || !keys) return;
+    const { q0, q1, k0, k1 } = this.map.view.visible;
+    const from = this.map.cell ?? { q: (q0 + q1) >> 1, k: (k0 + k1) >> 1 };
+    const moved = this.map.cell ? [from.q + dq, from.k + dk] : [from.q, from.k];
+    this.selectCell({ q: clamp(moved[0], 0, queries - 1), k: clamp(moved[1], 0, keys - 1) });
+  }
+
+  hoverCell(cell) {
+    if (cell?.q === this.hover?.q && cell?.k === this.hover?.k) return;
+    this.hover = cell;
+    this.map.hover = cell;
+    if (this.state.panel === "cell") this.showPanel();
+    else this.showReadout();
+    this.map.redraw();
+  }
+
+  overlay(context, view, origin, ink) {
+    const { state, explorer, page } = this;
+    if (state.panel === "tiles") drawTiles(context, view, explorer, state.tile, origin, ink);
+    if (state.panel === "cache" && !page.cache.error) drawStep(context, view, explorer.cache(state.t), origin, ink);
+    if (state.panel === "devices") {
+      const plan = explorer.devices(state.devices, state.order);
+      drawDevice(context, view, plan, this.panels.devices.device, origin, ink);
+    }
+  }
+
+  // Runs a long computation when the picture is drawn.
+  later(name, compute) {
+    this.jobs.set(name, compute);
+    this.map.redraw();
+  }
+
+  // All is drawn: stores the state in the address, and starts the next long computation.
+  settled() {
+    this.showReadout();
+    if (this.jobs.size) {
+      const [[name, compute]] = this.jobs;
+      this.jobs.delete(name);
+      setTimeout(() => {
+        compute();
+        this.showPanel();
+        this.map.redraw();
+      }, 20);
+      return;
+    }
+    this.state.zoom = this.map.view.zoom;
+    if (this.shown && this.shown.zoom !== Number(this.state.zoom.toPrecision(4))) this.mirror(this.shown.shown);
+    this.writeHash();
+    document.documentElement.dataset.ready = "true";
+  }
+
+  writeHash() {
+    clearTimeout(this.hashTimer);
+    this.hashTimer = setTimeout(() => {
+      const hash = hashOf(this.page, this.state);
+      if (hash === location.hash || (!hash && location.hash && !byId("problem").hidden)) return;
+      try {
+        history.replaceState(null, "", hash || location.pathname + location.search);
+      } catch {
+        // The page is inside a notebook, which has no address of its own.
+      }
+    }, 200);
+  }
+
+  readHash() {
+    if (location.hash && location.hash === hashOf(this.page, this.state)) return;
+    let problem = "";
+    let state = defaultState(this.page);
+    try {
+      state = stateOfHash(this.page, location.hash);
+    } catch (error) {
+      problem = `The address is not valid: ${error.message} The page shows its defaults.`;
+    }
+    this.apply(state, { q: state.q, k: state.k, zoom: state.zoom });
+    byId("problem").textContent = problem;
+    byId("problem").hidden = !problem;
+  }
+}
+
+function startPage() {
+  const page = JSON.parse(byId("document").textContent);
+  const app = new App(page);
+  const { explorer } = app;
+  window.longspan = {
+    allowed: explorer.allowed,
+    why: explorer.why,
+    tiles(qTile, kvTile) {
+      const tiles = explorer.tiles(qTile, kvTile);
+      return { ...tiles, ...costsOf(page, tiles, explorer.count()) };
+    },
+    count: explorer.count,
+    cache: explorer.cache,
+    devices: explorer.devices,
+    diff: explorer.diff,
+    set: (changes) => app.change(changes),
+    get state() {
+      return app.shown;
+    },
+  };
+}
+
+startPage();
