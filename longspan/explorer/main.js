@@ -6,6 +6,7 @@ class App {
     this.explorer = makeExplorer(page);
     this.state = defaultState(page);
     this.hover = null;
+    this.hasCells = hasCells(page.mask.program) || (page.other !== null && hasCells(page.other.program));
     this.background = new Background(page, this.explorer, () => this.showPanel());
     this.panels = {
       cell: new CellPanel(this), tiles: new TilesPanel(this), cache: new CachePanel(this),
@@ -22,6 +23,7 @@ class App {
       move: (dq, dk) => this.moveCell(dq, dk),
     });
     this.listenToControls();
+    document.body.classList.toggle("has-cells", this.hasCells);
     this.readHash();
     addEventListener("hashchange", () => this.readHash());
   }
@@ -74,9 +76,16 @@ class App {
       byId(`tab-${name}`).tabIndex = isShown ? 0 : -1;
     }
     this.map.setMode(state.panel === "diff" && page.other ? "difference" : "mask");
-    byId("legend").dataset.panel = state.panel === "diff" && !page.other ? "cell" : state.panel;
+    byId("legend").dataset.panel = this.legend;
     this.showPanel();
     this.map.redraw();
+  }
+
+  // The panel whose colours the legend explains.
+  get legend() {
+    const { panel } = this.state;
+    if (panel === "diff" && !this.page.other) return "cell";
+    return panel === "devices" && this.panels.devices.device === null ? "cell" : panel;
   }
 
   showPanel() {
@@ -133,12 +142,21 @@ class App {
 
   overlay(context, view, origin, ink) {
     const { state, explorer, page } = this;
-    if (state.panel === "tiles") drawTiles(context, view, explorer, state.tile, origin, ink);
+    if (this.hasCells) drawUnknown(context, view, explorer, origin, ink);
+    if (state.panel === "tiles" && areTilesDrawn(page, view, state.tile)) {
+      drawTiles(context, view, this.tileKinds(), state.tile, origin, ink);
+    }
     if (state.panel === "cache" && !page.cache.error) drawStep(context, view, explorer.cache(state.t), origin, ink);
     if (state.panel === "devices") {
       const plan = explorer.devices(state.devices, state.order);
-      drawDevice(context, view, plan, this.panels.devices.device, origin, ink);
+      drawDevices(context, view, plan, this.panels.devices.device, origin, ink);
     }
+  }
+
+  tileKinds() {
+    const key = `${this.state.numbers} ${this.state.tile}`;
+    if (this.kinds?.key !== key) this.kinds = { key, of: this.explorer.tileKinds(...this.state.tile) };
+    return this.kinds.of;
   }
 
   // All is drawn: stores the state in the address.
@@ -188,7 +206,6 @@ const hasCells = (node) => node.op === "cells" || [...(node.parts ?? []), node.p
 
 function startPage() {
   const page = JSON.parse(byId("document").textContent);
-  if (hasCells(page.mask.program)) document.body.classList.add("has-cells");
   const app = new App(page);
   const { explorer } = app;
   window.longspan = {

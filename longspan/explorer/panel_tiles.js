@@ -1,5 +1,7 @@
 // The tiles panel: the tiles that engines visit, and what one call costs.
 
+const TOO_MANY = `The picture shows tiles if there are at most ${grouped(MOST_TILE_ROWS)} rows of them.`;
+
 class TilesPanel {
   constructor(app) {
     this.app = app;
@@ -30,7 +32,8 @@ class TilesPanel {
     const tiles = background.answer("tiles", ...tile);
     const pairs = background.answer("count");
     byId("tiles-pending").hidden = tiles !== undefined;
-    byId("tiles-zoom").hidden = areTilesDrawn(map.view, tile);
+    byId("tiles-zoom").hidden = areTilesDrawn(page, map.view, tile);
+    byId("tiles-zoom").textContent = page.q_len / tile[0] > MOST_TILE_ROWS ? TOO_MANY : "Zoom in to see the tiles.";
     if (!tiles) return { q_tile: tile[0], kv_tile: tile[1], pending: true };
     byId("tiles-bar").replaceChildren(...tileBar(tiles));
     fillTable(byId("tiles-facts"), tileFacts(page, tiles, pairs));

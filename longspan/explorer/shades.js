@@ -1,14 +1,18 @@
-// Shades: the colour of a rectangle of pairs, as a pixel of a canvas. A shader has two methods:
+// Shades: the colour of a rectangle of pairs, as a pixel of a canvas. A shader has three methods:
 // `uniform(q0, q1, k0, k1)` is the colour if all pairs have the same one, else null; `mixed(...)` is a colour for a
-// rectangle of which some pairs may be allowed: it shows their share, which is estimated if there are many pairs.
+// rectangle of which some pairs may be allowed: it shows their share, which is estimated if there are many pairs;
+// `texture(...)` is the one colour of a large rectangle that is a fine regular pattern, such as a strided mask, else null.
 
 const SHARES = 64; // steps from none to all
 const EXACT_SIDE = 8; // rectangles of at most this many slots along each side are read pair by pair
 const LONG = 4; // slots along the sides of a sampled rectangle
 const SHORT = 2;
+const ALIKE = 1 / 16; // the greatest difference of shares in a regular pattern
+const RARE = 1 / 8; // the least share, allowed or not, that a sample estimates well enough
 // A share begins at this opacity, so that a single allowed pair of many is visible.
 const LEAST_OPACITY = 0.24;
 const MOST_OPACITY = 0.8;
+const UNKNOWN_OPACITY = 0.55;
 
 // The palette of the page's theme: {full, partial, unknown, both, first, second} as [red, green, blue].
 function readPalette() {
@@ -32,8 +36,8 @@ class MaskShader {
     this.explorer = explorer;
     this.full = pixelOf(palette.full, 1);
     this.shades = Array.from({ length: SHARES + 1 }, (_, i) => pixelOf(palette.full, opacityOf(i / SHARES)));
-    this.unknown = pixelOf(palette.unknown, 0.6);
-    this.read = this.allowed = this.doubtful = 0;
+    this.unknown = pixelOf(palette.unknown, UNKNOWN_OPACITY);
+    this.read = this.allowed = this.doubtful = this.uniformQuarters = 0;
   }
 
   uniform(q0, q1, k0, k1) {
@@ -50,10 +54,25 @@ class MaskShader {
     return this.shades[Math.round((SHARES * this.allowed) / this.read)];
   }
 
+  texture(q0, q1, k0, k1) {
+    const [q, k] = [(q0 + q1) >> 1, (k0 + k1) >> 1];
+    let [least, most] = [1, 0];
+    for (const part of [[q0, q, k0, k], [q0, q, k, k1], [q, q1, k0, k], [q, q1, k, k1]]) {
+      this.uniformQuarters = 0;
+      this.mixed(...part);
+      if (this.uniformQuarters || this.doubtful) return null;
+      least = Math.min(least, this.allowed / this.read);
+      most = Math.max(most, this.allowed / this.read);
+    }
+    if (most - least > ALIKE || least < RARE || most > 1 - RARE) return null;
+    return this.shades[Math.round((SHARES * (least + most)) / 2)];
+  }
+
   // One quarter of a sampled rectangle counts as `area` pairs if it is uniform.
   quarter(q0, q1, k0, k1, area) {
     const kind = this.explorer.classify(q0, q1, k0, k1);
     if (kind === ANY) return false;
+    this.uniformQuarters += 1;
     this.read += area;
     if (kind === FULL) this.allowed += area;
     return true;
@@ -73,7 +92,7 @@ class DifferenceShader {
     this.explorer = explorer;
     this.colours = [palette.both, palette.first, palette.second];
     this.whole = this.colours.map((colour) => pixelOf(colour, 1));
-    this.unknown = pixelOf(palette.unknown, 0.6);
+    this.unknown = pixelOf(palette.unknown, UNKNOWN_OPACITY);
     this.read = this.doubtful = 0;
     this.counts = [0, 0, 0];
   }
@@ -97,6 +116,10 @@ class DifferenceShader {
     const differing = this.counts[1] + this.counts[2];
     const weights = differing ? [this.counts[0] / 4, this.counts[1], this.counts[2]] : this.counts;
     return pixelOf(blend(this.colours, total ? weights : [1, 0, 0]), opacityOf(total / this.read));
+  }
+
+  texture() {
+    return null;
   }
 
   quarter(q0, q1, k0, k1, area) {

@@ -11,6 +11,8 @@ import pytest
 import longspan as ls
 from longspan.explorer.document import document
 from longspan.explorer.page import page_html
+from longspan.layout import PARTIAL
+from longspan.render.grid import grid_of
 from tests.explorer import example
 from tests.explorer.browser import CHROMIUM, Browser, Tab
 
@@ -142,6 +144,30 @@ def test_a_page_of_a_million_tokens_zooms_to_single_cells(tab, save):
     assert around == [True, True, False, False, True]
 
 
+def test_dragging_moves_the_picture(tab, url):
+    tab.open(f"{url}#q=48&k=48&zoom=4")
+    x, y = place(tab, 48, 48)
+    tab.mouse("mousePressed", x, y, button="left", clickCount=1)
+    for step in range(1, 6):
+        tab.mouse("mouseMoved", x - 12 * step, y - 7 * step, button="left", buttons=1)
+    tab.mouse("mouseReleased", x - 60, y - 35, button="left", clickCount=1)
+    tab.drawn()
+    np.testing.assert_allclose(place(tab, 48, 48), [x - 60, y - 35], atol=1)
+    assert state(tab)["q"] == 48, "a drag selects no cell"
+
+
+def test_two_fingers_zoom(tab, url):
+    tab.open(url)
+    x, y = place(tab, 48, 48)
+    for spread in (40, 60, 80):
+        points = [dict(x=x - spread, y=y, id=0), dict(x=x + spread, y=y, id=1)]
+        tab.send("Input.dispatchTouchEvent", type="touchStart" if spread == 40 else "touchMove", touchPoints=points)
+    tab.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    tab.drawn()
+    assert 1.9 < state(tab)["zoom"] < 2.1
+    np.testing.assert_allclose(place(tab, 48, 48), [x, y], atol=2)
+
+
 def test_the_cell_panel_says_why(tab, url):
     tab.open(url)
     tab.mouse("mouseMoved", *place(tab, 30, 28))
@@ -239,6 +265,19 @@ def test_tiles_cost_what_explain_prints(tab, url, q_tile, kv_tile):
     for name in ("executed FLOPs", "inputs and outputs", "dense mask (not allocated)"):
         assert table[name] == printed[name].strip(), name
     assert tab.run(f"JSON.stringify(longspan.tiles({q_tile}, {kv_tile}).partial)") == str(report.tiles_partial)
+
+
+def test_partial_tiles_are_marked_in_the_picture(tab, url):
+    size = 16
+    tab.open(f"{url}#panel=tiles&tile={size},{size}")
+    kinds = grid_of(MASK, T, T, size, size).kinds
+    assert np.count_nonzero(kinds == PARTIAL) == 11
+    shown = drawn_cells(tab, T, T)[:, :, :3].astype(int)
+    washed = (shown[..., 0] - shown[..., 2] > 30) & ~DENSE  # orange over white
+    for row, column in np.ndindex(T // size, T // size):
+        tile = np.s_[size * row + 2 : size * row + size - 2, size * column + 2 : size * column + size - 2]
+        not_allowed = ~DENSE[tile]
+        assert (washed[tile][not_allowed] == (kinds[row, column] == PARTIAL)).all(), (row, column)
 
 
 def test_sliders_set_the_tiles(tab, url):
@@ -389,6 +428,7 @@ def test_rules_that_python_evaluated_and_short_masks_are_drawn(browser, tab, sav
     for panel in PANELS:
         tab.run(f"longspan.set({{panel: {panel!r}}})")
     tab.run("longspan.set({panel: 'cell'})")
+    tab.drawn()
     assert not [event for event in browser.events if event["method"] in TROUBLE]
     if q_len == 1:
         assert drawn_cells(tab, 1, 1)[0, 0].tolist() == [37, 99, 235, 255]
