@@ -10,7 +10,7 @@ from longspan.models.families import FAMILIES, UNSUPPORTED
 from longspan.models.family import Family
 
 # Keys of a larger model's config that apply to all its parts.
-SHARED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
+SHARED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 # Arguments of `load` that are not keys of `config.json`.
 LOAD_ARGUMENTS = ("dtype", "num_labels", "param_dtype", "random_blocks", "task")
 
@@ -132,11 +132,9 @@ def _model_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
     for family in FAMILIES:
         if family.describes(raw):
             return raw, family
-        if isinstance(name, str) and name in family.inside:
-            inner = raw.get(family.inside[name])
-            if not isinstance(inner, dict):
-                raise ValueError(f"{where} has {family.inside[name]}={inner!r:.200}, which must be an object.")
-            return {**{key: raw[key] for key in SHARED_KEYS if key in raw}, **inner}, family
+    inside = [family for family in FAMILIES if isinstance(name, str) and name in family.inside]
+    if inside:
+        return _inner_part(raw, inside, where)
     if isinstance(name, str) and name in UNSUPPORTED:
         raise ValueError(
             f"{where} has model_type={name!r}, which Longspan does not support. It lacks {UNSUPPORTED[name]}. Load a "
@@ -149,6 +147,27 @@ def _model_part(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
         "`model_type` in config.json to the name of that type. CONTRIBUTING.md explains in 'Adding a model family' how "
         "to add another type."
     )
+
+
+def _inner_part(raw: Mapping[str, Any], families: list[Family], where: str) -> tuple[Mapping[str, Any], Family]:
+    """The part of a larger model's `config.json` that belongs to a model of one of these families, and its family."""
+    key = families[0].inside[raw["model_type"]]
+    inner: Any = raw.get(key)
+    if not isinstance(inner, dict):
+        raise ValueError(f"{where} has {key}={inner!r:.200}, which must be an object.")
+    types = {family.model_type: family for family in families}
+    name: Any = inner.get("model_type")
+    if name is None:
+        name = families[0].model_type
+    if not isinstance(name, str) or name not in types:
+        raise ValueError(
+            f"{where} has {key}.model_type={name!r:.200}, but Longspan supports {', '.join(map(repr, types))} inside "
+            f"of a {raw['model_type']}. Load a checkpoint with one of these models."
+        )
+    shared = {key: raw[key] for key in SHARED_KEYS if key in raw}
+    # In Hugging Face the larger model, not its part, decides whether the logits are computed with the embeddings.
+    ties = raw.get("tie_word_embeddings", True)
+    return {**shared, **inner, "model_type": name, "tie_word_embeddings": ties}, types[name]
 
 
 def _override(content: ConfigContent, overrides: Mapping[str, Any]) -> ConfigContent:

@@ -258,7 +258,7 @@ class _LoadReport:
                 self.ignored["tables of constants"].append(name)
             elif plain.startswith("pooler."):
                 self.ignored["a pooler that this model does not use"].append(name)
-            elif name in tied:
+            elif name.removeprefix(family.other_head_prefix) in tied:
                 self.ignored["tied to the word embeddings"].append(name)
             elif name.startswith(family.outside):
                 self.ignored["of the larger model that contains this one"].append(name)
@@ -316,10 +316,10 @@ def _pooler_option(task: Task, config: Any, tensors: CheckpointTensors) -> dict[
 
 def _untie_if_different(config: Any, task: Task, tensors: CheckpointTensors) -> Any:
     """The config, with untied embeddings if the file has other weights for the head: Hugging Face uses those too."""
-    word = tensors.find_in_body(config.family.word_embeddings)
-    if not config.tie_word_embeddings or task.tied is None or task.tied not in tensors.where or word is None:
+    if not config.tie_word_embeddings or task.tied is None:
         return config
-    if np.array_equal(tensors.read(task.tied), tensors.read(word)):
+    word, head = tensors.find_in_body(config.family.word_embeddings), tensors.find_in_head(task.tied)
+    if word is None or head is None or np.array_equal(tensors.read(head), tensors.read(word)):
         return config
     return replace(config, tie_word_embeddings=False)
 

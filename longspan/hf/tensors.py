@@ -17,6 +17,7 @@ from longspan.models.family import Task
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_PREFIXES = sorted({prefix for family in FAMILIES for prefix in (family.prefix, *family.other_prefixes)})
+HEAD_PREFIXES = sorted({"", *(family.other_head_prefix for family in FAMILIES)})
 DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names for the dtypes that parameters may have
 
 
@@ -60,7 +61,11 @@ class CheckpointTensors:
         if task.twin_biases and p.name in task.twin_biases:
             # Hugging Face adds the decoder's bias, the second, to the logits. The first is the same tensor or unused.
             names = list(reversed(task.twin_biases))
-        return next((n for n in names if n in self.where), None)
+        return next((found for found in map(self.find_in_head, names) if found is not None), None)
+
+    def find_in_head(self, name: str) -> str | None:
+        """The name in the file of a head's tensor, with or without a prefix; None if the file lacks it."""
+        return next((prefix + name for prefix in HEAD_PREFIXES if prefix + name in self.where), None)
 
     def find_in_body(self, name: str) -> str | None:
         """The name in the file of a body's tensor, with or without a prefix; None if the file lacks it."""

@@ -22,11 +22,17 @@ from longspan.models.decoders.cache import DecoderCache as DecoderCache
 from longspan.models.decoders.causal_lm import CausalLM as CausalLM
 from longspan.models.decoders.gemma2 import Gemma2Config as Gemma2Config
 from longspan.models.decoders.gemma3 import Gemma3Config as Gemma3Config
+from longspan.models.decoders.granite import GraniteConfig as GraniteConfig
 from longspan.models.decoders.llama import LlamaConfig as LlamaConfig
+from longspan.models.decoders.ministral import MinistralConfig as MinistralConfig
+from longspan.models.decoders.ministral3 import Ministral3Config as Ministral3Config
 from longspan.models.decoders.mistral import MistralConfig as MistralConfig
+from longspan.models.decoders.olmo2 import Olmo2Config as Olmo2Config
+from longspan.models.decoders.olmo3 import Olmo3Config as Olmo3Config
 from longspan.models.decoders.phi3 import Phi3Config as Phi3Config
 from longspan.models.decoders.qwen2 import Qwen2Config as Qwen2Config
 from longspan.models.decoders.qwen3 import Qwen3Config as Qwen3Config
+from longspan.models.decoders.smollm3 import SmolLM3Config as SmolLM3Config
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.embedding_gemma import EmbeddingGemmaConfig as EmbeddingGemmaConfig

@@ -52,7 +52,9 @@ class Family:
     name: str  # Hugging Face's class names start with it and end with a suffix of the task
     prefix: str  # of the body's tensors in a model with a head
     other_prefixes: tuple[str, ...] = ()  # of the body's tensors in files of larger models
+    other_head_prefix: str = ""  # of the head's tensors there
     # The larger models that contain this one, by `model_type`: the key of this model's config in their `config.json`.
+    # If that config has no `model_type`, it is of the first family that is listed with this larger model.
     inside: Mapping[str, str] = field(default_factory=dict)
     outside: tuple[str, ...] = ()  # prefixes of the larger models' other tensors
     names: ParameterNames  # of the body's parameters

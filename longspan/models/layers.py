@@ -10,6 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from longspan.array_types import statistics_dtype
 from longspan.nn.nnx import RMSNorm
 
 Config: TypeAlias = Any  # of any family: these layers read fields that all configs have
@@ -35,9 +36,16 @@ def embed(config: Config, rows: int, *, dtype, param_dtype, rngs: nnx.Rngs) -> n
 
 def rms_norm(config: Config, size: int, *, dtype, param_dtype) -> RMSNorm:
     """The root mean square norm, as the config's family rounds it."""
-    adds_one = config.family.norm_adds_one
-    dtypes: dict[str, Any] = dict(dtype=jnp.dtype(dtype), param_dtype=param_dtype)
-    return RMSNorm(size, config.rms_norm_eps, **dtypes, adds_one=adds_one, rounds_first=not adds_one)
+    family = config.family
+    options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), param_dtype=param_dtype, adds_one=family.norm_adds_one)
+    return RMSNorm(size, config.rms_norm_eps, **options, rounds_first=family.norm_rounds_first)
+
+
+def multiplied(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """The product x · factor, computed in float32 (float64 for float64) and rounded once, as in PyTorch."""
+    if factor == 1:
+        return x
+    return (x.astype(statistics_dtype(x.dtype)) * factor).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

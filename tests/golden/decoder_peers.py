@@ -25,6 +25,15 @@ LONGROPE = dict(
     rope_type="longrope", rope_theta=100.0, partial_rotary_factor=1.0, short_factor=[1.1, 1.7, 2.0],
     long_factor=[3.0, 9.0, 4.0],
 )  # fmt: skip
+MINISTRAL3 = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    original_max_position_embeddings=8,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.5,
+)
 # Name of the golden file -> name of Hugging Face's classes, and what differs from TINY.
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))),
@@ -61,6 +70,29 @@ MODELS: dict[str, tuple[str, dict]] = {
         rope_parameters=LONGROPE | dict(partial_rotary_factor=0.7, short_factor=[1.1, 1.7], long_factor=[3.0, 9.0]),
         original_max_position_embeddings=64,
     )),
+    "smollm3": ("SmolLM3", dict(
+        no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=WINDOW,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0), attention_bias=True, mlp_bias=True,
+    )),
+    "olmo2": ("Olmo2", dict(attention_bias=True, rope_parameters=dict(rope_type="default", rope_theta=100.0))),
+    "olmo3": ("Olmo3", dict(
+        num_hidden_layers=4, sliding_window=WINDOW,
+        rope_parameters=dict(
+            full_attention=dict(
+                rope_type="yarn", rope_theta=100.0, factor=4.0, attention_factor=1.2,
+                original_max_position_embeddings=16,
+            ),
+            sliding_attention=dict(rope_type="default", rope_theta=500000.0),
+        ),
+    )),
+    "granite": ("Granite", dict(
+        embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=5.0,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0), tie_word_embeddings=True,
+    )),
+    "ministral": ("Ministral", dict(
+        head_dim=10, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    )),
+    "ministral3": ("Ministral3", dict(head_dim=10, sliding_window=None, rope_parameters=MINISTRAL3)),
 }  # fmt: skip
 
 # Their rotations depend on the length, and Hugging Face's cached pass disagrees with its full pass.
@@ -69,12 +101,16 @@ BY_LENGTH = ("llama_dynamic", "phi3_long", "phi3_short")
 # Their golden files also have hidden states.
 WITH_HIDDEN_STATES = ("qwen3",)
 
-# The text part of a multimodal model, whose file has other names.
-VISION = "gemma3"
-EYES = dict(
-    hidden_size=6, intermediate_size=4, num_attention_heads=2, num_hidden_layers=1, image_size=8, patch_size=4,
-    vision_use_head=False,
-)  # fmt: skip
+# The text parts of multimodal models, whose files have other names: the name in `MODELS` of the same text model, what
+# differs from it, what differs from `EYES`, and the other keys of the config.
+VISIONS: dict[str, tuple[str, dict, dict, dict]] = {
+    "gemma3": ("gemma3_text", {}, dict(hidden_size=6, vision_use_head=False), dict(mm_tokens_per_image=4)),
+    "mistral3": (
+        "ministral3", dict(model_type="ministral3"), dict(model_type="pixtral", head_dim=4),
+        dict(tie_word_embeddings=False),
+    ),
+}  # fmt: skip
+EYES = dict(hidden_size=8, intermediate_size=4, num_attention_heads=2, num_hidden_layers=1, image_size=8, patch_size=4)
 
 
 def weights(shapes: dict[str, list[int]], model_type: str) -> dict[str, np.ndarray]:
@@ -107,7 +143,8 @@ def version_4(config: dict) -> dict:
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | dict(torch_dtype="float32")
     rope, word = dict(config["rope_parameters"]), "type"
     if "full_attention" in rope:
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if config["model_type"] == "gemma3_text":
+            old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope, word = dict(rope["full_attention"]), "rope_type"
     old["rope_theta"] = rope.pop("rope_theta")
     old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -135,12 +172,22 @@ def hugging_face(directory: Path):
     return getattr(transformers, architecture).from_pretrained(directory, attn_implementation="eager").eval()
 
 
+def arguments(model, case: dict[str, np.ndarray]) -> dict:
+    """The arguments of a call. A Ministral 3 reads positions, which a call counts from the row's padding on."""
+    import torch
+
+    given = {k: torch.from_numpy(v) for k, v in case.items()}
+    if model.config.get_text_config().model_type == "ministral3":  # as Hugging Face's `generate` counts them
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return given
+
+
 def run(model, case: dict[str, np.ndarray]) -> np.ndarray:
     """The logits [tokens, vocab_size] of all tokens that are not padding."""
     import torch
 
     with torch.no_grad():
-        logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits.numpy()
+        logits = model(**arguments(model, case), use_cache=False).logits.numpy()
     return logits[case["attention_mask"].astype(bool)]
 
 
@@ -149,7 +196,7 @@ def hidden_states(model, case: dict[str, np.ndarray]) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        output = model.base_model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False)
+        output = model.base_model(**arguments(model, case), use_cache=False)
     return output.last_hidden_state.numpy()[case["attention_mask"].astype(bool)]
 
 
@@ -189,7 +236,7 @@ def gradients(model, case: dict[str, np.ndarray], arrays: dict[str, np.ndarray])
     """The gradient of the loss below, by name in a file: its inner product with the weights, and its norm."""
     import torch
 
-    logits = model(**{k: torch.from_numpy(v) for k, v in case.items()}, use_cache=False).logits
+    logits = model(**arguments(model, case), use_cache=False).logits
     (logits * torch.from_numpy(cotangent(case))).sum().backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     return {name: summary(found[name], arrays[name]) for name in arrays if name in found}

@@ -24,7 +24,7 @@ def main() -> None:
 
     torch.use_deterministic_algorithms(True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name in sys.argv[1:] or [*peers.MODELS, peers.VISION]:
+    for name in sys.argv[1:] or [*peers.MODELS, *peers.VISIONS]:
         with tempfile.TemporaryDirectory() as folder:
             arrays, metadata = golden(name, Path(folder))
         path = peers.HERE / f"{name}.safetensors"
@@ -50,7 +50,7 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
         arrays[f"answer.{row}"] = peers.answer(fresh, prompt).astype(np.int32)
         if name not in peers.BY_LENGTH:
             np.testing.assert_array_equal(peers.cached_answer(model, prompt), arrays[f"answer.{row}"])
-    if name == peers.VISION:
+    if name in peers.VISIONS:
         return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
     check_version_4(peers.hugging_face(peers.write(folder / "v4", peers.version_4(raw), tensors)), arrays)
     found = peers.gradients(model, peers.cases()["left"], tensors)
@@ -62,10 +62,11 @@ def model_of(name: str):
     """A model with random weights."""
     import transformers
 
-    if name == peers.VISION:
-        text = {**peers.TINY, **peers.MODELS["gemma3_text"][1]}
-        config = transformers.Gemma3Config(text_config=text, vision_config=peers.EYES, mm_tokens_per_image=4)
-        return transformers.Gemma3ForConditionalGeneration(config)
+    if name in peers.VISIONS:
+        alone, text, eyes, other = peers.VISIONS[name]
+        text, eyes = {**peers.TINY, **peers.MODELS[alone][1], **text}, {**peers.EYES, **eyes}
+        config = getattr(transformers, f"{name.title()}Config")(text_config=text, vision_config=eyes, **other)
+        return getattr(transformers, f"{name.title()}ForConditionalGeneration")(config)
     family, changes = peers.MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**peers.TINY, **changes})
     return transformers.AutoModelForCausalLM.from_config(config)

@@ -16,11 +16,13 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 GOLDEN = peers.HERE.parent
 FULL = ("full_attention",) * 3
+MINISTRAL3 = peers.MINISTRAL3
 NAN, INF = float("nan"), float("inf")
 BERTS = ("bert", "roberta", "longformer", "big_bird")
 ROTARY_BERTS = ("nomic_bert", "gte", "jina_embeddings_v3")
 ENCODERS = (*BERTS, "modernbert", "eurobert", *ROTARY_BERTS, "embedding_gemma")
-DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+OLDER = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+DECODERS = (*OLDER, "smollm3", "olmo2", "olmo3", "granite", "ministral", "ministral3")
 NO_COUNT = (-1, 0, True, "12", None, NAN, INF, 12.0, 10**30, [12], {})
 NO_EPS = (-1e-6, True, "1e-5", None, NAN, INF, 1e39, 10**400, [])
 NO_SHARE = (-0.1, 1.0, False, "", None, NAN)
@@ -67,7 +69,8 @@ TABLE = [
     (("modernbert",), ("layer_types",), (5, "full_attention", [None], [["x"]], {}, True, ["chunked"] * 7)),
     (DECODERS, ("rms_norm_eps", "initializer_range"), NO_EPS),
     (DECODERS, ("head_dim", "num_key_value_heads"), NOT_NULL),
-    (DECODERS, ("rope_theta",), NO_POSITIVE),
+    (OLDER, ("rope_theta",), NO_POSITIVE),
+    (("smollm3", "olmo2", "olmo3", "granite", "ministral"), ("rope_theta",), NO_POSITIVE),
     (DECODERS, ("rope_scaling", "rope_parameters"), (0, 5, False, "", "x", [])),
     (("gemma2",), ("attn_logit_softcapping", "final_logit_softcapping"), NO_POSITIVE),
     (("gemma3_text",), ("final_logit_softcapping", "rope_local_base_freq"), NO_POSITIVE),
@@ -79,6 +82,15 @@ TABLE = [
     (("qwen3",), ("max_window_layers",), (-1, True, "2", None, NAN, 1.0)),
     (("qwen2",), ("use_sliding_window",), (0, 1, "", None)),
     (("gemma2", "qwen3"), ("layer_types",), (5, "full_attention", [None], [["x"]], {}, True)),
+    (("smollm3",), ("no_rope_layers",), (5, "110", [None] * 3, [1, 0, 2], [True] * 2, [1.5] * 3, {}, True)),
+    (("smollm3",), ("no_rope_layer_interval",), NO_COUNT),
+    (("smollm3",), ("use_sliding_window",), (0, 1, "", None)),
+    (("smollm3", "olmo2", "olmo3", "granite"), ("attention_bias",), (0, 1, "", None)),
+    (("smollm3", "granite"), ("mlp_bias",), (0, 1, "", None)),
+    (("smollm3", "olmo3", "ministral"), ("layer_types",), (5, "full_attention", [None], [["x"]], {}, True)),
+    (("smollm3", "olmo3", "ministral", "ministral3"), ("sliding_window",), NOT_NULL),
+    (("granite",), ("embedding_multiplier", "attention_multiplier"), (*NO_POSITIVE, None)),
+    (("granite",), ("residual_multiplier", "logits_scaling"), (*NO_POSITIVE, None)),
     (("phi3",), ("original_max_position_embeddings",), NO_COUNT),
     (("longformer",), ("attention_window",), (*NO_COUNT, 3, [8, None], [True, 2])),
     (("big_bird",), ("block_size",), NO_COUNT),
@@ -147,6 +159,14 @@ def test_a_wrong_number_of_a_rope_is_an_error_that_names_file_and_key(kind, spel
         ("gemma3_text", dict(full_attention={}, sliding_attention=dict(rope_theta=0)), "attention.rope_theta=0"),
         ("gemma3_text", dict(full_attention=dict(factor="")), "rope_parameters.full_attention.factor=''"),
         ("gemma3_text", dict(rope_type="default"), "must have the keys 'full_attention' and 'sliding_attention'"),
+        ("olmo3", dict(full_attention=5, sliding_attention={}), "rope_parameters.full_attention=5"),
+        ("olmo3", dict(full_attention={}, sliding_attention=dict(rope_theta=0)), "attention.rope_theta=0"),
+        ("ministral3", dict(MINISTRAL3, llama_4_scaling_beta=-1), "llama_4_scaling_beta"),
+        ("ministral3", dict(MINISTRAL3, llama_4_scaling_beta=NAN), "llama_4_scaling_beta"),
+        ("ministral3", dict(MINISTRAL3, llama_4_scaling_beta="1"), "llama_4_scaling_beta"),
+        ("ministral3", dict(MINISTRAL3, llama_4_scaling_beta=True), "llama_4_scaling_beta"),
+        ("ministral3", dict(MINISTRAL3, original_max_position_embeddings=0), "original_max_position_embeddings"),
+        ("ministral3", dict(MINISTRAL3, original_max_position_embeddings=2.5), "original_max_position_embeddings"),
         ("phi3", dict(rope_type="longrope", short_factor="x", long_factor=[1.0] * 3), "short_factor"),
         ("phi3", dict(rope_type="longrope", short_factor=[True] * 3, long_factor=[1.0] * 3), "short_factor"),
         ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 3, long_factor=[1.0, NAN, 2.0]), "long_factor"),

@@ -90,32 +90,37 @@ def test_missing_keys_have_hugging_faces_defaults():
     defaults = json.loads((peers.HERE / "defaults.json").read_text())
     for theirs in defaults.values():
         ours, named = (from_json(raw) for raw in (dict(model_type=theirs["model_type"]), theirs))
-        resolved = dict(extra="", head_dim=None, num_key_value_heads=None, layer_types=None, sliding_window=None)
+        resolved = dict.fromkeys(("head_dim", "num_key_value_heads", "layer_types", "sliding_window"))
+        resolved |= dict(extra="", no_rope_layers=None)
         assert {**vars(ours), **resolved} == {**vars(named), **resolved}
         masks = [[config.mask(kind) for kind in config.kinds] for config in (ours, named)]
-        assert (ours.heads, ours.kinds, ours.scale, masks[0]) == (named.heads, named.kinds, named.scale, masks[1])
+        assert (ours.heads, ours.layer_kinds, ours.scale) == (named.heads, named.layer_kinds, named.scale)
+        assert masks[0] == masks[1]
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("name", peers.VISIONS)
 @every_case
-def test_the_text_part_of_a_multimodal_model_agrees_with_hugging_face(case, caplog):
-    inputs, (want, _, arrays) = peers.cases()[case], golden(peers.VISION)
+def test_the_text_part_of_a_multimodal_model_agrees_with_hugging_face(name, case, caplog):
+    inputs, (want, _, arrays) = peers.cases()[case], golden(name)
     assert any("vision_tower" in key for key in arrays)
     with caplog.at_level("INFO", logger="longspan.hf"):
-        model = hf.load(directory(peers.VISION))
+        model = hf.load(directory(name))
     assert "of the larger model that contains this one" in caplog.text
     assert_close(real(logits(model, inputs), inputs), want[f"logits.{case}"])
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("name", peers.VISIONS)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_multimodal_model_is_saved_as_a_text_model(prefix, tmp_path):
-    _, config, arrays = golden(peers.VISION)
+def test_the_text_part_of_a_multimodal_model_is_saved_as_a_text_model(prefix, name, tmp_path):
+    _, config, arrays = golden(name)
     renamed = {key.replace("language_model.model.", prefix): x for key, x in arrays.items()}
     model = hf.load(peers.write(tmp_path / "theirs", config, renamed))
     hf.save(model, tmp_path / "ours")
     saved = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert (saved["model_type"], saved["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    expected = {"gemma3": ("gemma3_text", "Gemma3ForCausalLM"), "mistral3": ("ministral3", "Ministral3ForCausalLM")}
+    assert (saved["model_type"], *saved["architectures"]) == expected[name]
     assert "vision_config" not in saved
     inputs = peers.cases()["left"]
     again = hf.load(tmp_path / "ours")
@@ -123,7 +128,7 @@ def test_the_text_part_of_a_multimodal_model_is_saved_as_a_text_model(prefix, tm
 
 
 def test_a_larger_models_shared_keys_are_checked():
-    config = golden(peers.VISION)[1]
+    config = golden("gemma3")[1]
     with pytest.raises(ValueError, match=r"quantization_config \(gptq\)"):
         from_json({**config, "quantization_config": dict(quant_method="gptq")})
     with pytest.raises(ValueError, match="text_config=None, which must be an object"):
@@ -146,6 +151,14 @@ def test_remat_changes_no_gradient():
     plain, again = (gradient_of(load(name), inputs, remat=remat) for remat in (False, True))
     for a, b in zip(*(jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (plain, again)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_given_embeddings_of_a_granite_are_multiplied():
+    """As in Hugging Face, whose Gemma scales inside its embedding layer, and whose Granite scales after it."""
+    model, inputs = load("granite"), peers.cases()["left"]
+    embedded = np.asarray(model.embed(jnp.asarray(inputs["input_ids"])))
+    got = logits(model, dict(inputs_embeds=embedded, attention_mask=inputs["attention_mask"]))
+    np.testing.assert_array_equal(got, logits(model, inputs))
 
 
 def test_embeddings_may_be_given():
@@ -233,11 +246,68 @@ def test_an_unsupported_config_is_refused(changes, words):
         ("qwen2", dict(sliding_window=None), "need a `sliding_window`, an int from 1 to 2147483647, got None"),
         ("mistral", dict(sliding_window=0), "need a `sliding_window`, an int from 1 to 2147483647, got 0"),
         ("phi3", dict(rope_parameters=dict(rope_type="linear", factor=2.0)), "rope_type='linear'"),
+        ("smollm3", dict(no_rope_layers=[1, 2, 0]), "`no_rope_layers` must be a list of 0 and 1, one for each layer"),
+        ("smollm3", dict(no_rope_layers=[1, 0]), "`no_rope_layers` must have an entry for each of num_hidden_layers=3"),
+        ("smollm3", dict(sliding_window=None), "need a `sliding_window`"),
+        ("olmo3", dict(rope_parameters=dict(rope_type="yarn")), "of an OLMo 3 must have the keys 'full_attention' and"),
+        ("olmo3", dict(rope_scaling=dict(type="yarn", factor=2.0)), "has rope_scaling.type='yarn'.*does not. Call"),
+        ("ministral", dict(sliding_window=None), "need a `sliding_window`"),
+        (
+            "ministral3",
+            dict(rope_parameters=dict(rope_type="default", original_max_position_embeddings=8)),
+            "must have `llama_4_scaling_beta`, a number that is at least 0, got None. With 0, queries",
+        ),
+        (
+            "ministral3",
+            dict(rope_parameters=dict(rope_type="default", llama_4_scaling_beta=0.1)),
+            "must have `original_max_position_embeddings`, an int that is at least 1, got None",
+        ),
+        (
+            "ministral3",
+            dict(layer_types=["full_attention"] * 3),
+            "has 'layer_types', which Longspan does not know",
+        ),
     ],
 )
 def test_a_family_refuses_what_it_does_not_have(name, changes, words):
     with pytest.raises(ValueError, match=words):
         from_json({**golden(name)[1], **changes})
+
+
+@pytest.mark.parametrize("name", ["smollm3", "olmo2", "olmo3", "granite", "ministral", "ministral3"])
+def test_an_unknown_key_or_tensor_is_refused_by_name(name, tmp_path):
+    _, config, arrays = golden(name)
+    with pytest.raises(ValueError, match=rf"has 'attention_sinks', which Longspan does not know in a {name}\. Such a"):
+        from_json(config | dict(attention_sinks=4))
+    sinks = {"model.layers.0.self_attn.sinks": np.zeros(4, np.float32)}
+    with pytest.raises(ValueError, match=r"Unexpected \(1\):\n  model\.layers\.0\.self_attn\.sinks"):
+        hf.load(peers.write(tmp_path, config, arrays | sinks))
+
+
+def test_an_olmo_3_of_version_4_has_its_base_in_full_layers_only():
+    """As in Hugging Face's version 5, which was run; its version 4 used `rope_theta` in all layers."""
+    config = {key: value for key, value in golden("olmo3")[1].items() if key != "rope_parameters"}
+    thetas = [from_json(config | changes).rope_parameters for changes in (dict(rope_theta=100.0), {})]
+    assert [[rope[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] for rope in thetas] == [
+        [100.0, 500000.0], [500000.0, 500000.0]
+    ]  # fmt: skip
+
+
+def test_a_ministral_3_without_an_original_length_has_that_of_the_config():
+    _, config, _ = golden("ministral3")
+    rope = {key: value for key, value in config["rope_parameters"].items() if not key.startswith("original")}
+    assert from_json(config | dict(rope_parameters=rope)).query_scaling == (0.5, 71)
+    without = {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert from_json(without | dict(rope_theta=5.0)).rope_parameters["rope_theta"] == 1e6  # as in Hugging Face
+
+
+def test_the_kind_of_a_larger_models_text_part_is_checked():
+    config = golden("mistral3")[1]
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    text.pop("rope_parameters")
+    assert from_json(config | dict(text_config=text)).model_type == "mistral"  # as in Hugging Face
+    with pytest.raises(ValueError, match=r"text_config\.model_type='llama', but Longspan supports 'mistral', 'minist"):
+        from_json(config | dict(text_config=text | dict(model_type="llama")))
 
 
 @pytest.mark.parametrize("word", ["su", "yarn", "longrope"])

@@ -32,7 +32,7 @@ def greedy(model, prompts, count=NEW, **options):
     return [tokens.tolist() for tokens in ls.generate(model, prompts, max_new_tokens=count, stop_tokens=(), **options)]
 
 
-@pytest.mark.parametrize("name", only(["mistral", "gemma2"], [*peers.MODELS, peers.VISION]))
+@pytest.mark.parametrize("name", only(["mistral", "gemma2"], [*peers.MODELS, *peers.VISIONS]))
 def test_greedy_answers_are_hugging_faces_token_for_token(name):
     want = [golden(name)[0][f"answer.{row}"].tolist() for row in range(2)]
     assert greedy(load(name), peers.prompts()) == want

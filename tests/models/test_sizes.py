@@ -29,7 +29,19 @@ ENCODERS = (
     "jina_embeddings_v3",
     "embedding_gemma",
 )
-DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "phi3")
+DECODERS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "olmo3",
+    "mistral3",
+)
 HUGE = 10**9
 
 pytestmark = pytest.mark.usefixtures("unchecked")

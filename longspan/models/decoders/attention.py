@@ -9,11 +9,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from longspan.array_types import statistics_dtype
 from longspan.cache.store import AppendStep
 from longspan.layout import BlockLayout
 from longspan.masks import Mask
 from longspan.models.decoders.cache import attend_cached
-from longspan.models.decoders.family import DecoderConfig, LayerKind
+from longspan.models.decoders.family import DecoderConfig, LayerKind, QueryScaling
 from longspan.models.decoders.products import linear_each
 from longspan.models.layers import linear, rms_norm
 from longspan.nn.rope import apply_rope
@@ -49,6 +50,9 @@ class DecoderAttention(nnx.Module):
         if config.family.qk_norm:
             self.query_norm = rms_norm(config, head_dim, dtype=dtype, param_dtype=param_dtype)
             self.key_norm = rms_norm(config, head_dim, dtype=dtype, param_dtype=param_dtype)
+        elif config.family.joint_qk_norm:
+            self.query_norm = rms_norm(config, heads * head_dim, dtype=dtype, param_dtype=param_dtype)
+            self.key_norm = rms_norm(config, kv_heads * head_dim, dtype=dtype, param_dtype=param_dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], tokens: DecoderTokens, stack: Any = None, layer: Any = None, at: Any = None
@@ -66,6 +70,8 @@ class DecoderAttention(nnx.Module):
         kind = self.kind.attention
         if self.kind.rotates:
             q, k = apply_rope(tokens.ropes[kind], False, tokens.positions, q, k)
+        if self.config.query_scaling is not None:
+            q = scale_queries(q, tokens.positions, self.config.query_scaling)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
         options |= dict(mask=tokens.masks[kind])
         if tokens.steps is None:
@@ -83,9 +89,19 @@ class DecoderAttention(nnx.Module):
             q, k, v = jnp.split(qkv, np.cumsum([heads * head_dim, kv_heads * head_dim]).tolist(), axis=-1)
         else:
             q, k, v = linear_each([self.query, self.key, self.value], x, at)
+        if self.config.family.joint_qk_norm:
+            q, k = self.query_norm(q, at), self.key_norm(k, at)
         q = q.reshape(*x.shape[:2], heads, head_dim)
         k = k.reshape(*x.shape[:2], kv_heads, head_dim)
         v = v.reshape(*x.shape[:2], kv_heads, head_dim)
         if self.config.family.qk_norm:
             q, k = self.query_norm(q, at), self.key_norm(k, at)
         return q, k, v
+
+
+def scale_queries(q: Float[Array, "B T N H"], positions: Any, scaling: QueryScaling) -> Float[Array, "B T N H"]:
+    """Queries multiplied by a factor that grows with their positions, int32 [T] or [B, T]."""
+    wide = statistics_dtype(q.dtype)
+    lengths = (positions // np.int32(scaling.length)).astype(wide)
+    factors = (1 + scaling.beta * jnp.log(1 + lengths)).astype(q.dtype)
+    return q * factors.reshape(-1, q.shape[1], 1, 1)

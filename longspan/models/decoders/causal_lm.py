@@ -20,7 +20,7 @@ from longspan.models.decoders.inputs import cached_tokens_of, check_inputs, toke
 from longspan.models.decoders.layer import run_layers, stack_layers
 from longspan.models.decoders.products import is_plain
 from longspan.models.explicit_axes import accepts_explicit_axes, vocab_axes_of
-from longspan.models.layers import embed, linear, rms_norm
+from longspan.models.layers import embed, linear, multiplied, rms_norm
 from longspan.models.output import Output
 from longspan.models.rngs import check_rngs
 from longspan.parallel.sequence_sharding import SequenceSharding
@@ -99,8 +99,8 @@ class CausalLM(nnx.Module):
                 the tokens. The logits at padding are meaningless.
             positions: the positions of the tokens for the rotations. By default they are counted from 0 in each row
                 and in each document.
-            inputs_embeds: embeddings instead of `input_ids`. They are not scaled, even in families that scale the
-                embeddings of tokens (Gemma).
+            inputs_embeds: embeddings instead of `input_ids`. As in Hugging Face, Gemma's are not scaled, unlike the
+                embeddings of tokens, and Granite's are multiplied by `embedding_multiplier`.
             segment_ids: the document of each token in packed rows, negative for padding. Tokens attend to their own
                 document only.
             cache: from `init_cache` or from the previous call's output. The new tokens follow those in it. Rows may
@@ -189,12 +189,13 @@ class CausalLM(nnx.Module):
 
     def _embedded(self, input_ids, inputs_embeds) -> jax.Array:
         if inputs_embeds is not None:
-            return jnp.asarray(inputs_embeds, self.dtype)
-        x = self.embed(jnp.asarray(input_ids, jnp.int32))
-        if not self.config.family.scaled_embeddings:
-            return x
-        # The factor is rounded to the dtype first, as these families do: √2304 is exact in bfloat16, √3072 is not.
-        return x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
+            x = jnp.asarray(inputs_embeds, self.dtype)
+        else:
+            x = self.embed(jnp.asarray(input_ids, jnp.int32))
+            if self.config.family.scaled_embeddings:
+                # The factor is rounded to the dtype first, as these families do: √2304 is exact in bfloat16, √3072 not.
+                x = x * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
+        return multiplied(x, self.config.multipliers.embeddings)
 
     def _apply_layers(
         self, x, tokens, stacks: Any = None, *, in_place: bool = False, remat: bool = False
@@ -225,6 +226,7 @@ class CausalLM(nnx.Module):
 
     def _logits(self, x, *, in_place: bool) -> jax.Array:
         logits = self._tied_logits(x, in_place) if self.head is None else self._head_logits(x, in_place)
+        logits = multiplied(logits, 1 / self.config.multipliers.logits_divisor)
         cap = self.config.final_soft_cap
         if cap is None:
             return logits

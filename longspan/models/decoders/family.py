@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 from longspan.checks import check_choice
 from longspan.masks import Causal, Mask, Segments, Window
 from longspan.models.activations import ACTIVATIONS
+from longspan.models.common_keys import COMMON_KEYS
 from longspan.models.decoders.rope import ROPE_KEYS, both_spellings, object_of, one_rope, override_rope
 from longspan.models.decoders.runs import LayerRun, layer_runs
 from longspan.models.family import Family, TensorSize
@@ -14,6 +15,8 @@ from longspan.models.fields import MAX_INT32, check_counts, check_flags, check_r
 from longspan.nn.rope import frozen
 from longspan.rope import frequencies
 
+# Keys of a `config.json` that change nothing here. No decoder has dropout, and `check_supported` reads the last key.
+IGNORED_KEYS = COMMON_KEYS | {"attention_dropout", "pad_token_id", "pretraining_tp", "quantization_config"}
 # Metadata of a config field that `config.json` does not have under this name.
 NOT_IN_JSON = {"in_json": False}
 FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's names for the kinds of layers
@@ -25,6 +28,21 @@ class LayerKind(NamedTuple):
     attention: str  # `FULL` or `SLIDING`, which selects the mask, the rotary frequencies and the cache
     rotates: bool = True  # whether queries and keys are rotated
     experts: bool = False  # whether the MLP is a mixture of experts
+
+
+class Multipliers(NamedTuple):
+    """The factors of a decoder's activations."""
+
+    embeddings: float = 1.0
+    branches: float = 1.0  # of the outputs of attention and MLP, before they are added
+    logits_divisor: float = 1.0
+
+
+class QueryScaling(NamedTuple):
+    """Queries are multiplied by 1 + beta · ln(1 + ⌊position / length⌋) after the rotation."""
+
+    beta: float
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +65,7 @@ class DecoderConfig:
     extra: str = field(default="{}", metadata=NOT_IN_JSON)
 
     model_type: ClassVar[str]
+    default_theta: ClassVar[float] = 10000.0  # the base of the rotary frequencies if none is given
 
     def __post_init__(self):
         check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -70,7 +89,7 @@ class DecoderConfig:
             )
         rope = self.rope_parameters
         if rope is None:
-            rope = dict(rope_type="default", rope_theta=10000.0)
+            rope = dict(rope_type="default", rope_theta=self.default_theta)
         if not isinstance(rope, Mapping):
             raise ValueError(f"`rope_parameters` must be a mapping as in `ls.rope.frequencies`, got {rope!r:.200}.")
         object.__setattr__(self, "rope_parameters", frozen(rope))
@@ -115,6 +134,16 @@ class DecoderConfig:
     @property
     def final_soft_cap(self) -> float | None:
         """The soft cap of the logits; None: no cap."""
+        return None
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """The factors of embeddings, branches and logits."""
+        return Multipliers()
+
+    @property
+    def query_scaling(self) -> QueryScaling | None:
+        """The factor of the queries by position; None: no factor."""
         return None
 
     @property
@@ -211,10 +240,19 @@ def check_layer_types(config: Any) -> None:
         )
 
 
-def read_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The rotary parameters. Raises for settings that are not supported."""
+def check_ropes(rope: Any, model: str) -> None:
+    """Raises unless `rope_parameters` has a set of rotary parameters for each kind of layer."""
+    if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in (FULL, SLIDING)):
+        raise ValueError(
+            f"`rope_parameters` of {model} must have the keys '{FULL}' and '{SLIDING}', each with a set of rotary "
+            f"parameters, got {rope!r:.200}."
+        )
+
+
+def read_rope(content: Mapping[str, Any], where: str, *, theta: float = DecoderConfig.default_theta) -> dict[str, Any]:
+    """The rotary parameters, with `theta` if the file has no base. Raises for settings that are not supported."""
     check_supported(content, where)
-    return dict(rope_parameters=one_rope(content, where))
+    return dict(rope_parameters=one_rope(content, where, theta=theta))
 
 
 def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -295,9 +333,12 @@ class DecoderFamily(Family):
     write: Callable[[Any], dict[str, Any]] = write_rope
     override: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]] = override_rope
 
-    norm_adds_one: bool = False  # norms multiply by 1 + weight in float32; otherwise by the weight after rounding
+    norm_adds_one: bool = False  # norms multiply by 1 + weight; otherwise by the weight
+    norm_rounds_first: bool = True  # norms round to the dtype before they multiply; otherwise after
+    input_norms: bool = True  # the inputs of attention and MLP are normalised
     branch_norms: bool = False  # the outputs of attention and MLP are normalised before they are added
     qk_norm: bool = False  # queries and keys are normalised, per head
+    joint_qk_norm: bool = False  # queries and keys are normalised, all heads together
     scaled_embeddings: bool = False  # embeddings are multiplied by √hidden_size
     partial_rotation: bool = False  # a config may rotate only a share of a head's features
     fused: bool = False  # one matrix for queries, keys and values, and one for the MLP's gate and up projections

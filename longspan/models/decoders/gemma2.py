@@ -141,6 +141,7 @@ GEMMA2 = DecoderFamily(
     read=read_gemma,
     write=write_gemma,
     norm_adds_one=True,
+    norm_rounds_first=False,
     branch_norms=True,
     scaled_embeddings=True,
 )

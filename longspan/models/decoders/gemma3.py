@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longspan.models.decoders.family import FULL, SLIDING, DecoderFamily, write_sizes
+from longspan.models.decoders.family import FULL, SLIDING, DecoderFamily, check_ropes, write_sizes
 from longspan.models.decoders.gemma2 import NAMES, Gemma2Config, read_gemma
 from longspan.models.decoders.llama import CAUSAL_LM
 from longspan.models.decoders.rope import ROPE_KEYS, both_spellings, object_of, standard_rope
@@ -43,11 +43,7 @@ class Gemma3Config(Gemma2Config):
         rope: Any = self.rope_parameters
         if rope is None:
             rope = ropes({}, "config.json")
-        if not isinstance(rope, Mapping) or not all(isinstance(rope.get(kind), Mapping) for kind in (FULL, SLIDING)):
-            raise ValueError(
-                f"`rope_parameters` of a Gemma 3 must have the keys '{FULL}' and '{SLIDING}', each with a set of "
-                f"rotary parameters, got {rope!r:.200}."
-            )
+        check_ropes(rope, "a Gemma 3")
         object.__setattr__(self, "rope_parameters", rope)
         super().__post_init__()
 
@@ -115,6 +111,7 @@ GEMMA3 = DecoderFamily(
     name="Gemma3",
     tasks=(CAUSAL_LM,),
     other_prefixes=("language_model.model.", "model.language_model."),
+    other_head_prefix="language_model.",
     inside={"gemma3": "text_config"},
     outside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     names=NAMES,
@@ -124,6 +121,7 @@ GEMMA3 = DecoderFamily(
     read=_read,
     write=write_gemma3,
     norm_adds_one=True,
+    norm_rounds_first=False,
     branch_norms=True,
     qk_norm=True,
     scaled_embeddings=True,

@@ -1,4 +1,4 @@
-"""`DecoderLayer`: attention and a gated MLP, each with a norm before it and a residual; and the loop over layers."""
+"""`DecoderLayer`: attention and a gated MLP, each with norms and a residual; and the loop over layers."""
 
 from functools import partial
 from typing import Any
@@ -14,18 +14,19 @@ from longspan.models.decoders.attention import DecoderAttention, DecoderTokens
 from longspan.models.decoders.family import DecoderConfig, LayerKind
 from longspan.models.decoders.products import linear_each
 from longspan.models.decoders.runs import LayerRun, group_by_run
-from longspan.models.layers import by_pieces, linear, rms_norm
+from longspan.models.layers import by_pieces, linear, multiplied, rms_norm
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); some families also normalise the output of both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). Some families normalise the outputs instead, or also."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, param_dtype, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.config = config
-        self.attention_norm = rms_norm(config, config.hidden_size, **dtypes)
+        if config.family.input_norms:
+            self.attention_norm = rms_norm(config, config.hidden_size, **dtypes)
+            self.mlp_norm = rms_norm(config, config.hidden_size, **dtypes)
         self.attention = DecoderAttention(config, kind, **dtypes, rngs=rngs)
-        self.mlp_norm = rms_norm(config, config.hidden_size, **dtypes)
         self.mlp = GatedMLP(config, **dtypes, rngs=rngs)
         if config.family.branch_norms:
             self.attention_out_norm = rms_norm(config, config.hidden_size, **dtypes)
@@ -35,14 +36,21 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], tokens: DecoderTokens, stack: Any = None, layer: Any = None, at: Any = None
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The output, and the stack with the new keys and values. `DecoderAttention` explains the arguments."""
-        attended, stack = self.attention(self.attention_norm(x, at), tokens, stack, layer, at)
-        if self.config.family.branch_norms:
-            attended = self.attention_out_norm(attended, at)
-        x = x + attended
-        hidden = by_pieces(partial(self.mlp, at=at), self.mlp_norm(x, at))
-        if self.config.family.branch_norms:
+        family, factor = self.config.family, self.config.multipliers.branches
+        hidden = x
+        if family.input_norms:
+            hidden = self.attention_norm(x, at)
+        hidden, stack = self.attention(hidden, tokens, stack, layer, at)
+        if family.branch_norms:
+            hidden = self.attention_out_norm(hidden, at)
+        x = x + multiplied(hidden, factor)
+        hidden = x
+        if family.input_norms:
+            hidden = self.mlp_norm(x, at)
+        hidden = by_pieces(partial(self.mlp, at=at), hidden)
+        if family.branch_norms:
             hidden = self.mlp_out_norm(hidden, at)
-        return x + hidden, stack
+        return x + multiplied(hidden, factor), stack
 
 
 class GatedMLP(nnx.Module):

@@ -6,6 +6,9 @@ from typing import ClassVar
 from longspan.models.decoders.family import FULL, SLIDING, DecoderConfig, DecoderFamily, read_window
 from longspan.models.decoders.llama import CAUSAL_LM
 
+# Prefixes of the tensors of a larger model that reads images.
+IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
@@ -46,6 +49,10 @@ MISTRAL = DecoderFamily(
     config=MistralConfig,
     name="Mistral",
     tasks=(CAUSAL_LM,),
+    other_prefixes=("language_model.model.", "model.language_model."),
+    other_head_prefix="language_model.",
+    inside={"mistral3": "text_config"},
+    outside=IMAGE_PARTS,
     defaults=dict(num_key_value_heads=8, sliding_window=4096),
     read=read_window,
 )

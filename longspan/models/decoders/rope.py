@@ -17,15 +17,16 @@ POSITIVE = (
 NONNEGATIVE = ("mscale", "mscale_all_dim")  # in Hugging Face, 0 means the same as a missing key
 
 
-def one_rope(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+def one_rope(content: Mapping[str, Any], where: str, *, theta: float = 10000.0) -> dict[str, Any]:
     """`rope_parameters` in the form of Hugging Face's version 5, from either spelling.
 
-    As in Hugging Face, `rope_scaling` takes precedence; top-level keys fill in what it omits.
+    As in Hugging Face, `rope_scaling` takes precedence; top-level keys fill in what it omits, and `theta` is the base
+    if the file has none.
     """
     scaling, parameters = object_of(content, "rope_scaling", where), object_of(content, "rope_parameters", where)
     if scaling:
-        return standard_rope(scaling, "rope_scaling", content, where)
-    return standard_rope(parameters, "rope_parameters", content, where)
+        return standard_rope(scaling, "rope_scaling", content, where, theta=theta)
+    return standard_rope(parameters, "rope_parameters", content, where, theta=theta)
 
 
 def standard_rope(

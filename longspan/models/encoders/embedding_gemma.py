@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from longspan.checks import check_choice
 from longspan.models.activations import ACTIVATIONS
+from longspan.models.common_keys import COMMON_KEYS
 from longspan.models.decoders.family import check_layer_types, check_supported
 from longspan.models.decoders.gemma2 import FOUR_NORM_NAMES, read_activation
 from longspan.models.decoders.gemma3 import GEMMA3, kind_in_pattern, refuse_soft_cap, ropes, write_gemma3
@@ -14,7 +15,6 @@ from longspan.models.encoders.bert import ENCODER
 from longspan.models.encoders.family import NOT_IN_JSON, NULLABLE, check_is_encoder
 from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, RotaryLayers
 from longspan.models.encoders.rotary_config import (
-    COMMON_KEYS,
     DropoutRates,
     LayerBiases,
     LocalLayers,
@@ -177,6 +177,7 @@ EMBEDDING_GEMMA = RotaryFamily(
     embedding_norm=False,
     rms_norms=True,
     norm_adds_one=GEMMA3.norm_adds_one,
+    norm_rounds_first=GEMMA3.norm_rounds_first,
     branch_norms=GEMMA3.branch_norms,
     qk_norm=GEMMA3.qk_norm,
     scaled_embeddings=GEMMA3.scaled_embeddings,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from longspan.checks import check_choice
 from longspan.models.activations import ACTIVATIONS
+from longspan.models.common_keys import COMMON_KEYS
 from longspan.models.decoders.family import LAYER_NAMES, PRE_NORM_NAMES, check_supported
 from longspan.models.decoders.rope import override_rope
 from longspan.models.encoders.bert import ENCODER, TOKEN_CLASSIFIER
@@ -14,7 +15,6 @@ from longspan.models.encoders.family import NULLABLE, HeadTransform
 from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, RotaryLayers
 from longspan.models.encoders.rotary_bert import ROPE_KEYS, read_rotary, write_rotary
 from longspan.models.encoders.rotary_config import (
-    COMMON_KEYS,
     DropoutRates,
     LayerBiases,
     RotaryConfig,

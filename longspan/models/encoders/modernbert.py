@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 from longspan.checks import check_choice
 from longspan.models.activations import ACTIVATIONS
+from longspan.models.common_keys import COMMON_KEYS
 from longspan.models.decoders.family import FULL, SLIDING, check_layer_types
 from longspan.models.decoders.rope import both_spellings, object_of, override_rope, standard_rope
 from longspan.models.encoders.bert import ENCODER
 from longspan.models.encoders.family import NULLABLE, HeadTransform, check_is_encoder
 from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, RotaryLayers
-from longspan.models.encoders.rotary_config import COMMON_KEYS, DropoutRates, LayerBiases, LocalLayers, RotaryFamily
+from longspan.models.encoders.rotary_config import DropoutRates, LayerBiases, LocalLayers, RotaryFamily
 from longspan.models.encoders.tasks import MaskedLM, QuestionAnswering, SequenceClassifier, TokenClassifier
 from longspan.models.family import Task, TensorSize
 from longspan.models.fields import MAX_INT32, check_counts, check_flags, check_reals, is_count

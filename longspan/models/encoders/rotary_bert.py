@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from longspan.models.common_keys import COMMON_KEYS
 from longspan.models.decoders.rope import both_spellings, object_of, override_rope, standard_rope
 from longspan.models.encoders.bert import ENCODER, QUESTION_ANSWERING, TOKEN_CLASSIFIER
 from longspan.models.encoders.bert import MASKED_LM as BERT_LM
@@ -13,7 +14,7 @@ from longspan.models.encoders.family import NULLABLE, BertFields, check_is_encod
 from longspan.models.encoders.roberta import MASKED_LM as ROBERTA_LM
 from longspan.models.encoders.roberta import SEQUENCE_CLASSIFIER as ROBERTA_CLASSIFIER
 from longspan.models.encoders.rotary import RotaryAttention, RotaryEmbeddings, RotaryLayers
-from longspan.models.encoders.rotary_config import COMMON_KEYS, DropoutRates, LayerBiases, RotaryConfig, RotaryFamily
+from longspan.models.encoders.rotary_config import DropoutRates, LayerBiases, RotaryConfig, RotaryFamily
 from longspan.models.family import TensorSize
 from longspan.models.fields import is_count
 
