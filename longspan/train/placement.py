@@ -74,8 +74,8 @@ def heads_of(model: Any) -> dict[str, int]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "num_attention_heads"):
         return {}
-    queries = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or queries
+    queries = int(config.num_attention_heads)
+    keys = int(getattr(config, "num_key_value_heads", None) or queries)
     return dict.fromkeys((*QUERIES, "out"), queries) | dict(key=keys, value=keys)
 
 
