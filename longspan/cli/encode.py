@@ -9,12 +9,12 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.library import library
 from longspan.cli.modules import modules_of
 from longspan.cli.notices import compiling, say
 from longspan.cli.options import MAX_LENGTH, AsJson, print_json
 from longspan.cli.texts import read_stdin, tokenizer_of
+from longspan.files import atomic_write, check_writable
 
 MIN_STEP = 64  # lengths are padded to multiples of this, or of an eighth of a power of two: see `padded`
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.files import atomic_write
+from longspan.files import atomic_write
 from longspan.optional import is_installed
 
 

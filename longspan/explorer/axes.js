@@ -3,7 +3,7 @@
 const FONT = '11px system-ui, -apple-system, "Segoe UI", sans-serif';
 const BAND = 6; // pixels across a band of documents
 const TEXT_CELL = 15; // pixels along a cell from which tokens' texts are shown
-const MAX_TEXT = 12; // characters of a token's text
+const MAX_TEXT = 10; // characters of a token's text
 const DOCUMENT_COLOURS = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2", "#edc948", "#9c755f", "#e377c2"];
 
 // The runs of equal ids of one side: [[start, stop, id], ...]; padding has a negative id.
@@ -38,9 +38,10 @@ class Axes {
     }
     const digits = (length) => grouped(Math.max(length - 1, 0)).length * 6.4;
     const band = this.runs ? BAND + 4 : 0;
-    const text = page.tokens ? 74 : 0;
+    const text = page.tokens ? 62 : 0;
     this.left = Math.ceil(Math.max(digits(page.q_len), text)) + 10 + band;
-    this.top = (page.tokens ? 74 : 24) + band;
+    this.top = (page.tokens ? 62 : 24) + band;
+    this.right = page.tokens ? 30 : 2;
     this.ends = band;
   }
 
@@ -76,9 +77,10 @@ class Axes {
     context.textAlign = "center";
     const widest = grouped(this.page.kv_len).length * 6.4 + 18;
     const step = tickStep(view.scaleX, widest, this.page.kv_len);
-    for (let k = Math.ceil(k0 / step) * step; k < k1; k += step) {
+    for (let k = Math.ceil(k0 / step) * step; k < Math.min(k1, this.page.kv_len); k += step) {
       const x = this.left + view.xOf(k) + Math.min(view.scaleX, 200) / 2;
-      if (x < this.left - 2 || x > this.left + view.width - 4) continue;
+      const half = grouped(k).length * 3.2;
+      if (x < this.left - 2 || x + half > this.left + view.width + this.right) continue;
       context.fillText(grouped(k), x, bottom - 3);
       this.mark(context, x, this.top - this.ends - 4, 0, 3);
     }
@@ -91,7 +93,7 @@ class Axes {
     const step = hasText ? 1 : tickStep(view.scaleY, 26, this.page.q_len);
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (let q = Math.ceil(q0 / step) * step; q < q1; q += step) {
+    for (let q = Math.ceil(q0 / step) * step; q < Math.min(q1, this.page.q_len); q += step) {
       const y = this.top + view.yOf(q) + Math.min(view.scaleY, 200) / 2;
       if (y < this.top - 2 || y > this.top + view.height - 2) continue;
       context.fillText(hasText ? shownText(tokens.q[q]) : grouped(q), this.left - this.ends - 8, y);

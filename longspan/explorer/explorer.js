@@ -49,6 +49,7 @@ function makeExplorer(page) {
       checkInt("kv_tile", kvTile, 1, 2 ** 30);
       return { q_tile: qTile, kv_tile: kvTile, ...countTiles(shown, qTile, kvTile) };
     },
+    tileKinds: (qTile, kvTile) => tileKinds(shown, qTile, kvTile),
     count() {
       return countPairs(shown).pairs;
     },

@@ -67,9 +67,9 @@ function pinch(map, pointers, moving, to, inPlot) {
   const [other] = [...pointers].filter(([id]) => id !== moving).map(([, at]) => at);
   const from = pointers.get(moving);
   const span = (a) => Math.max(Math.hypot(a[0] - other[0], a[1] - other[1]), 1);
-  const middle = inPlot([(to[0] + other[0]) / 2, (to[1] + other[1]) / 2]);
-  map.pan((to[0] - from[0]) / 2, (to[1] - from[1]) / 2);
-  map.view.zoomTo((map.view.zoom * span(to)) / span(from), ...middle);
+  const middle = (a) => inPlot([(a[0] + other[0]) / 2, (a[1] + other[1]) / 2]);
+  map.target = null;
+  map.view.zoomTo((map.view.zoom * span(to)) / span(from), ...middle(from), ...middle(to));
   map.moved();
 }
 

@@ -6,7 +6,8 @@ class App {
     this.explorer = makeExplorer(page);
     this.state = defaultState(page);
     this.hover = null;
-    this.jobs = new Map(); // long computations, by name
+    this.hasCells = hasCells(page.mask.program) || (page.other !== null && hasCells(page.other.program));
+    this.background = new Background(page, this.explorer, () => this.showPanel());
     this.panels = {
       cell: new CellPanel(this), tiles: new TilesPanel(this), cache: new CachePanel(this),
       devices: new DevicesPanel(this), diff: new DiffPanel(this),
@@ -22,6 +23,7 @@ class App {
       move: (dq, dk) => this.moveCell(dq, dk),
     });
     this.listenToControls();
+    document.body.classList.toggle("has-cells", this.hasCells);
     this.readHash();
     addEventListener("hashchange", () => this.readHash());
   }
@@ -74,13 +76,22 @@ class App {
       byId(`tab-${name}`).tabIndex = isShown ? 0 : -1;
     }
     this.map.setMode(state.panel === "diff" && page.other ? "difference" : "mask");
-    byId("legend").dataset.panel = state.panel === "diff" && !page.other ? "cell" : state.panel;
+    byId("legend").dataset.panel = this.legend;
     this.showPanel();
     this.map.redraw();
   }
 
+  // The panel whose colours the legend explains.
+  get legend() {
+    const { panel } = this.state;
+    if (panel === "diff" && !this.page.other) return "cell";
+    return panel === "devices" && this.panels.devices.device === null ? "cell" : panel;
+  }
+
   showPanel() {
+    this.background.begin();
     const shown = this.panels[this.state.panel].show(this.state);
+    this.background.proceed();
     this.showReadout();
     this.mirror(shown);
   }
@@ -97,9 +108,8 @@ class App {
     const cell = this.hover ?? this.map.cell;
     const { view } = this.map;
     const scale = Math.min(view.scaleX, view.scaleY);
-    const size = scale >= 1 ? `${Number(scale.toPrecision(3))} pixels per token` : `${grouped(Math.round(1 / scale))} tokens per pixel`;
     const truth = cell && this.explorer.allowed(cell.q, cell.k);
-    byId("readout").textContent = cell ? answerText(cell, truth) : size;
+    byId("readout").textContent = cell ? answerText(cell, truth) : scaleText(scale);
   }
 
   selectCell(cell, { leastCell = 0 } = {}) {
@@ -132,35 +142,29 @@ class App {
 
   overlay(context, view, origin, ink) {
     const { state, explorer, page } = this;
-    if (state.panel === "tiles") drawTiles(context, view, explorer, state.tile, origin, ink);
+    if (this.hasCells) drawUnknown(context, view, explorer, origin, ink);
+    if (state.panel === "tiles" && areTilesDrawn(page, view, state.tile)) {
+      drawTiles(context, view, this.tileKinds(), state.tile, origin, ink);
+    }
     if (state.panel === "cache" && !page.cache.error) drawStep(context, view, explorer.cache(state.t), origin, ink);
     if (state.panel === "devices") {
       const plan = explorer.devices(state.devices, state.order);
-      drawDevice(context, view, plan, this.panels.devices.device, origin, ink);
+      drawDevices(context, view, plan, this.panels.devices.device, origin, ink);
     }
   }
 
-  // Runs a long computation when the picture is drawn.
-  later(name, compute) {
-    this.jobs.set(name, compute);
-    this.map.redraw();
+  tileKinds() {
+    const key = `${this.state.numbers} ${this.state.tile}`;
+    if (this.kinds?.key !== key) this.kinds = { key, of: this.explorer.tileKinds(...this.state.tile) };
+    return this.kinds.of;
   }
 
-  // All is drawn: stores the state in the address, and starts the next long computation.
+  // All is drawn: stores the state in the address.
   settled() {
-    this.showReadout();
-    if (this.jobs.size) {
-      const [[name, compute]] = this.jobs;
-      this.jobs.delete(name);
-      setTimeout(() => {
-        compute();
-        this.showPanel();
-        this.map.redraw();
-      }, 20);
-      return;
+    if (this.state.zoom !== this.map.view.zoom) {
+      this.state.zoom = this.map.view.zoom;
+      this.showPanel();
     }
-    this.state.zoom = this.map.view.zoom;
-    if (this.shown && this.shown.zoom !== Number(this.state.zoom.toPrecision(4))) this.mirror(this.shown.shown);
     this.writeHash();
     document.documentElement.dataset.ready = "true";
   }
@@ -193,6 +197,13 @@ class App {
   }
 }
 
+function scaleText(scale) {
+  const three = (number) => grouped(Number(number.toPrecision(3)));
+  return scale >= 1 ? `${three(scale)} pixels per token` : `${three(1 / scale)} tokens per pixel`;
+}
+
+const hasCells = (node) => node.op === "cells" || [...(node.parts ?? []), node.part].some((part) => part && hasCells(part));
+
 function startPage() {
   const page = JSON.parse(byId("document").textContent);
   const app = new App(page);
@@ -209,6 +220,7 @@ function startPage() {
     devices: explorer.devices,
     diff: explorer.diff,
     set: (changes) => app.change(changes),
+    place: (q, k) => app.map.placeOf(q, k),
     get state() {
       return app.shown;
     },

@@ -3,6 +3,7 @@
 
 const BUSY_BUDGET = 5; // milliseconds of a frame for new pictures while the view moves
 const IDLE_BUDGET = 11; // the same while it rests
+const LEAST_HEIGHT = 200; // pixels of the canvas
 const GRID_CELL = 9; // pixels along a cell from which cells have lines between them
 const EASE = 0.3; // the part of a zoom's remaining way that one frame goes
 
@@ -25,9 +26,9 @@ class MaskMap {
     this.isMoved = true;
     this.lastMove = 0;
     this.isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    new ResizeObserver(() => this.resize()).observe(this.canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.retheme());
     this.retheme();
+    new ResizeObserver(() => this.resize()).observe(this.canvas);
     this.resize();
   }
 
@@ -36,11 +37,19 @@ class MaskMap {
   }
 
   resize() {
-    const { width, height } = this.canvas.getBoundingClientRect();
+    const { axes, view, canvas } = this;
+    const { width } = canvas.getBoundingClientRect();
+    const shape = View.isStretched(view.queries, view.keys) ? Infinity : view.queries / view.keys;
+    const natural = axes.top + 2 + (width - axes.left - axes.right) * shape;
+    const height = Math.max(Math.min(natural, parseFloat(getComputedStyle(canvas).maxHeight)), LEAST_HEIGHT);
+    canvas.style.height = `${height}px`;
     this.density = Math.min(devicePixelRatio || 1, 3);
-    this.canvas.width = Math.round(width * this.density);
-    this.canvas.height = Math.round(height * this.density);
-    this.view.resize(width - this.axes.left - 2, height - this.axes.top - 2);
+    const [wide, high] = [Math.round(width * this.density), Math.round(height * this.density)];
+    if (wide === canvas.width && high === canvas.height) return;
+    [canvas.width, canvas.height] = [wide, high]; // this clears the canvas
+    view.resize(width - axes.left - axes.right, height - axes.top - 2);
+    this.raster.want(view, this.density);
+    this.draw();
     this.moved();
   }
 
@@ -89,7 +98,7 @@ class MaskMap {
     this.isScheduled = false;
     this.approach();
     const start = performance.now();
-    if (this.isMoved && this.raster) this.raster.want(this.view, this.density);
+    if (this.isMoved) this.raster.want(this.view, this.density);
     this.isMoved = false;
     const isBusy = this.target !== null || start - this.lastMove < 120;
     const isDone = this.raster.work(start + (isBusy ? BUSY_BUDGET : IDLE_BUDGET));
@@ -184,6 +193,12 @@ class MaskMap {
       this.moved();
     }
     this.redraw();
+  }
+
+  // The middle of a cell in the window.
+  placeOf(q, k) {
+    const box = this.canvas.getBoundingClientRect();
+    return [box.left + this.axes.left + this.view.xOf(k + 0.5), box.top + this.axes.top + this.view.yOf(q + 0.5)];
   }
 
   pairAt(x, y) {

@@ -1,22 +1,26 @@
 // Overlays: what panels draw over the picture of the mask.
 
 const LEAST_TILE = 6; // pixels along a tile from which the tiles are drawn
+const MOST_TILE_ROWS = 2 ** 17;
+const LEAST_MARK = 16; // pixels along a cell that has a question mark
+const LEAST_LABEL = 14; // pixels along a device's rows from which they are named
 
-// The grid of tiles, with a wash over the PARTIAL ones.
-function drawTiles(context, view, explorer, [qTile, kvTile], [left, top], ink) {
-  const [width, height] = [kvTile * view.scaleX, qTile * view.scaleY];
-  if (Math.min(width, height) < LEAST_TILE) return;
+function areTilesDrawn(page, view, [qTile, kvTile]) {
+  const isLarge = Math.min(kvTile * view.scaleX, qTile * view.scaleY) >= LEAST_TILE;
+  return isLarge && page.q_len / qTile <= MOST_TILE_ROWS;
+}
+
+// The grid of tiles, with a wash over the PARTIAL ones. `kindOf` returns the kind of the tile of a row and a column.
+function drawTiles(context, view, kindOf, [qTile, kvTile], [left, top], ink) {
   const { q0, q1, k0, k1 } = view.visible;
-  const rows = [Math.floor(q0 / qTile), Math.ceil(q1 / qTile)];
-  const columns = [Math.floor(k0 / kvTile), Math.ceil(k1 / kvTile)];
   context.fillStyle = ink.partialWash;
-  for (let row = rows[0]; row < rows[1]; row++) {
-    for (let column = columns[0]; column < columns[1]; column++) {
-      const q = row * qTile;
-      const k = column * kvTile;
-      const stops = [Math.min(q + qTile, view.queries), Math.min(k + kvTile, view.keys)];
-      if (explorer.classify(q, stops[0], k, stops[1]) !== ANY) continue;
-      context.fillRect(left + view.xOf(k), top + view.yOf(q), view.xOf(stops[1]) - view.xOf(k), view.yOf(stops[0]) - view.yOf(q));
+  for (let row = Math.floor(q0 / qTile); row * qTile < q1; row++) {
+    for (let column = Math.floor(k0 / kvTile); column * kvTile < k1; column++) {
+      if (kindOf(row, column) !== ANY) continue;
+      const [x, y] = [view.xOf(column * kvTile), view.yOf(row * qTile)];
+      const right = view.xOf(Math.min((column + 1) * kvTile, view.keys));
+      const bottom = view.yOf(Math.min((row + 1) * qTile, view.queries));
+      context.fillRect(left + x, top + y, right - x, bottom - y);
     }
   }
   context.strokeStyle = ink.line;
@@ -43,6 +47,21 @@ function gridLines(context, view, [left, top], wide, high) {
   }
 }
 
+// Question marks in the cells that the page does not know, where they are large enough.
+function drawUnknown(context, view, explorer, [left, top], ink) {
+  if (Math.min(view.scaleX, view.scaleY) < LEAST_MARK) return;
+  const { q0, q1, k0, k1 } = view.visible;
+  context.font = FONT;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillStyle = ink.text;
+  for (let q = q0; q < q1; q++) {
+    for (let k = k0; k < k1; k++) {
+      if (explorer.allowed(q, k) === null) context.fillText("?", left + view.xOf(k + 0.5), top + view.yOf(q + 0.5));
+    }
+  }
+}
+
 // The step of a cache: a line at its query, thick over the kept keys.
 function drawStep(context, view, found, [left, top], ink) {
   if (found.error) return;
@@ -60,22 +79,44 @@ function drawStep(context, view, found, [left, top], ink) {
   for (const key of found.pinned) bar([key, key + 1], ink.pinned);
 }
 
-// One device: the queries that it holds as rows, and the keys that it receives as columns.
-function drawDevice(context, view, plan, device, [left, top], ink) {
-  if (plan.error || device === null) return;
-  const { holds, receives } = plan.devices[device];
-  context.fillStyle = ink.heldWash;
-  for (const [start, stop] of holds) {
-    const [y0, y1] = [Math.max(view.yOf(start), 0), Math.min(view.yOf(stop), view.height)];
-    if (y1 > y0) context.fillRect(left, top + y0, Math.min(view.xOf(view.keys), view.width), y1 - y0);
+// The rows of queries that each device holds; of one device also the keys that it receives, as columns.
+function drawDevices(context, view, plan, device, [left, top], ink) {
+  if (plan.error) return;
+  if (device !== null) drawDevice(context, view, plan.devices[device], [left, top], ink);
+  context.font = FONT;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const right = left + Math.min(view.xOf(view.keys), view.width);
+  for (const { device: name, holds } of plan.devices) {
+    for (const [start, stop] of holds) {
+      const [y0, y1] = [Math.max(view.yOf(start), 0), Math.min(view.yOf(stop), view.height)];
+      if (y1 <= y0) continue;
+      context.fillStyle = ink.line;
+      context.fillRect(left, top + Math.round(y1), right - left, 1);
+      if (y1 - y0 >= LEAST_LABEL) outlinedText(context, `device ${name}`, right - 6, top + (y0 + y1) / 2, ink);
+    }
   }
-  for (const [kind, start, stop] of receives) {
-    if (kind === "queries") continue;
-    for (const [q0, q1] of holds) {
+}
+
+// Text that is readable on every colour.
+function outlinedText(context, text, x, y, ink) {
+  context.lineJoin = "round";
+  context.lineWidth = 4;
+  context.strokeStyle = ink.paper;
+  context.strokeText(text, x, y);
+  context.fillStyle = ink.text;
+  context.fillText(text, x, y);
+}
+
+function drawDevice(context, view, { holds, receives }, [left, top], ink) {
+  const bands = holds.map(([start, stop]) => [Math.max(view.yOf(start), 0), Math.min(view.yOf(stop), view.height)]);
+  for (const [y0, y1] of bands) {
+    context.fillStyle = ink.heldWash;
+    if (y1 > y0) context.fillRect(left, top + y0, Math.min(view.xOf(view.keys), view.width), y1 - y0);
+    context.fillStyle = ink.receivedWash;
+    for (const [kind, start, stop] of receives) {
       const [x0, x1] = [Math.max(view.xOf(start), 0), Math.min(view.xOf(stop), view.width)];
-      const [y0, y1] = [Math.max(view.yOf(q0), 0), Math.min(view.yOf(q1), view.height)];
-      context.fillStyle = ink.receivedWash;
-      if (x1 > x0 && y1 > y0) context.fillRect(left + x0, top + y0, Math.max(x1 - x0, 1.5), y1 - y0);
+      if (kind !== "queries" && x1 > x0 && y1 > y0) context.fillRect(left + x0, top + y0, Math.max(x1 - x0, 1.5), y1 - y0);
     }
   }
 }

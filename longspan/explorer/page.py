@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from longspan.explorer.scripts import FOLDER, page_scripts
+from longspan.explorer.scripts import FOLDER, evaluator, page_scripts
 
 # Characters that would end the script that contains the document, or begin a comment there.
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -21,15 +21,16 @@ def page_html(document: dict[str, Any]) -> str:
         ('<!doctype html>', True, True)
     """
     text, sizes = document["mask"]["text"], document["sizes"]
-    size = f"{document['q_len']:,} queries × {document['kv_len']:,} keys"
+    size = f"{_counted(document['q_len'], 'query', 'queries')} × {_counted(document['kv_len'], 'key')}"
     parts = dict(
         title=html.escape(text),
         expression=html.escape(text),
         facts=f"Mask explorer · {size} · longspan {html.escape(document['longspan'])}",
         label=html.escape(f"{text}: {size}"),
-        sizes=html.escape(_sizes(sizes)),
+        sizes=_sizes(sizes),
         notes=_notes(document["notes"]),
         styles=(FOLDER / "page.css").read_text("utf-8"),
+        evaluator=evaluator(),
         scripts=page_scripts(),
         document=json.dumps(document, ensure_ascii=True, separators=(",", ":")).translate(UNSAFE),
     )
@@ -48,9 +49,11 @@ def _sizes(sizes: dict[str, Any]) -> str:
     rows, heads = sizes["batch"], sizes["heads"]
     return (
         f"For {_counted(rows, 'batch row')} and {_counted(heads, 'head')} of {sizes['head_dim']} numbers "
-        f"({sizes['dtype']}), forward, as `longspan explain` counts them."
+        f"({html.escape(sizes['dtype'])}), forward, as <code>longspan explain</code> counts them."
     )
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def _counted(number: int, noun: str, plural: str = "") -> str:
+    if number != 1:
+        noun = plural or f"{noun}s"
+    return f"{number:,} {noun}"

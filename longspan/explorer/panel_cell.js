@@ -56,7 +56,7 @@ function cellFacts(page, why) {
   const sides = [why.q, why.k];
   const rows = [["", "Query", "Key"], ["slot", ...sides.map((side) => grouped(side.slot))]];
   rows.push(["position", ...sides.map((side) => grouped(side.position))]);
-  rows.push(["distance", distanceText(why.k.position - why.q.position), ""]);
+  rows.push(["distance", "", distanceText(why.k.position - why.q.position)]);
   if (page.documents) rows.push(["document", ...sides.map(({ document }) => (document < 0 ? "padding" : grouped(document)))]);
   if (page.tokens) rows.push(["token", ...sides.map(({ token }) => element("code", { class: "token" }, token))]);
   return rows;

@@ -65,13 +65,17 @@ function receivesText(device, plan) {
   const texts = device.receives.map(([kind, start, stop, sources, steps]) => {
     const from = sources.length === 1 ? `device ${sources[0]}` : `devices ${sources.join(", ")}`;
     const kinds = kind === "queries" ? "queries " : "";
-    return `${kinds}${spansText([[start, stop]])} from ${from} (${stepNames(plan, steps)})`;
+    return `${kinds}${spansText([[start, stop]])} from ${from} by ${stepNames(plan, steps)}`;
   });
-  for (const [step, rows] of device.others) texts.push(`${counted(rows, "row")} known at run time (${stepNames(plan, [step])})`);
+  for (const [step, rows] of device.others) texts.push(`${counted(rows, "row")} that are known at run time, by ${stepNames(plan, [step])}`);
   return texts.length ? `receives ${texts.join("; ")}` : "receives nothing";
 }
 
-const stepNames = (plan, steps) => steps.map((step) => plan.steps[step]?.kind ?? `step ${step}`).join(", ");
+// "shift +1, all-reduce": the operations of some steps, each once.
+function stepNames(plan, steps) {
+  const names = steps.map((step) => plan.steps[step]?.text.split(":")[0] ?? `step ${step}`);
+  return [...new Set(names)].join(", ");
+}
 
 function deviceStrip(device, length) {
   const piece = (kind, start, stop) => {

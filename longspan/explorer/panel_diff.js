@@ -5,45 +5,50 @@ const JUMP_CELL = 14; // pixels along a cell, at least, after a jump to a differ
 class DiffPanel {
   constructor(app) {
     this.app = app;
-    this.first = new Map(); // the first difference by the numbers of the expression
+    this.after = null; // the pair from which the next difference is searched
     byId("next-difference").addEventListener("click", () => this.next());
   }
 
   show() {
-    const { page, explorer } = this.app;
+    const { page, explorer, background } = this.app;
     const hasOther = page.other !== null;
     byId("diff-none").hidden = hasOther;
     byId("diff-found").hidden = !hasOther;
     if (!hasOther) return explorer.diff();
-    const key = String(explorer.numbers);
-    if (!this.first.has(key)) {
-      if (page.q_len * page.kv_len > QUICK_PAIRS) {
-        this.app.later(`diff ${key}`, () => this.first.set(key, explorer.diff()));
-        byId("diff-answer").textContent = "Comparing \u2026";
-        return { pending: true };
-      }
-      this.first.set(key, explorer.diff());
-    }
-    const found = this.first.get(key);
     byId("first-text").textContent = explorer.text;
     byId("second-text").textContent = page.other.text;
-    byId("diff-answer").textContent = differenceText(found);
-    byId("next-difference").disabled = found.pair === null;
-    return found;
+    const found = background.answer("diff", -1, -1);
+    byId("diff-answer").textContent = found ? differenceText(found) : "Comparing \u2026";
+    byId("next-difference").disabled = !found || found.pair === null;
+    if (this.after) queueMicrotask(() => this.search());
+    return found ?? { pending: true };
   }
 
   // Selects the first differing pair after the selected cell; after the last one, the first of all.
   next() {
-    const { explorer, state } = this.app;
-    const after = state.q === null ? [-1, -1] : [state.q, state.k];
-    let found = explorer.diff(...after);
-    let isFirst = state.q === null;
-    if (found.pair === null) {
-      found = explorer.diff();
-      isFirst = true;
+    const { state } = this.app;
+    this.after = state.q === null ? [-1, -1] : [state.q, state.k];
+    this.search();
+  }
+
+  search() {
+    const { background } = this.app;
+    if (!this.after) return;
+    const isFirst = this.after[0] < 0;
+    const found = background.answer("diff", ...this.after);
+    if (!found) {
+      byId("diff-here").textContent = "Searching \u2026";
+      background.proceed();
+    } else if (found.pair === null && !isFirst) {
+      this.after = [-1, -1];
+      this.search();
+    } else {
+      this.after = null;
+      if (found.pair) this.jump(found.pair, isFirst);
     }
-    if (found.pair === null) return;
-    const { q, k, allowed_by: by } = found.pair;
+  }
+
+  jump({ q, k, allowed_by: by }, isFirst) {
     this.app.selectCell({ q, k }, { leastCell: JUMP_CELL });
     const which = isFirst ? "First difference" : "Next difference";
     byId("diff-here").textContent = `${which}: query ${grouped(q)}, key ${grouped(k)}, allowed by the ${by} mask only.`;

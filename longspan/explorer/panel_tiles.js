@@ -1,12 +1,10 @@
 // The tiles panel: the tiles that engines visit, and what one call costs.
 
-const QUICK_TILES = 2 ** 18; // tiles and pairs up to these numbers are counted at once, more after the picture is drawn
-const QUICK_PAIRS = 2 ** 22;
+const TOO_MANY = `The picture shows tiles if there are at most ${grouped(MOST_TILE_ROWS)} rows of them.`;
 
 class TilesPanel {
   constructor(app) {
     this.app = app;
-    this.known = new Map(); // counts by question
     this.sides = [["q-tile", 0], ["kv-tile", 1]];
     for (const [id, side] of this.sides) {
       byId(id).addEventListener("input", () => this.change(side, 2 ** byId(id).valueAsNumber));
@@ -30,28 +28,16 @@ class TilesPanel {
       byId(id).setAttribute("aria-valuetext", counted(tile[side], "token"));
       if (document.activeElement !== byId(`${id}-number`)) byId(`${id}-number`).value = tile[side];
     }
-    const { page } = this.app;
-    const total = Math.ceil(page.q_len / tile[0]) * Math.ceil(page.kv_len / tile[1]);
-    const tiles = this.count(`tiles ${tile}`, total > QUICK_TILES, () => this.app.explorer.tiles(...tile));
-    const isSlow = page.q_len * page.kv_len > QUICK_PAIRS;
-    const pairs = this.count("pairs", isSlow, () => this.app.explorer.count());
-    byId("tiles-bar").replaceChildren(...(tiles ? tileBar(tiles) : []));
-    byId("tiles-pending").hidden = tiles !== undefined && pairs !== undefined;
-    fillTable(byId("tiles-facts"), tiles ? tileFacts(page, tiles, pairs) : []);
-    return tiles ? { ...tiles, ...costsOf(page, tiles, pairs ?? null) } : { pending: true };
-  }
-
-  // An answer that is remembered; undefined if it takes long and is computed later.
-  count(question, isSlow, compute) {
-    const key = `${this.app.explorer.numbers} ${question}`;
-    if (this.known.has(key)) return this.known.get(key);
-    const store = () => this.known.set(key, compute());
-    if (isSlow) {
-      this.app.later(key, store);
-      return undefined;
-    }
-    store();
-    return this.known.get(key);
+    const { page, background, map } = this.app;
+    const tiles = background.answer("tiles", ...tile);
+    const pairs = background.answer("count");
+    byId("tiles-pending").hidden = tiles !== undefined;
+    byId("tiles-zoom").hidden = areTilesDrawn(page, map.view, tile);
+    byId("tiles-zoom").textContent = page.q_len / tile[0] > MOST_TILE_ROWS ? TOO_MANY : "Zoom in to see the tiles.";
+    if (!tiles) return { q_tile: tile[0], kv_tile: tile[1], pending: true };
+    byId("tiles-bar").replaceChildren(...tileBar(tiles));
+    fillTable(byId("tiles-facts"), tileFacts(page, tiles, pairs));
+    return { ...tiles, ...costsOf(page, tiles, pairs ?? null), pending: pairs === undefined };
   }
 }
 

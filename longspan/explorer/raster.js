@@ -4,6 +4,8 @@
 
 const SIDE = 256; // pixels along a picture
 const MAX_KEPT = 320; // pictures
+const TEXTURE = 8; // pixels along the squares that are tested for a regular pattern
+const LEAST_TEXTURE = 4; // queries and keys of a pixel from which a pattern is too fine to be seen
 const COARSER = 3; // levels: pictures of this much less detail are drawn first
 
 class Raster {
@@ -24,8 +26,7 @@ class Raster {
     );
     this.visible = this.picturesOf(this.level, view);
     const coarse = this.picturesOf(this.coarser(this.level, COARSER), view);
-    const root = this.pictureAt(this.deepest, 0, 0);
-    this.queue = [root, ...coarse, ...this.visible].filter((picture) => !picture.isDone);
+    this.queue = [...coarse, ...this.visible].filter((picture) => !picture.isDone);
     this.forget();
   }
 
@@ -65,10 +66,10 @@ class Raster {
     return true;
   }
 
-  // Drops the pictures that were not used for the longest time. Those of one colour need no memory.
+  // Drops the pictures that were not used for the longest time.
   forget() {
     if (this.pictures.size <= MAX_KEPT) return;
-    const old = [...this.pictures].filter(([, p]) => p.used < this.clock && p.level[0] < this.deepest[0]);
+    const old = [...this.pictures].filter(([, picture]) => picture.used < this.clock);
     old.sort(([, a], [, b]) => a.used - b.used);
     for (const [key] of old.slice(0, this.pictures.size - MAX_KEPT)) this.pictures.delete(key);
   }
@@ -119,6 +120,7 @@ class Picture {
     [this.k1, this.q1] = [Math.min(this.k0 + SIDE * this.wide, keys), Math.min(this.q0 + SIDE * this.high, queries)];
     this.width = Math.max(Math.ceil((this.k1 - this.k0) / this.wide), 0);
     this.height = Math.max(Math.ceil((this.q1 - this.q0) / this.high), 0);
+    this.isCoarse = Math.min(this.wide, this.high) >= LEAST_TEXTURE;
     this.todo = [0, 0, SIDE]; // squares of pixels: left, top, side
     this.pixels = null;
     this.canvas = null;
@@ -128,6 +130,7 @@ class Picture {
 
   // Draws by quarters: a square is filled if all of its pairs have one colour, else divided. Returns whether it is done.
   draw(shader, deadline) {
+    if (this.isDone) return true;
     this.pixels ??= new Uint32Array(this.width * this.height);
     const { todo } = this;
     for (let count = 1; todo.length; count++) {
@@ -147,7 +150,9 @@ class Picture {
     const q1 = Math.min(this.q0 + bottom * this.high, this.q1);
     const k0 = this.k0 + left * this.wide;
     const k1 = Math.min(this.k0 + right * this.wide, this.k1);
+    const isWhole = right - left === side && bottom - top === side;
     let colour = shader.uniform(q0, q1, k0, k1);
+    if (colour === null && side === TEXTURE && isWhole && this.isCoarse) colour = shader.texture(q0, q1, k0, k1);
     if (colour === null && side === 1) colour = shader.mixed(q0, q1, k0, k1);
     if (colour === null) {
       const half = side / 2;

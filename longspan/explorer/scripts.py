@@ -4,13 +4,15 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 # Classic scripts that share one scope. A script uses names of those before it when it is loaded.
+# The evaluator also runs in a worker and in Node, without a page.
 EVALUATOR = (
-    "numbers.js", "arrays.js", "terms.js", "rules.js", "program.js", "spans.js", "tiles.js", "count.js",
+    "numbers.js", "arrays.js", "terms.js", "rules.js", "program.js", "spans.js", "tiles.js", "products.js",
+    "count.js",
     "plans.js", "difference.js", "explorer.js",
 )  # fmt: skip
 PAGE = (
     "dom.js", "view.js", "shades.js", "raster.js", "axes.js", "overlays.js", "map.js", "gestures.js", "hash.js",
-    "costs.js", "sliders.js", "panel_cell.js", "panel_tiles.js", "panel_cache.js", "panel_devices.js",
+    "background.js", "costs.js", "sliders.js", "panel_cell.js", "panel_tiles.js", "panel_cache.js", "panel_devices.js",
     "panel_diff.js", "main.js",
 )  # fmt: skip
 
@@ -21,8 +23,8 @@ def evaluator() -> str:
 
 
 def page_scripts() -> str:
-    """The evaluator and the scripts that draw the page, as one script."""
-    return _joined((*EVALUATOR, *PAGE))
+    """The scripts that draw the page, as one script. They use names of the evaluator."""
+    return _joined(PAGE)
 
 
 def _joined(names: tuple[str, ...]) -> str:

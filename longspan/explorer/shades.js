@@ -1,13 +1,18 @@
-// Shades: the colour of a rectangle of pairs, as a pixel of a canvas. A shader has two methods:
+// Shades: the colour of a rectangle of pairs, as a pixel of a canvas. A shader has three methods:
 // `uniform(q0, q1, k0, k1)` is the colour if all pairs have the same one, else null; `mixed(...)` is a colour for a
-// rectangle of which some pairs may be allowed: it shows their share, which is estimated if there are many pairs.
+// rectangle of which some pairs may be allowed: it shows their share, which is estimated if there are many pairs;
+// `texture(...)` is the one colour of a large rectangle that is a fine regular pattern, such as a strided mask, else null.
 
 const SHARES = 64; // steps from none to all
 const EXACT_SIDE = 8; // rectangles of at most this many slots along each side are read pair by pair
-const SAMPLE = 4; // slots along each side of a sampled square
+const LONG = 4; // slots along the sides of a sampled rectangle
+const SHORT = 2;
+const ALIKE = 1 / 16; // the greatest difference of shares in a regular pattern
+const RARE = 1 / 8; // the least share, allowed or not, that a sample estimates well enough
 // A share begins at this opacity, so that a single allowed pair of many is visible.
 const LEAST_OPACITY = 0.24;
 const MOST_OPACITY = 0.8;
+const UNKNOWN_OPACITY = 0.55;
 
 // The palette of the page's theme: {full, partial, unknown, both, first, second} as [red, green, blue].
 function readPalette() {
@@ -31,8 +36,8 @@ class MaskShader {
     this.explorer = explorer;
     this.full = pixelOf(palette.full, 1);
     this.shades = Array.from({ length: SHARES + 1 }, (_, i) => pixelOf(palette.full, opacityOf(i / SHARES)));
-    this.unknown = pixelOf(palette.unknown, 0.6);
-    this.read = this.allowed = this.doubtful = 0;
+    this.unknown = pixelOf(palette.unknown, UNKNOWN_OPACITY);
+    this.read = this.allowed = this.doubtful = this.uniformQuarters = 0;
   }
 
   uniform(q0, q1, k0, k1) {
@@ -49,10 +54,25 @@ class MaskShader {
     return this.shades[Math.round((SHARES * this.allowed) / this.read)];
   }
 
+  texture(q0, q1, k0, k1) {
+    const [q, k] = [(q0 + q1) >> 1, (k0 + k1) >> 1];
+    let [least, most] = [1, 0];
+    for (const part of [[q0, q, k0, k], [q0, q, k, k1], [q, q1, k0, k], [q, q1, k, k1]]) {
+      this.uniformQuarters = 0;
+      this.mixed(...part);
+      if (this.uniformQuarters || this.doubtful) return null;
+      least = Math.min(least, this.allowed / this.read);
+      most = Math.max(most, this.allowed / this.read);
+    }
+    if (most - least > ALIKE || least < RARE || most > 1 - RARE) return null;
+    return this.shades[Math.round((SHARES * (least + most)) / 2)];
+  }
+
   // One quarter of a sampled rectangle counts as `area` pairs if it is uniform.
   quarter(q0, q1, k0, k1, area) {
     const kind = this.explorer.classify(q0, q1, k0, k1);
     if (kind === ANY) return false;
+    this.uniformQuarters += 1;
     this.read += area;
     if (kind === FULL) this.allowed += area;
     return true;
@@ -72,7 +92,7 @@ class DifferenceShader {
     this.explorer = explorer;
     this.colours = [palette.both, palette.first, palette.second];
     this.whole = this.colours.map((colour) => pixelOf(colour, 1));
-    this.unknown = pixelOf(palette.unknown, 0.6);
+    this.unknown = pixelOf(palette.unknown, UNKNOWN_OPACITY);
     this.read = this.doubtful = 0;
     this.counts = [0, 0, 0];
   }
@@ -96,6 +116,10 @@ class DifferenceShader {
     const differing = this.counts[1] + this.counts[2];
     const weights = differing ? [this.counts[0] / 4, this.counts[1], this.counts[2]] : this.counts;
     return pixelOf(blend(this.colours, total ? weights : [1, 0, 0]), opacityOf(total / this.read));
+  }
+
+  texture() {
+    return null;
   }
 
   quarter(q0, q1, k0, k1, area) {
@@ -122,19 +146,21 @@ function blend(colours, weights) {
   return [0, 1, 2].map((i) => Math.round(colours.reduce((sum, colour, c) => sum + colour[i] * weights[c], 0) / total));
 }
 
-// Calls `shader.pair` for the pairs of a rectangle; of a large one, for a square in each quarter that is not uniform.
-// The pairs of a square are neighbours, so that a strided mask has its true share in each.
+// Calls `shader.pair` for the pairs of a rectangle; of a large one, for a sample of each quarter that is not uniform. The
+// pairs of a sample are neighbours, so that a strided mask has nearly its true share in each.
 function overSamples(q0, q1, k0, k1, shader) {
   if (q1 - q0 <= EXACT_SIDE && k1 - k0 <= EXACT_SIDE) {
     overPairs(q0, q1, k0, k1, shader);
     return;
   }
   const middles = [(q0 + q1) >> 1, (k0 + k1) >> 1];
-  for (const [top, bottom] of [[q0, middles[0]], [middles[0], q1]]) {
-    for (const [left, right] of [[k0, middles[1]], [middles[1], k1]]) {
+  const rows = [[q0, middles[0]], [middles[0], q1]];
+  const columns = [[k0, middles[1]], [middles[1], k1]];
+  for (const [row, [top, bottom]] of rows.entries()) {
+    for (const [column, [left, right]] of columns.entries()) {
       if (top === bottom || left === right) continue;
-      const height = Math.min(SAMPLE, bottom - top);
-      const width = Math.min(SAMPLE, right - left);
+      const height = Math.min(row === column ? SHORT : LONG, bottom - top);
+      const width = Math.min(row === column ? LONG : SHORT, right - left);
       if (shader.quarter(top, bottom, left, right, height * width)) continue;
       const q = top + Math.floor(scattered(top, left) * (bottom - top - height + 1));
       const k = left + Math.floor(scattered(left, bottom) * (right - left - width + 1));

@@ -50,6 +50,19 @@ function countTiles(program, qTile, kvTile) {
   return found;
 }
 
+// A function that returns the kind of the tile of a row and a column, as `countTiles` counts it: 0 if engines skip it.
+function tileKinds(program, qTile, kvTile) {
+  const layout = layoutOf(program, qTile, kvTile);
+  const common = new Set(layout.common);
+  return (row, column) => {
+    if (!common.has(column) && !isVisited(layout, row, column)) return 0;
+    program.asEngine = true;
+    const kind = classifyRun(program, layout, row, column, column + 1);
+    program.asEngine = false;
+    return kind;
+  };
+}
+
 function isVisited(layout, row, column) {
   for (let i = row * layout.count; i < (row + 1) * layout.count; i++) {
     if (layout.starts[i] <= column && column < layout.stops[i]) return true;

@@ -1,7 +1,7 @@
 // The part of the mask that the canvas shows, and the place of each pair in it. Lengths are in CSS pixels.
 
 const MAX_CELL = 64; // pixels along a cell that is zoomed in as far as possible
-const MAX_STRETCH = 6; // masks longer than this times their width are stretched to a square
+const MAX_STRETCH = 6; // masks with more keys than this times their queries, or fewer, fill the canvas
 
 class View {
   constructor(queries, keys) {
@@ -13,6 +13,10 @@ class View {
     this.width = this.height = 1;
   }
 
+  static isStretched(queries, keys) {
+    return Math.max(queries, keys) > MAX_STRETCH * Math.min(queries, keys);
+  }
+
   resize(width, height) {
     [this.width, this.height] = [Math.max(width, 1), Math.max(height, 1)];
     this.settle();
@@ -21,7 +25,7 @@ class View {
   // Pixels per key and per query if the whole mask is shown.
   get fit() {
     const [x, y] = [this.width / this.keys, this.height / this.queries];
-    if (Math.max(x, y) > MAX_STRETCH * Math.min(x, y)) return [x, y];
+    if (View.isStretched(this.queries, this.keys)) return [x, y];
     return [Math.min(x, y), Math.min(x, y)];
   }
 
@@ -64,12 +68,12 @@ class View {
     return isInside && q >= 0 && k >= 0 && q < this.queries && k < this.keys ? { q, k } : null;
   }
 
-  // Zooms so that the pair at (x, y) stays there.
-  zoomTo(zoom, x, y) {
+  // Zooms so that the pair at (x, y) stays there, or moves to another place.
+  zoomTo(zoom, x, y, toX = x, toY = y) {
     const [key, query] = [this.keyAt(x), this.queryAt(y)];
     this.zoom = clamp(zoom, 1, this.maxZoom);
-    this.left = key - x / this.scaleX;
-    this.top = query - y / this.scaleY;
+    this.left = key - toX / this.scaleX;
+    this.top = query - toY / this.scaleY;
     this.settle();
   }
 

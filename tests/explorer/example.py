@@ -11,11 +11,15 @@ from longspan.explorer.document import document
 PATH = Path(__file__).with_name("example.json")
 
 
+def ids():
+    """The documents of the tokens."""
+    return np.repeat(np.arange(4), (20, 30, 40, 6))[None]
+
+
 def mask_of():
     """A mask, and another one."""
-    ids = np.repeat(np.arange(4), (20, 30, 40, 6))[None]
-    mask = ls.Causal() & (ls.Window(7, 0) | ls.Global((0, 5), rows=False)) & ls.Segments(ids)
-    return mask, ls.Causal() & ls.Window(7, 0) & ls.Segments(ids)
+    mask = ls.Causal() & (ls.Window(7, 0) | ls.Global((0, 5), rows=False)) & ls.Segments(ids())
+    return mask, ls.Causal() & ls.Window(7, 0) & ls.Segments(ids())
 
 
 def made():

@@ -1,13 +1,28 @@
-"""The page in a browser: headless Chromium opens the example, and the tests use it as people do."""
+"""The page in a browser: headless Chromium opens it, and the tests use it as people do."""
 
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import longspan as ls
+from longspan.explorer.document import document
 from longspan.explorer.page import page_html
+from longspan.layout import PARTIAL
+from longspan.render.grid import grid_of
 from tests.explorer import example
 from tests.explorer.browser import CHROMIUM, Browser, Tab
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 TROUBLE = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+T = 96
+MASK, OTHER = example.mask_of()
+DENSE = np.asarray(MASK.dense(T, T))[0, 0]
+PANELS = ("cell", "tiles", "cache", "devices", "diff")
+MILLION = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +33,416 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "example.html"
-    path.write_text(page_html(example.made()), "utf-8")
-    return path.as_uri()
+def tab(browser):
+    return Tab(browser)
 
 
 @pytest.fixture(scope="module")
-def tab(browser, url):
-    return Tab(browser)
+def save(tmp_path_factory):
+    """Writes a document's page, and returns its address."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    def write(found, name):
+        (folder / f"{name}.html").write_text(page_html(found), "utf-8")
+        return (folder / f"{name}.html").as_uri()
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def url(save):
+    return save(example.made(), "example")
+
+
+def narrower(left):
+    """The example's mask with another window."""
+    return ls.Causal() & (ls.Window(left, 0) | ls.Global((0, 5), rows=False)) & ls.Segments(example.ids())
+
+
+def state(tab):
+    return json.loads(tab.run("document.getElementById('state').textContent"))
+
+
+def text(tab, name):
+    return tab.run(f"document.getElementById({name!r}).innerText")
+
+
+def is_shown(tab, name):
+    return tab.run(f"document.getElementById({name!r}).checkVisibility()")
+
+
+def place(tab, q, k):
+    return tab.run(f"longspan.place({q}, {k})")
+
+
+def set_input(tab, name, value, event="input"):
+    tab.run(
+        f"(() => {{ const it = document.getElementById({name!r}); it.value = {value!r};"
+        f" it.dispatchEvent(new Event({event!r}, {{bubbles: true}})); }})()"
+    )
+    tab.drawn()
+
+
+def drawn_cells(tab, q_len, kv_len):
+    """The colour in the middle of each cell that the canvas shows, [q_len, kv_len, rgba]."""
+    pixels = tab.run(f"""(() => {{
+      const canvas = document.getElementById("mask-canvas");
+      const box = canvas.getBoundingClientRect();
+      const [wide, high] = [canvas.width / box.width, canvas.height / box.height];
+      const {{ data }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      const found = [];
+      for (let q = 0; q < {q_len}; q++) for (let k = 0; k < {kv_len}; k++) {{
+        const [x, y] = longspan.place(q, k);
+        const at = (Math.floor((y - box.top) * high) * canvas.width + Math.floor((x - box.left) * wide)) * 4;
+        found.push(...data.slice(at, at + 4));
+      }}
+      return found;
+    }})()""")
+    return np.array(pixels).reshape(q_len, kv_len, 4)
 
 
 def test_the_page_is_drawn_without_errors_and_requests_nothing_else(browser, tab, url):
     browser.events.clear()
     tab.open(url)
+    for panel in PANELS:
+        tab.run(f"longspan.set({{panel: {panel!r}}})")
+        tab.drawn()
     assert not [event for event in browser.events if event["method"] in TROUBLE]
-    requests = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-    assert set(requests) <= {url, "about:blank", "data:,"}
-    assert tab.run("document.getElementById('expression').textContent") == example.made()["mask"]["text"]
+    requests = {e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"}
+    assert requests == {url}
+    assert text(tab, "expression") == repr(MASK)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_canvas_shows_every_pair(tab, url, scheme):
+    tab.prefer(scheme)
+    tab.open(url)
+    blue = {"light": [37, 99, 235, 255], "dark": [91, 150, 247, 255]}[scheme]
+    np.testing.assert_array_equal((drawn_cells(tab, T, T) == blue).all(axis=-1), DENSE)
+    tab.prefer("light")
+
+
+def test_a_page_of_a_million_tokens_zooms_to_single_cells(tab, save):
+    mask = ls.Causal() & (ls.Window(4095, 0) | ls.Prefix(4))
+    url = save(document(mask, MILLION), "million")
+    q, k = 700_001, 700_001 - 4095
+    tab.open(url)
+    assert state(tab)["zoom"] == 1
+    x, y = place(tab, q, k)
+    for _ in range(12):
+        tab.mouse("mouseWheel", x, y, deltaX=0, deltaY=-240)
+        tab.drawn()
+    assert state(tab)["zoom"] > 1000
+    tab.open(f"{url}#q={q}&k={k}&zoom=40000")
+    assert state(tab)["shown"]["allowed"] is True
+    around = tab.run(f"""[[-1, 0], [0, 0], [0, -1], [1, 0], [1, 1]].map(([dq, dk]) => {{
+      const canvas = document.getElementById("mask-canvas");
+      const box = canvas.getBoundingClientRect();
+      const [x, y] = longspan.place({q} + dq, {k} + dk);
+      return canvas.getContext("2d").getImageData(x - box.left, y - box.top, 1, 1).data[2] > 100;
+    }})""")
+    assert around == [True, True, False, False, True]
+
+
+def test_dragging_moves_the_picture(tab, url):
+    tab.open(f"{url}#q=48&k=48&zoom=4")
+    x, y = place(tab, 48, 48)
+    tab.mouse("mousePressed", x, y, button="left", clickCount=1)
+    for step in range(1, 6):
+        tab.mouse("mouseMoved", x - 12 * step, y - 7 * step, button="left", buttons=1)
+    tab.mouse("mouseReleased", x - 60, y - 35, button="left", clickCount=1)
+    tab.drawn()
+    np.testing.assert_allclose(place(tab, 48, 48), [x - 60, y - 35], atol=1)
+    assert state(tab)["q"] == 48, "a drag selects no cell"
+
+
+def test_two_fingers_zoom(tab, url):
+    tab.open(url)
+    x, y = place(tab, 48, 48)
+    for spread in (40, 60, 80):
+        points = [dict(x=x - spread, y=y, id=0), dict(x=x + spread, y=y, id=1)]
+        tab.send("Input.dispatchTouchEvent", type="touchStart" if spread == 40 else "touchMove", touchPoints=points)
+    tab.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    tab.drawn()
+    assert 1.9 < state(tab)["zoom"] < 2.1
+    np.testing.assert_allclose(place(tab, 48, 48), [x, y], atol=2)
+
+
+def test_the_cell_panel_says_why(tab, url):
+    tab.open(url)
+    tab.mouse("mouseMoved", *place(tab, 30, 28))
+    tab.drawn()
+    assert text(tab, "cell-answer").split("\n")[-1] == "Query 30 may attend to key 28."
+    assert state(tab)["shown"]["allowed"] is True and state(tab)["q"] is None
+    tab.click(*place(tab, 30, 19))
+    tab.mouse("mouseMoved", 2, 2)
+    tab.drawn()
+    shown = state(tab)["shown"]
+    assert (shown["q"]["slot"], shown["k"]["slot"], shown["allowed"]) == (30, 19, False)
+    assert (shown["q"]["document"], shown["k"]["document"], shown["q"]["token"]) == (1, 0, "t30")
+    marks = re.findall(r"([✓✗])\s*(.+)", text(tab, "cell-tree"))
+    assert marks[:6] == [
+        ("✗", "all of these"), ("✓", "Causal()"), ("✗", "any of these"), ("✗", "Window(7, 0)"),
+        ("✗", "Global((0, 5), rows=False)"), ("✗", "Segments(i32[1,96])"),
+    ]  # fmt: skip
+    assert tab.run("location.hash") in ("", "#q=30&k=19")
+    tab.wait("location.hash === '#q=30&k=19'")
+
+
+def test_keys_move_the_cell_zoom_and_clear(tab, url):
+    tab.open(f"{url}#q=40&k=38")
+    tab.run("document.getElementById('mask-canvas').focus()")
+    tab.press("ArrowDown")
+    tab.press("ArrowLeft")
+    assert (state(tab)["q"], state(tab)["k"]) == (41, 37)
+    spoken = text(tab, "announcement")
+    assert spoken.startswith("Query 41 may attend to key 37. Causal(): allowed; Window(7, 0): allowed; Global")
+    for key, zoom in (("+", 2), ("+", 4), ("-", 2)):
+        tab.press(key, key)
+        tab.drawn()
+        assert state(tab)["zoom"] == zoom
+    tab.press("Escape")
+    assert state(tab)["q"] is None
+    assert tab.run("document.activeElement.id") == "mask-canvas"
+
+
+def test_tabs_are_reached_by_keys(tab, url):
+    tab.open(url)
+    tab.run("document.getElementById('tab-cell').focus()")
+    tab.press("ArrowRight")
+    assert tab.run("document.activeElement.id") == "tab-tiles"
+    assert [is_shown(tab, f"panel-{name}") for name in PANELS] == [False, True, False, False, False]
+    assert tab.run("document.getElementById('tab-tiles').getAttribute('aria-selected')") == "true"
+
+
+def test_controls_have_names_for_screen_readers(tab, url):
+    tab.open(url)
+    for panel in PANELS:
+        tab.run(f"longspan.set({{panel: {panel!r}}})")
+        nodes = tab.send("Accessibility.getFullAXTree")["nodes"]
+        named = [
+            (node["role"]["value"], node["name"]["value"])
+            for node in nodes
+            if not node["ignored"]
+            and node["role"]["value"] in ("button", "slider", "spinbutton", "tab", "tabpanel", "radio", "application")
+        ]
+        assert len(named) > 15
+        assert all(name for _, name in named), named
+        assert ("slider", "Window left") in named
+
+
+def test_sliders_change_the_picture_and_the_expression(tab, url):
+    tab.open(url)
+    set_input(tab, "slider-0", 3)
+    changed = narrower(3)
+    assert text(tab, "expression") == repr(changed) == state(tab)["expression"]
+    shown = (drawn_cells(tab, T, T)[..., :3] == [37, 99, 235]).all(axis=-1)
+    np.testing.assert_array_equal(shown, np.asarray(changed.dense(T, T))[0, 0])
+    tab.wait("location.hash === '#set.0=3'")
+    set_input(tab, "number-3", 50)
+    assert "Global((0, 50), rows=False)" in text(tab, "expression")
+    set_input(tab, "number-0", -1)
+    assert tab.run("document.getElementById('number-0').getAttribute('aria-invalid')") == "true"
+    assert state(tab)["set.0"] == 3, "a window cannot be negative"
+    tab.run("document.getElementById('reset').click()")
+    assert text(tab, "expression") == repr(MASK)
+
+
+@pytest.mark.parametrize(("q_tile", "kv_tile"), [(16, 8), (7, 13), (128, 128)])
+def test_tiles_cost_what_explain_prints(tab, url, q_tile, kv_tile):
+    x = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16)
+    report = ls.explain(x, x, x, mask=MASK.layout(T, T, q_tile=q_tile, kv_tile=kv_tile))
+    tab.open(f"{url}#panel=tiles&tile={q_tile},{kv_tile}")
+    shown = state(tab)["shown"]
+    assert (shown["empty"], shown["partial"], shown["full"]) == (
+        report.tiles_empty, report.tiles_partial, report.tiles_full,
+    )  # fmt: skip
+    for name in ("useful_flops", "executed_flops", "array_bytes", "dense_mask_bytes"):
+        assert shown[name] == getattr(report, name), name
+    assert shown["pairs"] == DENSE.sum()
+    printed = dict(line.split("  ", 1) for line in str(report).splitlines() if line[0] != " ")
+    table = dict(row.split("\t") for row in text(tab, "tiles-facts").splitlines())
+    for name in ("executed FLOPs", "inputs and outputs", "dense mask (not allocated)"):
+        assert table[name] == printed[name].strip(), name
+    assert tab.run(f"JSON.stringify(longspan.tiles({q_tile}, {kv_tile}).partial)") == str(report.tiles_partial)
+
+
+def test_partial_tiles_are_marked_in_the_picture(tab, url):
+    size = 16
+    tab.open(f"{url}#panel=tiles&tile={size},{size}")
+    kinds = grid_of(MASK, T, T, size, size).kinds
+    assert np.count_nonzero(kinds == PARTIAL) == 11
+    shown = drawn_cells(tab, T, T)[:, :, :3].astype(int)
+    washed = (shown[..., 0] - shown[..., 2] > 30) & ~DENSE  # orange over white
+    for row, column in np.ndindex(T // size, T // size):
+        tile = np.s_[size * row + 2 : size * row + size - 2, size * column + 2 : size * column + size - 2]
+        not_allowed = ~DENSE[tile]
+        assert (washed[tile][not_allowed] == (kinds[row, column] == PARTIAL)).all(), (row, column)
+
+
+def test_sliders_set_the_tiles(tab, url):
+    tab.open(f"{url}#panel=tiles")
+    set_input(tab, "q-tile", 4)
+    set_input(tab, "kv-tile-number", 12, "change")
+    assert state(tab)["tile"] == [16, 12] and state(tab)["shown"]["q_tile"] == 16
+    tab.wait("location.hash === '#tile=16,12&panel=tiles'")
+
+
+def test_long_counts_run_in_the_background(tab, save):
+    mask = ls.Causal() & ls.Window(511, 0)
+    tab.open(save(document(mask, MILLION), "counted") + "#panel=tiles")
+    tab.wait("longspan.state.shown.pending === false")
+    assert state(tab)["shown"]["pairs"] == MILLION * 512 - 512 * 511 // 2
+    assert state(tab)["shown"]["partial"] == 8192 + 8188
+
+
+def test_the_cache_panel_shows_the_plan_of_a_step(tab, url):
+    plan = ls.cache.plan(MASK, T)
+    tab.open(f"{url}#panel=cache&t=60")
+    shown = state(tab)["shown"]
+    title, _, row = plan.show(60, max_cells=T).splitlines()[:3]
+    kept = [key for start, stop in shown["kept"] for key in range(start, stop)]
+    assert kept == [key for key, sign in enumerate(row) if sign == "#"]
+    assert f"{shown['kept_count']} kept, {shown['evicted_count']} evicted; {shown['slots']} slots" in title
+    assert "10 of 61: 0, 5, 53 to 60" in text(tab, "cache-facts")
+    set_input(tab, "cache-step", 3)
+    assert state(tab)["t"] == 3 and state(tab)["shown"]["kept"] == [[0, 4]]
+    assert not is_shown(tab, "cache-note")
+    set_input(tab, "slider-0", 5)
+    assert state(tab)["shown"]["stale"] is True
+    assert "Python computed this for the original numbers" in text(tab, "cache-note")
+    assert tab.run("getComputedStyle(document.getElementById('cache-facts')).opacity") == "0.45"
+
+
+def test_the_devices_panel_shows_who_holds_and_receives_what(tab, url):
+    plan = ls.parallel.plan(MASK, T, 4, "zigzag")
+    tab.open(f"{url}#panel=devices&devices=4&order=zigzag")
+    assert state(tab)["shown"]["sent_rows"] == plan.sent_rows
+    devices = tab.run("[...document.querySelectorAll('.device')].map((it) => it.innerText)")
+    assert len(devices) == 4
+    assert "holds 0 to 11, 84 to 95" in devices[0]
+    tab.run("document.querySelectorAll('.device')[1].click()")
+    assert tab.run("document.querySelectorAll('.device')[1].getAttribute('aria-pressed')") == "true"
+    tab.run("document.getElementById('device-count-16').click()")
+    tab.run("document.getElementById('device-order-contiguous').click()")
+    assert (state(tab)["devices"], state(tab)["order"], len(state(tab)["shown"]["devices"])) == (16, "contiguous", 16)
+
+
+def test_next_difference_visits_every_difference(tab, url):
+    differing = np.argwhere(np.asarray(OTHER.dense(T, T))[0, 0] != DENSE).tolist()
+    tab.open(f"{url}#panel=diff")
+    assert state(tab)["shown"]["pair"] == dict(q=differing[0][0], k=differing[0][1], allowed_by="first")
+    visited = []
+    for _ in range(len(differing) + 1):
+        tab.run("document.getElementById('next-difference').click()")
+        visited.append([state(tab)["q"], state(tab)["k"]])
+    assert visited == [*differing, differing[0]]
+    tab.run("longspan.set({zoom: 1, q: null, k: null})")
+    tab.drawn()
+    colours = drawn_cells(tab, T, T)[..., :3]
+    for q, k in differing:
+        assert colours[q, k].tolist() == [37, 99, 235]
+    both = np.asarray(OTHER.dense(T, T))[0, 0] & DENSE
+    assert (colours[both] == [135, 146, 162]).all()
+
+
+def test_a_page_with_one_mask_says_how_to_compare(tab, save):
+    tab.open(save(document(ls.PerHead((ls.Causal(), ls.Window(3, 0))), 40, head=1), "heads") + "#panel=diff")
+    assert "other=other_mask" in text(tab, "diff-none") and not is_shown(tab, "next-difference")
+    assert "This page shows head 1 of 2" in text(tab, "notes")
+
+
+def test_the_address_stores_the_state(tab, url):
+    address = "#q=20&k=14&zoom=4&tile=64,32&t=70&devices=2&order=zigzag&panel=cache&set.0=9"
+    tab.open(url + address)
+    shown = state(tab)
+    assert {name: shown[name] for name in ("q", "k", "t", "devices", "order", "panel", "set.0", "tile")} == dict(
+        q=20, k=14, t=70, devices=2, order="zigzag", panel="cache", tile=[64, 32], **{"set.0": 9}
+    )
+    assert shown["zoom"] == 4 and not is_shown(tab, "problem")
+    tab.wait(f"location.hash === {address!r}")
+    tab.run("location.hash = '#panel=tiles'")
+    tab.wait("longspan.state.panel === 'tiles'")
+    assert state(tab)["q"] is None and state(tab)["set.0"] == 7
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("q=96&k=3", "q must be an integer from 0 to 95, got 96."),
+        ("q=5", "q and k must be given together."),
+        ("zoom=0", "zoom must be a number from 1, got 0."),
+        ("tile=128", "tile must be two numbers, as in 128,128, got 128."),
+        ("tile=8,x", "tile must be an integer from 1 to 1073741824, got x."),
+        ("t=1e9", "t must be an integer from 0 to 95, got 1e9."),
+        ("devices=3", "devices must be one of 2, 4, 8, 16, got 3."),
+        ("panel=cells", "panel must be one of cell, tiles, cache, devices, diff, got cells."),
+        ("set.9=1", "The index after set. must be an integer from 0 to 3, got 9."),
+        ("set.0=-1", "set.0 must be an integer from 0 to 1073741823, got -1."),
+        ("<b>=1", '"<b>" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.'),
+    ],
+)
+def test_a_bad_address_gives_defaults_and_says_so(tab, url, address, message):
+    tab.open(f"{url}#{address}")
+    assert text(tab, "problem") == f"The address is not valid: {message} The page shows its defaults."
+    shown = state(tab)
+    assert (shown["q"], shown["zoom"], shown["panel"], shown["set.0"]) == (None, 1, "cell", 7)
+
+
+def test_set_raises_errors(tab, url):
+    tab.open(url)
+    message = tab.run("(() => { try { longspan.set({panel: 'x'}); } catch (error) { return String(error); } })()")
+    assert message == "RangeError: panel must be one of cell, tiles, cache, devices, diff, got x."
+    tab.run("longspan.set({q: 9, k: 2, set: {0: 4}, tile: [8, 8]})")
+    assert (state(tab)["q"], state(tab)["set.0"], state(tab)["tile"]) == (9, 4, [8, 8])
+    pairs = int(np.asarray(narrower(4).dense(T, T)).sum())
+    assert tab.run("[longspan.allowed(9, 2), longspan.why(9, 5).allowed, longspan.count()]") == [False, True, pairs]
+
+
+def test_text_from_the_user_is_escaped(browser, tab, save):
+    hostile = ["</script><script>alert(1)</script>", "<!--<script>", "<b>\"'&", "\u2028\u2029", "a\0b", "@title@"]
+    tokens = hostile + ["x"] * (40 - len(hostile))
+
+    def rule(q, k):
+        return k <= q
+
+    rule.__name__ = "</title></script><i id=injected>"
+    browser.events.clear()
+    found = document(ls.Custom(rule) & ls.Causal(), 40, tokens=tokens)
+    tab.open(save(found, "hostile") + "#q=3&k=0&zoom=4")
+    assert tab.run("document.getElementById('injected')") is None
+    assert text(tab, "expression") == found["mask"]["text"] == tab.run("document.title")
+    shown = state(tab)["shown"]
+    assert (shown["q"]["token"], shown["k"]["token"]) == (hostile[3], hostile[0])
+    assert hostile[0] in text(tab, "cell-facts")
+    assert tab.run("JSON.parse(document.getElementById('document').textContent).tokens.q") == tokens
+    assert "</script" not in tab.run("document.getElementById('state').textContent")
+    assert not [event for event in browser.events if event["method"] in TROUBLE]
+
+
+@pytest.mark.parametrize("q_len", [0, 1, 3000])
+def test_rules_that_python_evaluated_and_short_masks_are_drawn(browser, tab, save, q_len):
+    browser.events.clear()
+    mask = ls.Custom(lambda q, k: (q * k) % 7 < 2) & ls.Causal() if q_len > 1 else ls.Causal()
+    tab.open(save(document(mask, q_len), f"short{q_len}"))
+    for panel in PANELS:
+        tab.run(f"longspan.set({{panel: {panel!r}}})")
+    tab.run("longspan.set({panel: 'cell'})")
+    tab.drawn()
+    assert not [event for event in browser.events if event["method"] in TROUBLE]
+    if q_len == 1:
+        assert drawn_cells(tab, 1, 1)[0, 0].tolist() == [37, 99, 235, 255]
+    if q_len == 3000:
+        tab.run("longspan.set({q: 2000, k: 1000})")
+        assert text(tab, "cell-answer").endswith("the page does not know this pair.")
+        assert "Python evaluated Custom(<lambda>) in cells of 6 x 6 pairs." in text(tab, "notes")
+        assert "not known" in text(tab, "legend")
+
+
+def test_a_narrow_page_does_not_scroll_sideways(tab, url):
+    tab.resize(400, 800)
+    tab.open(f"{url}#q=93&k=92")
+    for panel in PANELS:
+        tab.run(f"longspan.set({{panel: {panel!r}}})")
+        assert tab.run("document.documentElement.scrollWidth") == 400, panel
+    tab.resize(1200, 860)
