@@ -16,7 +16,7 @@ from flax import nnx
 
 from longspan.checks import FLOATS, check_choice
 from longspan.hf.config import ConfigContent, config_of, read_content
-from longspan.hf.names import HEADS, Parameter, body_name, head_prefixes, heads_of, parameters, task_of
+from longspan.hf.names import Parameter, body_name, head_prefixes, heads_of_others, parameters, task_of
 from longspan.hf.sizes import find_mismatches, refuse_large_heads, refuse_too_large
 from longspan.hf.tensors import DTYPES, CheckpointTensors
 from longspan.models import (
@@ -251,7 +251,7 @@ class _LoadReport:
         """Adds each tensor that the model does not use to `ignored` or to `unexpected`."""
         family, task = model.config.family, task_of(model)
         tied = {task.tied, *(task.twin_biases or ())}
-        heads = HEADS if family.ignored_keys is None else heads_of(family)
+        heads = heads_of_others(family, task)
         for name in sorted(names):
             plain = name.removeprefix(family.prefix)
             if plain.endswith(family.buffers):
