@@ -124,7 +124,7 @@ def load(
     """
     check_choice("random_blocks", random_blocks, RANDOM_BLOCKS)
     dtype, param_dtype = _float_dtype("dtype", dtype), _float_dtype("param_dtype", param_dtype)
-    where = _directory(Path(directory))
+    where = checked_directory(Path(directory))
     content = read_content(where, _checked_overrides(config))
     chosen = _task(content.family, task, content.architectures)
     with ExitStack() as stack:
@@ -338,13 +338,14 @@ def _task(family: Family, name: str | None, architectures: list[str]) -> Task:
     return family.tasks[0]
 
 
-def _directory(path: Path) -> Path:
+def checked_directory(path: Path, *, needs_config: bool = True) -> Path:
+    """The path of a checkpoint. Raises unless it is a directory, and unless it has a config.json if it needs one."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"{str(path)!r} is not a directory, and Longspan does not download. Fetch the checkpoint first, for "
             "example with `hf download <name> --local-dir <directory>`."
         )
-    if not (path / "config.json").is_file():
+    if needs_config and not (path / "config.json").is_file():
         listing = ", ".join(sorted(p.name for p in path.iterdir()))
         raise FileNotFoundError(f"{path} has no config.json. It contains: {listing or 'nothing'}.")
     return path
