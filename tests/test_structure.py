@@ -20,8 +20,8 @@ pytestmark = pytest.mark.quick
 
 # From the ground up. A room is a file or a folder of longspan/; it may import the rooms before it, not those after it.
 ORDER = (
-    "version", "tested_jax", "array_types", "optional", "checks", "constants", "dropout", "masks", "programs", "axes",
-    "biases", "pairs", "tile_kinds", "layout", "render", "maskinfo", "rope", "combine", "engines", "attend",
+    "version", "tested_jax", "array_types", "optional", "files", "checks", "constants", "dropout", "masks", "programs",
+    "axes", "biases", "pairs", "tile_kinds", "layout", "render", "maskinfo", "rope", "combine", "engines", "attend",
     "cross_entropy", "cache", "work", "parallel", "advice", "explanation", "explorer", "patterns", "nn", "models", "hf",
     "train", "testing", "cli", "__main__",
 )  # fmt: skip

@@ -16,6 +16,7 @@ from longspan.cli.demo import demo
 from longspan.cli.diff import diff
 from longspan.cli.encode import encode
 from longspan.cli.explain import explain
+from longspan.cli.explore import explore
 from longspan.cli.generate import generate
 from longspan.cli.info import info
 from longspan.cli.notices import say
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=dict(help_option_names=["-h", "--help"]),
 )
-for _command in (info, demo, show, explain, diff, bench, check, encode, generate):
+for _command in (info, demo, show, explore, explain, diff, bench, check, encode, generate):
     app.command()(_command)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli.expressions import parse
-from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.notices import compiling, say
 from longspan.cli.options import MAX_LENGTH, MAX_PLANNED, AsJson, print_json
+from longspan.files import atomic_write, check_writable
 from longspan.optional import needs
 
 Rows = list[dict[str, Any]]

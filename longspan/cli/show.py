@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli.expressions import parse
-from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.library import library
 from longspan.cli.options import MAX_LENGTH, AsJson, Expression, Keys, Queries, print_json
+from longspan.files import atomic_write, check_writable
 
 MAX_WIDTH = 64  # characters; the width if there is no terminal
 MAX_TILES = 2**16  # tiles along a side of a picture

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.files import atomic_write
+from longspan.files import atomic_write
 from longspan.optional import is_installed
 
 
@@ -65,6 +65,11 @@ class Stage:
 
         with atomic_write(self.folder / f"{name}.html") as new:
             new.write_text(document(mask_html(mask, length, length), repr(mask)), "utf-8")
+        self._wrote(f"{name}.html")
+
+    def explore(self, name: str, mask: Any, length: int) -> None:
+        """Writes the interactive page of a mask."""
+        mask.explore(length, path=self.folder / f"{name}.html")
         self._wrote(f"{name}.html")
 
     def save(self, name: str, figure: Any) -> None:

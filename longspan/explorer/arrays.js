@@ -1,21 +1,36 @@
 // Arrays of the document, and their least and greatest entries over runs of slots.
 
 // The typed array of an entry of `page.arrays`; bools are 0 and 1.
-function decodeArray({ type, shape, data }) {
+function decodeArray(entry) {
+  return entry.data === undefined ? decodeRuns(entry) : decodePlain(entry);
+}
+
+const TYPED = { bits: Uint8Array, i8: Int8Array, i16: Int16Array, i32: Int32Array };
+const sizeOf = (shape) => shape.reduce((a, b) => a * b, 1);
+
+// Each entry is the one before it, or 0, plus a step; step i is repeated `counts[i]` times.
+function decodeRuns({ type, shape, steps, counts }) {
+  const entries = new TYPED[type](sizeOf(shape));
+  const repeats = decodePlain(counts);
+  let at = 0;
+  let value = 0;
+  decodePlain(steps).forEach((step, i) => {
+    for (const stop = at + repeats[i]; at < stop; at++) entries[at] = value += step;
+  });
+  return entries;
+}
+
+function decodePlain({ type, shape, data }) {
   const text = atob(data);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  const size = shape.reduce((a, b) => a * b, 1);
-  if (type === "bits") {
-    const bools = new Uint8Array(size);
-    for (let i = 0; i < size; i++) bools[i] = (bytes[i >> 3] >> (i & 7)) & 1;
-    return bools;
-  }
-  if (type === "i8") return new Int8Array(bytes.buffer);
+  const entries = new TYPED[type](sizeOf(shape));
   const view = new DataView(bytes.buffer);
-  const read = type === "i16" ? (i) => view.getInt16(2 * i, true) : (i) => view.getInt32(4 * i, true);
-  const entries = type === "i16" ? new Int16Array(size) : new Int32Array(size);
-  for (let i = 0; i < size; i++) entries[i] = read(i);
+  for (let i = 0; i < entries.length; i++) {
+    if (type === "bits") entries[i] = (bytes[i >> 3] >> (i & 7)) & 1;
+    else if (type === "i8") entries[i] = view.getInt8(i);
+    else entries[i] = type === "i16" ? view.getInt16(2 * i, true) : view.getInt32(4 * i, true);
+  }
   return entries;
 }
 

@@ -78,12 +78,17 @@ def _kept(plan: cache.CachePlan) -> dict[str, Any]:
 
 def _steady_runs(plan: cache.CachePlan) -> list[list[int]]:
     """The runs of a plan in which every key of the ring is kept until its slot is reused."""
-    runs, start = [], 0
-    for key in (*plan.pinned, plan.length):
+    pinned, runs, start = frozenset(plan.pinned), [], 0
+    # The next key of a slot is `ring` positions later, unless that one is pinned or beyond the end.
+    blocked = {key - plan.ring for key in pinned if key >= plan.ring > 0} - pinned
+    for key in (*sorted(pinned | blocked), plan.length):
         if start < key:
             runs += _ring_runs(start, key, plan)
-        if key < plan.length:
+        if key in pinned:
             runs.append([key, key + 1, plan.length, 0])
+        elif key < plan.length:
+            later = range(key + 2 * plan.ring, plan.length, plan.ring)
+            runs.append([key, key + 1, next((k for k in later if k not in pinned), plan.length), 0])
         start = key + 1
     return runs
 
@@ -91,7 +96,6 @@ def _steady_runs(plan: cache.CachePlan) -> list[list[int]]:
 def _ring_runs(start: int, stop: int, plan: cache.CachePlan) -> list[list[int]]:
     if not plan.ring:
         return [[start, stop, -1, 0]]
-    # The next key of a slot is `ring` positions later, unless that one is pinned or beyond the end.
     last = max(start, min(stop, plan.length - plan.ring))
     found = [[start, last, plan.ring, 1], [last, stop, plan.length, 0]]
     return [run for run in found if run[0] < run[1]]

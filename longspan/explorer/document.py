@@ -59,16 +59,19 @@ A term is `{of, data, divide, modulo, plus, valid, by_head}`, as `masks.terms.Te
 list of numbers). `by_head` is whether the array had an axis of heads.
 
 An array is `{type, shape, data}`: base64 of little-endian `i8`, `i16` or `i32`, or of `bits` (bool, the first entry in
-the lowest bit).
+the lowest bit). An array in which few steps from entry to entry differ, such as ids of packed documents, is
+`{type, shape, steps: array, counts: array}`: each entry is the one before it plus a step, starting at 0, and step i is
+repeated `counts[i]` times.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax
 import numpy as np
 
-from longspan.checks import check_extents, check_lengths, check_static_size, is_known
+from longspan.checks import check_sides, check_static_size, is_known
 from longspan.constants import on_host
 from longspan.explorer.arrays import Arrays
 from longspan.explorer.caches import cache_plan
@@ -78,7 +81,7 @@ from longspan.explorer.jaxprs import Operations
 from longspan.explorer.lowered import lowered
 from longspan.explorer.nodes import Nodes
 from longspan.explorer.opaque import ShownPlane
-from longspan.masks import Mask
+from longspan.masks import And, Mask
 from longspan.masks.sides import as_positions
 from longspan.version import __version__
 
@@ -108,14 +111,13 @@ def document(
     """
     if kv_len is None:
         kv_len = q_len
-    check_lengths(q_len, kv_len)
-    masks = [_checked(mask, "mask", q_len, kv_len)]
+    masks = [_checked(mask, "mask")]
     if other is not None:
-        masks.append(_checked(other, "other", q_len, kv_len))
-    rows = max(max(m.batch for m in masks), *(_rows(p) for p in (q_positions, kv_positions)))
+        masks.append(_checked(other, "other"))
+    rows = check_sides(reduce(And.of, masks), q_len, kv_len, q_positions, kv_positions)
     heads = max(m.heads for m in masks)
-    batch = _place("batch", batch, rows)
-    head_shown = _place("head", 0 if head is None else head, heads)
+    batch = _place("batch", batch, rows, "batch rows")
+    head_shown = _place("head", 0 if head is None else head, heads, "heads")
     arrays, notes = Arrays(), []
     q_at, kv_at = as_positions(q_positions, np), as_positions(kv_positions, np)
     plane = ShownPlane(q_len, kv_len, batch, head_shown, rows, heads, q_at, kv_at)
@@ -156,11 +158,10 @@ def document(
     )
 
 
-def _checked(mask: Any, name: str, q_len: int, kv_len: int) -> Mask:
+def _checked(mask: Any, name: str) -> Mask:
     """The mask with NumPy arrays."""
     if not isinstance(mask, Mask):
         raise TypeError(f"`{name}` must be a Mask, got {type(mask).__name__}. For a MaskInfo, pass `info.mask`.")
-    check_extents(mask, q_len=q_len, kv_len=kv_len)
     known = on_host(mask)
     if known is None or not all(map(is_known, jax.tree.leaves(mask))):
         raise ValueError(
@@ -170,16 +171,11 @@ def _checked(mask: Any, name: str, q_len: int, kv_len: int) -> Mask:
     return known
 
 
-def _rows(positions: Any) -> int:
-    if positions is None or positions.ndim == 1:
-        return 1
-    return positions.shape[0]
-
-
-def _place(name: str, value: Any, count: int) -> int:
+def _place(name: str, value: Any, count: int, unit: str) -> int:
+    """A batch row or head of the document; 0 if all are alike."""
     value = check_static_size(name, value, 0)
-    if value >= count > 1 or (count == 1 and name == "head" and value > 0):
-        raise ValueError(f"`{name}` must be less than {count}, the number that the mask distinguishes, got {value}.")
+    if value >= count > 1:
+        raise IndexError(f"{name}={value} is out of range: the mask has {count} {unit}, 0 to {count - 1}.")
     return min(value, count - 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 # The same names in `numbers.js`.
-COMPUTE: dict[str, Callable[..., int]] = {
+COMPUTE: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,

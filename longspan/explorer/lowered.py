@@ -124,16 +124,29 @@ def _compare_with_python(expression: Expression, index: int, nodes: Nodes) -> No
             expression.numbers[number].fixed = f"The page cannot compute this rule ({type(error).__name__})."
         return
     initial = {number: expression.numbers[number].value for number in leaf.numbers}
+    named = set(_named([traced, operations.entries]))
     for number in leaf.numbers:
-        others = [initial[number] + step for step in OTHERS]
-        other = next((value for value in others if expression.is_legal(number, value)), None)
+        near = clipped(initial[number])
+        others = [clipped(near + step) for step in OTHERS]
+        other = next((value for value in others if value != near and expression.is_legal(number, value)), None)
         if other is None:
             expression.numbers[number].fixed = "Python accepts no other number here."
             continue
         numbers = {i: clipped(value) for i, value in (initial | {number: other}).items()}
         made = _resolved(traced, numbers, values_of(operations.entries, numbers))
-        if made != probe.node(expression.rebuilt(index, {number: other})):
+        if number not in named or made != probe.node(expression.rebuilt(index, {number: other})):
             expression.numbers[number].fixed = "The rule reads this number only when it is made."
+
+
+def _named(node: Any) -> Iterator[int]:
+    """The numbers that a node, or a list of them, refers to."""
+    if isinstance(node, dict):
+        node = list(node.values())
+    if isinstance(node, list) and node[:1] == ["n"]:
+        yield node[1]
+    elif isinstance(node, list):
+        for entry in node:
+            yield from _named(entry)
 
 
 def _resolved(node: Any, numbers: dict[int, int], derived: list[int]) -> Any:

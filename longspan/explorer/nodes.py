@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from longspan.array_types import FAR
 from longspan.checks import is_array
@@ -101,7 +101,7 @@ class Nodes:
         """A number: an int, or a reference to a number of an array, or a place for a traced one."""
         if isinstance(value, int):
             return clipped(value)
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             place: list[Any] = []
             self.traced.append((place, value))
             return place

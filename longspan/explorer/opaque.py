@@ -35,7 +35,7 @@ class ShownPlane:
         q, kv = [side.at(batch=here[0], head=here[1]) for side in sides][:2]
         return q, kv
 
-    def row(self, array: np.ndarray) -> np.ndarray:
+    def row(self, array: np.ndarray) -> Any:
         """An array [B or 1, ...] of the one row."""
         return array[min(self.batch, len(array) - 1)]
 

@@ -29,6 +29,7 @@ function spansOf(rule, tiling) {
   if (rule instanceof CompareRule) return spansOfCompare(rule, tiling);
   if (rule instanceof BlocksRule) return spansOfBlocks(rule, tiling);
   if (rule instanceof DenseRule) return spansOfDense(rule, tiling);
+  if (rule instanceof CellsRule && rule.bounded) return spansOfCells(rule, tiling);
   if (rule instanceof ConstantRule && !rule.truth) return newSpans(tiling, 1);
   return everything(tiling);
 }
@@ -259,4 +260,20 @@ function hullOfRow(rule, row, length) {
   }
   if (rule.isBroadcast(1) && high) high = length;
   return [low, high];
+}
+
+// From the first to the last cell of keys in which Python found an allowed pair. Engines read the rule's own bounds.
+function spansOfCells(rule, tiling) {
+  const [height, width] = rule.sizes;
+  const hulls = [];
+  for (let row = 0; row < rule.some.rows; row++) hulls.push(hullOfRow(rule.some, row, rule.some.columns));
+  return byRow(tiling, (start, stop) => {
+    let low = NO_SLOT;
+    let high = 0;
+    for (let row = floorDivide(start, height); row <= floorDivide(stop - 1, height); row++) {
+      low = Math.min(low, hulls[row][0]);
+      high = Math.max(high, hulls[row][1]);
+    }
+    return [Math.min(low, high) * width, high * width];
+  });
 }

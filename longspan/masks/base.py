@@ -8,9 +8,11 @@ A mask also has properties: the masks it is made of (`parts`), the data it `read
 defaults are safe for every rule: it reads everything and bounds nothing.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,7 @@ from longspan.masks.spans import Spans, everything
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from longspan.explorer.explore import MaskExplorer
     from longspan.layout import BlockLayout
 
 POSITION, SLOT = "position", "slot"  # the two properties of a token that a rule may read
@@ -467,6 +470,81 @@ class Mask(Value):
             kv_len = q_len
         positions = dict(q_positions=q_positions, kv_positions=kv_positions)
         return plot(self, q_len, kv_len, batch=batch, head=head, tile=tile, max_cells=max_cells, **positions)
+
+    @overload
+    def explore(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        path: None = None,
+        tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]] | None = None,
+        other: "Mask | None" = None,
+        batch: int = 0,
+        head: int | None = None,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+    ) -> "MaskExplorer": ...
+
+    @overload
+    def explore(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        path: str | os.PathLike[str],
+        tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]] | None = None,
+        other: "Mask | None" = None,
+        batch: int = 0,
+        head: int | None = None,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+    ) -> Path: ...
+
+    @no_type_check
+    def explore(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]] | None = None,
+        other: "Mask | None" = None,
+        batch: int = 0,
+        head: int | None = None,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+    ) -> "MaskExplorer | Path":
+        """An interactive page of this mask, in one HTML file that needs no server and no other file.
+
+        The page evaluates the mask in the browser, from a million tokens down to single pairs. It shows the rules that
+        allow a pair, the tiles by kind, the keys in the cache after each step, and the tokens that devices send. The
+        numbers of the expression have sliders. Without a path, the result is an object that notebooks show.
+
+        Args:
+            q_len: number of queries, T.
+            kv_len: number of keys, S; by default T.
+            path: the file to write. The method then returns its path.
+            tokens: the text of each token: a list of strings, or a pair of lists, for queries and for keys.
+            other: a second mask. The page shows the pairs that only one of the two masks allows.
+            batch: which batch row.
+            head: which head; by default the first one.
+            q_positions: int [T], [1, T] or [B, T]; by default each slot's index.
+            kv_positions: int [S], [1, S] or [B, S]; by default each slot's index.
+
+        Example:
+            >>> from longspan import Causal, Window
+            >>> mask = Causal() & Window(511, 0)
+            >>> mask.explore(4096, path=f"{tempfile.mkdtemp()}/window.html", other=Causal()).name
+            'window.html'
+            >>> mask.explore(4096)
+            <MaskExplorer of Causal() & Window(511, 0): 4,096 queries x 4,096 keys>
+        """
+        from longspan.explorer.explore import explore
+
+        options = dict(tokens=tokens, other=other, batch=batch, head=head)
+        positions = dict(q_positions=q_positions, kv_positions=kv_positions)
+        return explore(self, q_len, kv_len, path=path, **options, **positions)
 
     def _repr_html_(self) -> str | None:
         from longspan.render.notebook import shown_html

@@ -26,5 +26,7 @@ from longspan.train.interrupts import Interrupted as Interrupted
 from longspan.train.loop import FitResult as FitResult
 from longspan.train.loop import fit as fit
 from longspan.train.optimizers import adamw as adamw
+from longspan.train.processes import join as join
 from longspan.train.report import Progress as Progress
 from longspan.train.resume import restore as restore
+from longspan.train.supervisor import supervise as supervise

@@ -19,7 +19,7 @@ from longspan.parallel import mesh as device_mesh
 from longspan.train.checkpoints import CHECKPOINTS, Checkpoints, notes_of, restore_arrays
 from longspan.train.evaluation import EVAL_LOSS, NO_EVALUATION, BestEvaluation, Evaluations
 from longspan.train.interrupts import Interrupted, Interrupts
-from longspan.train.placement import check_batch, place_array, place_batch
+from longspan.train.placement import check_batch, heads_of, place_array, place_batch
 from longspan.train.report import METRICS, MetricsFile, Progress, cut_metrics, finite
 from longspan.train.resume import check_new, find_checkpoint
 from longspan.train.state import from_named_arrays, initial_state, named_arrays, split_model
@@ -211,7 +211,7 @@ class _Loop:
         graph, parameters, others = split_model(model)
         model.eval()
         self.evaluations.prepare(model)
-        self.state = initial_state(parameters, others, optimizer, key, self.mesh)
+        self.state = initial_state(parameters, others, optimizer, key, self.mesh, heads_of(model))
         shardings = None
         if self.mesh is not None:
             shardings = tuple(x.sharding for x in jax.tree.leaves(self.state))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from longspan.checks import check_static_size
+from longspan.train.paths import names_of
 
 # Parameters with these names, or of modules with "norm" in their names, do not decay.
 NOT_DECAYED = ("bias", "scale")
@@ -83,8 +84,7 @@ def decays(parameters: Any) -> Any:
     """A tree of bools: the parameters that decay."""
 
     def decays_one(path: Any, _: Any) -> bool:
-        names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
-        names = [name for name in names if name and name != "value"]
+        names = names_of(path)
         return names[-1] not in NOT_DECAYED and not any("norm" in name for name in names)
 
     return jax.tree_util.tree_map_with_path(decays_one, parameters)

@@ -1,5 +1,6 @@
 """Where arrays lie on a mesh: batches by rows and tokens, parameters by the heads of tp and by fsdp."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,12 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longspan.axes import BATCH_AXES, HEAD_AXIS
+from longspan.train.paths import names_of
 from longspan.train.step import TrainState
 
 SEQUENCE_AXIS, FSDP_AXIS = "sp", "fsdp"
 # Kernels that produce heads, hidden units and logits are split by columns, those that read them by rows, as in
 # Megatron. Matrices that join several of them (qkv, gate_up) are not split over the heads' axis.
-COLUMNS = ("query", "key", "value", "query_global", "key_global", "value_global", "gate", "up", "head")
+QUERIES = ("query", "query_global", "key_global", "value_global")
+COLUMNS = (*QUERIES, "key", "value", "gate", "up", "head")
 ROWS = ("out", "down")
 
 
@@ -53,12 +56,12 @@ def check_batch(batch: Any, mesh: Any, accumulate: int) -> None:
         )
 
 
-def state_shardings(state: TrainState, optimizer: Any, mesh: Any) -> TrainState:
+def state_shardings(state: TrainState, optimizer: Any, mesh: Any, heads: Mapping[str, int]) -> TrainState:
     """The sharding of each array of a state. The state may consist of shapes."""
     replicated = NamedSharding(mesh, P())
     everywhere = lambda tree: jax.tree.map(lambda _: replicated, tree)  # noqa: E731
     parameters = jax.tree_util.tree_map_with_path(
-        lambda path, x: NamedSharding(mesh, parameter_spec(path, x.shape, mesh)), state.parameters
+        lambda path, x: NamedSharding(mesh, parameter_spec(path, x.shape, mesh, heads)), state.parameters
     )
     of_optimizer = optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, state.optimizer, parameters, transform_non_params=lambda _: replicated
@@ -66,21 +69,32 @@ def state_shardings(state: TrainState, optimizer: Any, mesh: Any) -> TrainState:
     return TrainState(replicated, replicated, parameters, everywhere(state.others), of_optimizer)
 
 
-def parameter_spec(path: Any, shape: tuple[int, ...], mesh: Any) -> P:
+def heads_of(model: Any) -> dict[str, int]:
+    """The number of heads that each projection of a model produces or reads, as far as its config tells it."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "num_attention_heads"):
+        return {}
+    queries = int(config.num_attention_heads)
+    keys = int(getattr(config, "num_key_value_heads", None) or queries)
+    return dict.fromkeys((*QUERIES, "out"), queries) | dict(key=keys, value=keys)
+
+
+def parameter_spec(path: Any, shape: tuple[int, ...], mesh: Any, heads: Mapping[str, int]) -> P:
     """The mesh axes that split a parameter: tp by its name, then fsdp along the longest axis that is left.
+
+    Heads stay whole: a projection whose number of heads is not a multiple of tp is not split over tp.
 
     Example:
         >>> path = [jax.tree_util.DictKey("query"), jax.tree_util.DictKey("kernel")]
-        >>> parameter_spec(path, (6, 8), jax.make_mesh((1,), ("tp",)))
+        >>> parameter_spec(path, (6, 8), jax.make_mesh((1,), ("tp",)), dict(query=4))
         P(None, 'tp')
     """
-    names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
-    names = [name for name in names if name and name != "value"]
-    owner, leaf = [None, *names][-2:]
+    owner, leaf = ["", *names_of(path)][-2:]
     entries: list[Any] = [None] * len(shape)
-    if owner in COLUMNS and leaf in ("kernel", "bias"):
+    whole = heads.get(owner, 0) % _size(mesh, (HEAD_AXIS,)) == 0
+    if owner in COLUMNS and whole and leaf in ("kernel", "bias"):
         _split(entries, shape, len(shape) - 1, HEAD_AXIS, mesh)
-    if owner in ROWS and leaf == "kernel":
+    if owner in ROWS and whole and leaf == "kernel":
         _split(entries, shape, len(shape) - 2, HEAD_AXIS, mesh)
     # The first of three axes counts layers: a scan takes one layer after another.
     free = [axis for axis in range(len(shape)) if entries[axis] is None and (axis or len(shape) < 3)]

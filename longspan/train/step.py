@@ -89,7 +89,8 @@ def _gradients(program: TrainProgram, parameters: Any, others: Any, batch: Any, 
     """The loss, its weight, the gradients, and the variables that are not trained after the call."""
 
     def value(parameters):
-        model = nnx.merge(program.graph.graph, parameters, others)
+        # Copies of the trees: `merge` puts a tree's own variables into the model, and the call may change them.
+        model = nnx.merge(program.graph.graph, *jax.tree.map(lambda x: x, (parameters, others)))
         loss, weight = _scalar_and_weight("loss", program.loss(model, batch, key))
         _, _, after = nnx.split(model, nnx.Param, ...)
         return loss, (weight, after)
@@ -127,7 +128,7 @@ def _accumulated(program: TrainProgram, state: TrainState, batch: Any, key: Any)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(program: EvaluationProgram, parameters: Any, others: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
-    model = nnx.merge(program.graph.graph, parameters, others)
+    model = nnx.merge(program.graph.graph, *jax.tree.map(lambda x: x, (parameters, others)))
     found = program.evaluate(model, batch)
     return {name: _scalar_and_weight(name, value) for name, value in found.items()}
 

@@ -14,9 +14,9 @@ import pytest
 
 import longspan as ls
 from longspan.cli import _escape_unprintable, library
-from longspan.cli.files import atomic_write, check_writable
 from longspan.cli.notices import say
 from longspan.cli.texts import read_stdin, stop_tokens
+from longspan.files import atomic_write, check_writable
 from tests.cli.asserts import assert_one_line
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -1,49 +1,75 @@
-"""Runs the page's scripts in Node: one process answers the questions about all documents of a test."""
+"""Runs the page's scripts in Node: one process answers the questions of all tests."""
 
+import atexit
 import json
 import shutil
 import subprocess
+from functools import cache
 
 import pytest
 
-from longspan.explorer.scripts import evaluator
+from longspan.explorer.scripts import FOLDER, evaluator
 
 NODE = shutil.which("node") or shutil.which("nodejs")
 needs_node = pytest.mark.skipif(NODE is None, reason="Node is not installed: it runs the page's scripts in tests")
 
-# Each question is [method, ...arguments] of `makeExplorer(document)`. `dense` is a string of 1, 0 and ? per row.
+# Each line of the input is {document, questions}. A question is [method, ...arguments] of `makeExplorer(document)`.
 ANSWER = """
-const answers = JSON.parse(require("fs").readFileSync(0, "utf-8")).map(({ document, questions }) => {
+const ofAll = {
+  // Whether each pair is allowed: a text of 1, 0 and ? per query.
+  dense: (explorer, { q_len, kv_len }) =>
+    range(q_len).map((q) => range(kv_len).map((k) => mark(explorer.allowed(q, k))).join("")),
+  // The kind of each tile: a text of digits per row of tiles.
+  kinds: (explorer, { q_len, kv_len }, qTile, kvTile) =>
+    range(Math.ceil(q_len / qTile)).map((i) =>
+      range(Math.ceil(kv_len / kvTile))
+        .map((j) => {
+          const [q, k] = [i * qTile, j * kvTile];
+          return explorer.classify(q, Math.min(q + qTile, q_len), k, Math.min(k + kvTile, kv_len));
+        })
+        .join("")),
+  // All differing pairs, by repeated calls.
+  differences: (explorer) => {
+    const found = [];
+    for (let at = explorer.diff(); at.pair; at = explorer.diff(at.pair.q, at.pair.k)) found.push(at.pair);
+    return found;
+  },
+  costs: (explorer, document, ...tile) => costsOf(document, explorer.tiles(...tile), explorer.count()),
+  set: (explorer, document, ...numbers) => explorer.setNumbers(numbers) ?? explorer.text,
+};
+const range = (count) => Array.from({ length: count }, (_, i) => i);
+const mark = (truth) => (truth === null ? "?" : String(Number(truth)));
+
+function answered({ document, questions }) {
   const explorer = makeExplorer(document);
   return questions.map(([method, ...given]) => {
     try {
-      if (method === "dense") return dense(explorer, document);
-      if (method === "set") return explorer.setNumbers(given[0]), explorer.text;
-      return explorer[method](...given) ?? null;
+      return (ofAll[method] ? ofAll[method](explorer, document, ...given) : explorer[method](...given)) ?? null;
     } catch (error) {
       return { error: String(error.stack) };
     }
   });
-});
-
-function dense(explorer, { q_len, kv_len }) {
-  const rows = [];
-  for (let q = 0; q < q_len; q++) {
-    let row = "";
-    for (let k = 0; k < kv_len; k++) row += { true: "1", false: "0", null: "?" }[explorer.allowed(q, k)];
-    rows.push(row);
-  }
-  return rows;
 }
-process.stdout.write(JSON.stringify(answers));
+
+require("readline")
+  .createInterface({ input: process.stdin, terminal: false })
+  .on("line", (line) => process.stdout.write(JSON.stringify(answered(JSON.parse(line))) + "\\n"));
 """
 
 
-def ask(documents, questions):
-    """The answers to the questions about each document: questions[i] is a list about documents[i]."""
-    asked = [dict(document=d, questions=q) for d, q in zip(documents, questions, strict=True)]
-    done = subprocess.run(
-        [NODE, "-e", evaluator() + ANSWER], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+@cache
+def _process():
+    scripts = evaluator() + (FOLDER / "costs.js").read_text("utf-8") + ANSWER
+    process = subprocess.Popen([NODE, "-e", scripts], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(process.kill)
+    return process
+
+
+def ask(document, *questions):
+    """The answers of the page to questions about a document."""
+    process = _process()
+    process.stdin.write(json.dumps(dict(document=document, questions=questions)).encode() + b"\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, "Node stopped: its error is above"
+    return json.loads(line)

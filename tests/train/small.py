@@ -12,7 +12,7 @@ from flax import nnx
 from longspan import train
 from tests.made import made
 
-ROWS, SIZE = 6, 5
+ROWS, SIZE = 8, 5
 
 
 class Small(nnx.Module):
@@ -59,7 +59,7 @@ def small(width: int = 7, rate: float = 0.25) -> Small:
 def batches(step: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng((3, step))
     x = rng.normal(size=(ROWS, SIZE)).astype(np.float32)
-    return dict(x=x, y=np.sin(x.sum(axis=1, keepdims=True)))
+    return dict(x=x, y=np.sin(x.sum(axis=1, keepdims=True)), step=np.full(ROWS, step, np.int32))
 
 
 def squares(model: Small, batch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
