@@ -1,12 +1,17 @@
-"""Draws the pictures of gallery.md and writes its grid of thumbnails: `python docs/make_pictures.py`.
+"""Draws the pictures of gallery.md, writes its grid of thumbnails, and stores the documents of its explorers.
 
-A test compares the pictures and the grid with the files.
+Run `python docs/make_pictures.py`. A test compares the pictures, the grid and the documents with the files.
 """
 
+import gzip
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from longspan import Mask
+from longspan.explorer.document import document
 from longspan.render.notebook import mask_html
 
 HERE = Path(__file__).parent
@@ -23,13 +28,23 @@ ENTRY = re.compile(r"^### (?P<title>[^\n]+)\n\n[^\n]+\n\n!\[[^\n]*\]\(pictures/(
 
 
 def pictures(page: str) -> dict[str, str]:
-    """Returns the SVG of each picture by name. The code below a picture in the page defines its `mask`."""
-    found, names = {}, {}
+    """Returns the SVG of each picture by name."""
+    return {name: svg(*made) for name, *made in masks(page)}
+
+
+def documents(page: str) -> dict[str, dict[str, Any]]:
+    """Returns the document of each entry's explorer by name, without the version: docs/_explorers.py adds it."""
+    found = {name: document(*made) | dict(longspan="") for name, *made in masks(page)}
+    return json.loads(json.dumps(found))
+
+
+def masks(page: str) -> Iterator[tuple[str, Mask, int, int]]:
+    """Yields the name of each picture, its mask and both lengths. The code below a picture defines its `mask`."""
+    names: dict[str, Any] = {}
     for block in BLOCK.finditer(page):
         exec(block["code"], names)
         if block["name"]:
-            found[block["name"]] = svg(names["mask"], int(block["queries"]), int(block["keys"]))
-    return found
+            yield block["name"], names["mask"], int(block["queries"]), int(block["keys"])
 
 
 def svg(mask: Mask, q_len: int, kv_len: int) -> str:
@@ -62,7 +77,7 @@ def thumbnails(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the pictures and the grid, and deletes pictures that the page no longer shows."""
+    """Writes the pictures, the grid and the documents, and deletes pictures that the page no longer shows."""
     page = (HERE / "gallery.md").read_text("utf-8")
     grid = thumbnails(page)
     (HERE / "gallery.md").write_text(GRID.sub(lambda _: grid, page), "utf-8")
@@ -72,7 +87,9 @@ def main() -> None:
             old.unlink()
     for name, content in drawn.items():
         (HERE / "pictures" / f"{name}.svg").write_text(content, "utf-8")
-    print(f"{len(drawn)} pictures")
+    stored = json.dumps(documents(page), separators=(",", ":")).encode()
+    (HERE / "explorers.json.gz").write_bytes(gzip.compress(stored, mtime=0))
+    print(f"{len(drawn)} pictures and explorers")
 
 
 if __name__ == "__main__":

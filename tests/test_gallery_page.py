@@ -1,7 +1,11 @@
 """docs/gallery.md: its expressions draw its pictures, and its attention-gym masks equal attention-gym's."""
 
+import gzip
 import importlib.util
+import json
 import re
+import subprocess
+import sys
 import xml.dom.minidom
 from pathlib import Path
 
@@ -37,7 +41,12 @@ OTHERS = {"chosen blocks", "natten, wide", "sliding tiles 3d"}
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_pictures", DOCS / "make_pictures.py")
+    return loaded("make_pictures")
+
+
+def loaded(name):
+    """A script in docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -46,12 +55,7 @@ def script():
 @pytest.fixture(scope="module")
 def masks(script):
     """The mask of each picture, with both lengths."""
-    found, names = {}, {}
-    for block in script.BLOCK.finditer(PAGE):
-        exec(block["code"], names)
-        if block["name"]:
-            found[block["name"]] = names["mask"], int(block["queries"]), int(block["keys"])
-    return found
+    return {name: tuple(made) for name, *made in script.masks(PAGE)}
 
 
 def test_the_expressions_of_the_page_draw_its_pictures(script):
@@ -60,6 +64,34 @@ def test_the_expressions_of_the_page_draw_its_pictures(script):
     assert set(files) == set(drawn) == set(re.findall(r"\(pictures/([\w-]+)\.svg\)", PAGE))
     changed = [name for name, content in drawn.items() if files[name] != content]
     assert not changed, f"python docs/make_pictures.py draws {changed} differently"
+
+
+@pytest.mark.check
+def test_the_documents_of_the_explorers_are_current(script):
+    stored = json.loads(gzip.decompress((DOCS / "explorers.json.gz").read_bytes()))
+    made = script.documents(PAGE)
+    assert set(stored) == set(made) == {path.stem for path in (DOCS / "pictures").glob("*.svg")}
+    changed = [name for name, content in made.items() if stored[name] != content]
+    assert not changed, f"python docs/make_pictures.py makes other documents of {changed}"
+    assert (DOCS / "explorers.json.gz").stat().st_size < 100_000
+
+
+def test_the_site_links_an_explorer_below_every_picture():
+    hooks = loaded("_explorers")
+    pages = hooks.explorers()
+    made = ls.Causal().explore(24).html
+    assert pages["causal"] == made and max(len(page.encode()) for page in pages.values()) < 300_000
+    links = re.findall(r"^!\[.*\]\(pictures/([\w-]+)\.svg\)\n\n\[Explore this mask\]\(explorers/([\w-]+)\.html\)$",
+                       hooks.linked(PAGE), re.MULTILINE)  # fmt: skip
+    assert len(links) == len(pages) > 40 and all(picture == page for picture, page in links)
+    assert {page for _, page in links} == set(pages)
+
+
+def test_the_site_is_built_without_jax():
+    program = "import sys; sys.modules['jax'] = sys.modules['numpy'] = None; import _explorers; _explorers.explorers()"
+    subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(DOCS)!r}); {program}"], check=True
+    )
 
 
 def test_the_page_opens_with_a_thumbnail_of_every_entry(script):

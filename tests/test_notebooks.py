@@ -32,7 +32,7 @@ def test_cells_give_the_stored_outputs(path, execute):
 def test_notebooks_are_small_and_executed_and_have_format_4_5(path):
     notebook = json.loads(path.read_text("utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    assert path.stat().st_size < 100_000
+    assert path.stat().st_size < 130_000  # 70 kB are the page of an explorer
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,14 @@ def test_issue_forms_are_whole(name):
     assert {"name", "description", "body"} <= set(form)
     ids = [part["id"] for part in form["body"]]
     assert len(set(ids)) == len(ids) and all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_the_wheel_has_every_file_of_the_explorers_page(tmp_path, monkeypatch):
+    build = pytest.importorskip("scikit_build_core.build")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LONGSPAN_NATIVE", "0")
+    with zipfile.ZipFile(tmp_path / build.build_wheel(str(tmp_path))) as archive:
+        packed = set(archive.namelist())
+    for suffix in ("js", "html", "css"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "longspan" / "explorer").glob(f"*.{suffix}")}
+        assert files and files <= packed

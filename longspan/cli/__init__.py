@@ -1,8 +1,8 @@
 """The command `longspan`: one file per command, around masks written as text (`expressions`).
 
 Commands import JAX and the rest of Longspan only when they run, so that help and completion respond at once. `bench`
-measures with `timing`, and `demo` with `comparison`. `encode` and `generate` share `texts`; `modules` finds the parts
-of a sentence-transformers directory that `encode` ignores.
+measures with `timing`, and `demo` with `comparison`. `encode` reads `documents` and writes `parts`; `texts` decodes
+what `generate` prints.
 """
 
 import io

@@ -114,6 +114,8 @@ def _masks(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
         stage.say(rule.show(length, length, max_cells=16, **head))
         stage.draw(name, rule, length, tile=block)
         stage.say()
+    stage.say("Open this page in a browser to see why a pair is allowed, what the mask costs, and what a cache keeps:")
+    stage.explore("explorer", mask, length)
 
 
 def _comparison(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
@@ -264,12 +266,13 @@ def _devices(stage: Stage, mask: Any, sizes: DemoSizes) -> None:
 def _next(stage: Stage) -> None:
     stage.title("Next steps")
     if stage.files:
-        stage.say(f"See the pictures in {stage.folder}: {', '.join(stage.files)}")
+        stage.say(f"See the pictures and pages in {stage.folder}: {', '.join(stage.files)}")
     for command, purpose in {
         "longspan show 'Causal() & Window(255, 0)' -T 4096": "draw a mask",
+        "longspan explore 'Causal() & Window(255, 0)' -T 4096 --html mask.html": "write an interactive page of it",
         "longspan explain 'Causal() & Window(255, 0)' --shape 1,32768,8,64": "print its engine, tiles and FLOPs",
         "longspan bench": "time the engines and other libraries",
         "longspan check DIR": "inspect a Hugging Face checkpoint",
         "longspan --help": "list all commands",
     }.items():
-        stage.say(f"  {command:<70} {purpose}")
+        stage.say(f"  {command:<70}  {purpose}")

@@ -1,7 +1,8 @@
-"""`longspan encode`: one vector per document, computed by an encoder's checkpoint."""
+"""`longspan encode`: one vector per document, computed by an encoder's or a decoder's checkpoint."""
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -9,47 +10,60 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
+from longspan.cli.documents import Document, check_files, parts_of, read_documents
 from longspan.cli.library import library
-from longspan.cli.modules import modules_of
 from longspan.cli.notices import compiling, say
 from longspan.cli.options import MAX_LENGTH, AsJson, print_json
-from longspan.cli.texts import read_stdin, tokenizer_of
-from longspan.files import atomic_write, check_writable
-
-MIN_STEP = 64  # lengths are padded to multiples of this, or of an eighth of a power of two: see `padded`
+from longspan.cli.parts import PartFolder, digest_of
+from longspan.files import check_writable
 
 
-class Pooling(StrEnum):
+class PoolingChoice(StrEnum):
     """How the vectors of a document's tokens are reduced to one."""
 
     mean = "mean"
     cls = "cls"
+    max = "max"
+    mean_sqrt_len_tokens = "mean_sqrt_len_tokens"
+    weightedmean = "weightedmean"
+    lasttoken = "lasttoken"
 
 
 class TextPiece(NamedTuple):
-    """A document or a part of one, which is encoded as one row."""
+    """A document or a part of one, which is encoded on its own."""
 
-    document: int  # its index
-    tokens: list[int]
+    document: int  # its index in the part
+    tokens: np.ndarray
 
 
 def encode(
     files: Annotated[list[Path], typer.Argument(help="Text files, one document each; - reads standard input.")],
     model: Annotated[
-        Path, typer.Option(help="Directory of an encoder with a tokenizer.json.", file_okay=False, exists=True)
+        Path, typer.Option(help="Directory of a checkpoint with a tokenizer.json.", file_okay=False, exists=True)
     ],
     out: Annotated[
         Path, typer.Option(help=r"Write the vectors, float32 \[documents, size], to this .npy file.", dir_okay=False)
     ],
     lines: Annotated[bool, typer.Option("--lines", help="Treat every line as a document.")] = False,
     pooling: Annotated[
-        Pooling | None,
+        PoolingChoice | None,
         typer.Option(
-            help="The vector of a document: the mean of its token vectors (the default), or the vector of its first "
-            "token. With this option, unsupported modules of a sentence-transformers directory are ignored. Without "
-            "it, they are an error.",
+            help="The vector of a document: for example the mean of its token vectors, or the vector of its first "
+            "token. By default the modules of the sentence-transformers directory; this option replaces all of them. "
+            "Without a modules.json the default is the mean.",
             show_default=False,
         ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text that is put before every document.", show_default=False)
+    ] = None,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(help="Name of one of the directory's prompts, for example query.", show_default=False),
+    ] = None,
+    truncate_dim: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_LENGTH, help="Keep only this many features of each vector.", show_default=False),
     ] = None,
     split: Annotated[
         bool,
@@ -69,6 +83,9 @@ def encode(
     batch_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_LENGTH, help="Maximum number of tokens in a batch.")
     ] = 16384,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an unfinished run, whose vectors are in OUT.parts.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Encode documents into one vector each."""
@@ -79,200 +96,156 @@ def encode(
     check_writable(out)
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out: {out} is one of the documents and would be overwritten. Name another file.")
-    modules, chosen = modules_of(model), pooling or Pooling.mean
-    if pooling is None:
-        _refuse(model, modules.not_run(chosen, None))
-    tokenizer = tokenizer_of(model)
-    texts = _texts(files, lines)
-    ls = library()
-    encoder = _encoder(ls.hf.load(model), model)
-    not_run = modules.not_run(chosen, encoder.config.max_tokens)
-    if pooling is None:
-        _refuse(model, not_run)
-    elif not_run:
-        say(f"longspan: warning: with --pooling {chosen}, settings of {model} are ignored: {'; '.join(not_run)}.")
-    global_tokens = _check_global_tokens(encoder, chosen, global_tokens)
-    pieces = _pieces(tokenizer, texts, encoder.config, split=split, truncate=truncate)
-    encode_batch = _BatchEncoder(encoder, chosen, global_tokens, quiet=as_json)
-    vectors = _vectors(encode_batch, pieces, len(texts), batch_tokens)
-    with atomic_write(out) as new, new.open("wb") as file:
-        np.save(file, vectors)
-    tokens = sum(len(piece.tokens) for piece in pieces)
+    check_files(files)
+    embedder = _embedder(model, pooling)
+    embedder.global_tokens = _global_tokens(embedder, pooling, global_tokens)
+    text = embedder.prompt(prompt, prompt_name)
+    size = embedder.dimension(truncate_dim)
+    found = dict(
+        model=embedder.model.config.model_type,
+        modules=[str(module) for module in embedder.modules],
+        prompt=text,
+        dimension=size,
+        longest_input=embedder.max_seq_length,
+    )
+    if not as_json:
+        print(_printed(found), flush=True)
+    run = dict(found, model=digest_of(model), split=split, truncate=truncate, global_tokens=embedder.global_tokens)
+    folder = PartFolder(out, run, resume=resume)
+    encoder = _DocumentEncoder(embedder, text, size, batch_tokens, split=split, truncate=truncate, quiet=as_json)
+    try:
+        shape = _encode_parts(folder, encoder, read_documents(files, lines=lines))
+    except BaseException:
+        folder.discard_if_empty()
+        if folder.added and not folder.temporary:
+            count = sum(entry.documents for entry in folder.finished)
+            say(f"longspan: {folder.folder} has the vectors of {count:,} documents. Continue with --resume.")
+        raise
     if as_json:
-        print_json(dict(documents=len(texts), tokens=tokens, shape=list(vectors.shape), out=str(out)))
+        print_json(dict(documents=shape[0], tokens=folder.tokens, shape=list(shape), out=str(out), **found))
     else:
-        print(f"wrote {out}: {vectors.shape[0]:,} vectors of size {vectors.shape[1]:,}, from {tokens:,} tokens")
+        print(f"wrote {out}: {shape[0]:,} vectors of size {shape[1]:,}, from {folder.tokens:,} tokens")
 
 
-def _refuse(directory: Path, not_run: list[str]) -> None:
-    """Raises a ValueError if the vectors would differ from those of sentence-transformers."""
-    if not_run:
-        raise ValueError(
-            f"{directory} is a sentence-transformers directory with settings that `longspan encode` does not support: "
-            f"{'; '.join(not_run)}. It supports only a Transformer with mean pooling, so its vectors would differ "
-            "from those of sentence-transformers. To ignore these settings, give --pooling mean or --pooling cls."
-        )
+def _embedder(directory: Path, pooling: PoolingChoice | None) -> Any:
+    """The directory's embedder, or one with another pooling instead of the directory's modules."""
+    ls = library()
+    if pooling is None:
+        return ls.hf.load_embedder(directory)
+    from longspan.hf.embedder import load_pooled
+    from longspan.hf.sentence_modules import listed_modules
+
+    replaced = listed_modules(directory)
+    if replaced:
+        names = ", ".join(map(str, replaced[1:])) or "none"
+        say(f"longspan: --pooling {pooling} replaces the modules that {directory} lists after the model: {names}.")
+    return load_pooled(directory, (str(pooling),))
 
 
-def _texts(files: list[Path], lines: bool) -> list[tuple[str, str]]:
-    """The name and the text of each document."""
-    texts = []
-    for path in files:
-        raw = read_stdin() if str(path) == "-" else path.read_bytes()
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text, at byte {error.start}.") from error
-        if lines:
-            numbered = enumerate(text.splitlines(), start=1)
-            texts += [(f"{path}, line {number},", line) for number, line in numbered if line.strip()]
-        elif not text.strip():
-            raise ValueError(f"{path} is empty, and an empty document has no vector. Leave the file out.")
-        else:
-            texts.append((str(path), text))
-    if not texts:
-        raise ValueError("The files contain no document. Give files with text.")
-    return texts
-
-
-def _encoder(model: Any, directory: Path) -> Any:
-    """The encoder of a model with or without a task head."""
-    encoder = getattr(model, "encoder", model)
-    if not hasattr(encoder.config, "max_tokens"):
-        raise ValueError(f"{directory} is a {type(model).__name__}, not an encoder. Give an encoder's directory.")
-    return encoder
-
-
-def _check_global_tokens(encoder: Any, pooling: Pooling, given: int | None) -> int | None:
-    """The number of first tokens that are global; None if the model has no global tokens."""
-    if not encoder.config.family.attention.has_globals:
+def _global_tokens(embedder: Any, pooling: PoolingChoice | None, given: int | None) -> int:
+    """The number of first tokens that are global."""
+    family = embedder.model.config.family
+    if not getattr(getattr(family, "attention", None), "has_globals", False):
         if given:
             raise ValueError(
-                f"--global-tokens: a {encoder.config.model_type} has no global tokens. Leave the option out."
+                f"--global-tokens: a {embedder.model.config.model_type} has no global tokens. Leave the option out."
             )
-        return None
+        return 0
     if given is None:
-        return int(pooling is Pooling.cls)
+        return int(pooling is PoolingChoice.cls)
     return given
 
 
-def _pieces(
-    tokenizer: Any, texts: list[tuple[str, str]], config: Any, *, split: bool, truncate: bool
-) -> list[TextPiece]:
-    """The pieces of all documents: one each, or several with `split`."""
-    max_tokens, pieces = config.max_tokens, []
-    for number, (name, text) in enumerate(texts):
-        whole = tokenizer.encode(text)
-        if not whole.ids:
-            raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave this document out.")
-        parts = [whole]
-        if len(whole.ids) > max_tokens:
-            if not (split or truncate):
-                raise ValueError(
-                    f"{name} has {len(whole.ids):,} tokens, but the model takes at most {max_tokens:,}. Encode the "
-                    "document in parts with --split, or only its beginning with --truncate."
-                )
-            parts = _parts(tokenizer, text, max_tokens)
-            if truncate:
-                parts = parts[:1]
-        pieces += [TextPiece(number, part.ids) for part in parts]
-    largest = max(max(piece.tokens) for piece in pieces)
-    if largest >= config.vocab_size:
-        raise ValueError(
-            f"The tokenizer gives token {largest}, but the model has only {config.vocab_size} tokens. Give the "
-            "tokenizer.json that belongs to the model."
-        )
-    return pieces
+def _printed(found: dict[str, Any]) -> str:
+    """What a directory contains, in one line."""
+    prompt, longest = "none", "unlimited"
+    if found["prompt"]:
+        prompt = repr(found["prompt"])
+    if found["longest_input"] is not None:
+        longest = f"{found['longest_input']:,} tokens"
+    modules = ", ".join([found["model"], *found["modules"]])
+    return f"modules: {modules}; prompt: {prompt}; dimension: {found['dimension']:,}; longest input: {longest}"
 
 
-def _parts(tokenizer: Any, text: str, max_tokens: int) -> list[Any]:
-    """The text in parts of at most `max_tokens`, each with the special tokens of a whole text."""
-    special = tokenizer.num_special_tokens_to_add(is_pair=False)
-    if special >= max_tokens:
-        raise ValueError(
-            f"The model takes at most {max_tokens} tokens, and the tokenizer adds {special} special tokens. None is "
-            "left for text."
-        )
-    tokenizer.enable_truncation(max_tokens)
-    first = tokenizer.encode(text)
-    tokenizer.no_truncation()
-    return [first, *first.overflowing]
+def _encode_parts(folder: PartFolder, encoder: "_DocumentEncoder", documents: Iterator[Document]) -> tuple[int, int]:
+    """Encodes the parts that are not finished, and joins all. Returns the shape of the vectors."""
+    count = 0
+    with _progress() as show:
+        for part in parts_of(documents):
+            if not folder.skip(count, part):
+                folder.add(part, *encoder(part.documents))
+            count += 1
+            show(sum(entry.documents for entry in folder.finished[:count]))
+    return folder.join(count)
 
 
-class _BatchEncoder:
-    """Encodes batches of pieces that have one padded length, and prints a notice when a new shape is compiled."""
+class _DocumentEncoder:
+    """Encodes documents, and prints a notice when a new program is compiled."""
 
-    def __init__(self, encoder: Any, pooling: Pooling, global_tokens: int | None, *, quiet: bool):
-        from longspan.models import compiled
+    def __init__(
+        self, embedder: Any, prompt: str, size: int, batch_tokens: int, *, split: bool, truncate: bool, quiet: bool
+    ):
+        self.embedder, self.prompt, self.size, self.batch_tokens = embedder, prompt, size, batch_tokens
+        self.split, self.truncate, self.quiet = split, truncate, quiet
+        self.compiled: set[int] = set()
 
-        self.call, self.config = compiled(encoder), encoder.config
-        self.pooling, self.global_tokens, self.quiet = pooling, global_tokens, quiet
-        self.shapes: set[tuple[int, int]] = set()
-
-    def __call__(self, batch: list[TextPiece]) -> np.ndarray:
-        shape = len(batch), padded(len(batch[0].tokens), self.config.max_tokens)
-        rows = f"{shape[0]:,} rows"
-        if shape[0] == 1:
-            rows = "1 row"
-        with compiling(f"the encoder for {rows} of {shape[1]:,} tokens", quiet=self.quiet or shape in self.shapes):
-            self.shapes.add(shape)
-            return _pooled(self.call, batch, self.config, self.pooling, self.global_tokens)
-
-
-def _vectors(encode_batch: _BatchEncoder, pieces: list[TextPiece], documents: int, batch_tokens: int) -> np.ndarray:
-    """One vector per document: the mean of its parts, weighted by their numbers of tokens."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    total, weight = np.zeros((documents, encode_batch.config.hidden_size), np.float64), np.zeros((documents, 1))
-    on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=not on_terminal) as progress:
-        task = progress.add_task("encoding", total=sum(len(piece.tokens) for piece in pieces))
-        for batch in _batches(pieces, batch_tokens, encode_batch.config.max_tokens):
-            for piece, vector in zip(batch, encode_batch(batch), strict=True):
-                total[piece.document] += len(piece.tokens) * vector
+    def __call__(self, documents: list[Document]) -> tuple[np.ndarray, int]:
+        """The vectors of the documents, and their number of tokens."""
+        first, later = self.pieces(documents)
+        total, weight = np.zeros((len(documents), self.embedder.size)), np.zeros((len(documents), 1))
+        # Only the first piece of a document begins with the prompt.
+        for prompt, pieces in ((self.prompt, first), ("", later)):
+            for place, vector in self.vectors([piece.tokens for piece in pieces], prompt):
+                piece = pieces[place]
+                total[piece.document] += len(piece.tokens) * vector.astype(np.float64)
                 weight[piece.document] += len(piece.tokens)
-            progress.advance(task, sum(len(piece.tokens) for piece in batch))
-    return (total / weight).astype(np.float32)
+        mean = total / weight
+        split = sorted({piece.document for piece in later})
+        if split and type(self.embedder.modules[-1]).__name__ == "Normalize":
+            mean[split] /= np.maximum(np.linalg.norm(mean[split], axis=1, keepdims=True), 1e-12)
+        return mean.astype(np.float32)[:, : self.size], int(weight.sum())
+
+    def pieces(self, documents: list[Document]) -> tuple[list[TextPiece], list[TextPiece]]:
+        """The first pieces of all documents, and with --split the later ones."""
+        first, later = [], []
+        tokenized = self.embedder.tokenize([document.text for document in documents], self.prompt)
+        for number, (document, pieces) in enumerate(zip(documents, tokenized, strict=True)):
+            if len(pieces) > 1 and not (self.split or self.truncate):
+                raise ValueError(self.too_long(document, pieces))
+            first.append(TextPiece(number, pieces[0]))
+            if self.split:
+                later += [TextPiece(number, piece) for piece in pieces[1:]]
+        names = [document.name for document in documents]
+        self.embedder.check_tokens([piece.tokens for piece in first], self.prompt, names)
+        self.embedder.check_tokens([piece.tokens for piece in later], "", [names[piece.document] for piece in later])
+        return first, later
+
+    def too_long(self, document: Document, pieces: list[np.ndarray]) -> str:
+        special = self.embedder.tokenizer.num_special_tokens_to_add(is_pair=False)
+        count = sum(len(piece) - special for piece in pieces) + special
+        return (
+            f"{document.name} has {count:,} tokens, but the model takes at most {self.embedder.max_seq_length:,}. "
+            "Encode the document in parts with --split, or only its beginning with --truncate."
+        )
+
+    def vectors(self, tokens: list[np.ndarray], prompt: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The vector of each text, with the index of the text."""
+        for batch in self.embedder.batches(tokens, prompt, batch_tokens=self.batch_tokens):
+            quiet = self.quiet or batch.length in self.compiled
+            with compiling(f"the encoder for {batch.length:,} tokens", quiet=quiet):
+                found = self.embedder.run(batch)
+            self.compiled.add(batch.length)
+            yield from zip(batch.texts, found, strict=True)
 
 
-def _batches(pieces: list[TextPiece], batch_tokens: int, max_tokens: int) -> Iterator[list[TextPiece]]:
-    """Batches of pieces with the same padded length, the longest first: a lack of memory shows in the first batch."""
-    ordered = sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
-    while ordered:
-        length = padded(len(ordered[0].tokens), max_tokens)
-        alike = [piece for piece in ordered if padded(len(piece.tokens), max_tokens) == length]
-        rows = max(1, batch_tokens // length)
-        for at in range(0, len(alike), rows):
-            yield alike[at : at + rows]
-        ordered = ordered[len(alike) :]
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """Shows the number of encoded documents on a terminal. Yields a function that takes it."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-
-def padded(length: int, max_tokens: int) -> int:
-    """The length that a piece is padded to.
-
-    Lengths are rounded up to a multiple of an eighth of the next power of two, so that there are few programs to
-    compile and little padding.
-
-    Example:
-        >>> [padded(n, 4096) for n in (1, 64, 65, 700, 1500, 4090)]
-        [64, 64, 128, 768, 1536, 4096]
-    """
-    step = max(MIN_STEP, 1 << max(0, (length - 1).bit_length() - 3))
-    return min(max_tokens, -(-length // step) * step)
-
-
-def _pooled(run: Any, batch: list[TextPiece], config: Any, pooling: Pooling, global_tokens: int | None) -> np.ndarray:
-    """The vector of each piece of a batch."""
-    length = padded(len(batch[0].tokens), config.max_tokens)
-    ids = np.full((len(batch), length), max(config.pad_token_id, 0), np.int32)
-    mask = np.zeros((len(batch), length), np.int32)
-    for row, piece in enumerate(batch):
-        ids[row, : len(piece.tokens)], mask[row, : len(piece.tokens)] = piece.tokens, 1
-    arguments = dict(attention_mask=mask)
-    if global_tokens:
-        arguments["global_attention_mask"] = mask * (np.arange(length) < global_tokens)
-    hidden = np.asarray(run(ids, **arguments).last_hidden_state, np.float32)
-    if pooling is Pooling.cls:
-        return hidden[:, 0]
-    return (hidden * mask[..., None]).sum(axis=1) / mask.sum(axis=1, keepdims=True)
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not on_terminal) as bar:
+        task = bar.add_task("encoding", total=None)
+        yield lambda count: bar.update(task, description=f"{count:,} documents encoded")

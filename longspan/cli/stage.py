@@ -67,6 +67,11 @@ class Stage:
             new.write_text(document(mask_html(mask, length, length), repr(mask)), "utf-8")
         self._wrote(f"{name}.html")
 
+    def explore(self, name: str, mask: Any, length: int) -> None:
+        """Writes the interactive page of a mask."""
+        mask.explore(length, path=self.folder / f"{name}.html")
+        self._wrote(f"{name}.html")
+
     def save(self, name: str, figure: Any) -> None:
         """Writes a matplotlib figure as a PNG."""
         with atomic_write(self.folder / f"{name}.png") as new:

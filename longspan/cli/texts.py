@@ -6,30 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspan.optional import needs
+from longspan.cli.library import library
 
 CONTEXT = 16  # tokens of the prompt that are decoded with the answer, and the most that wait for a whole character
 INCOMPLETE = "\ufffd"  # the replacement character, which a tokenizer returns for an incomplete character
 
 
 def tokenizer_of(directory: Path) -> Any:
-    """The tokenizer in a checkpoint's directory."""
-    needs("Reading text", "tokenizers", extra="hf")
-    from tokenizers import Tokenizer
+    """The tokenizer in a checkpoint's directory. The command's options apply to long texts, not its own settings."""
+    library()
+    from longspan.hf.tokenizer import read_tokenizer
 
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{directory} has no tokenizer.json. `tokenizer.save_pretrained(directory)` of a fast tokenizer writes one."
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
-    # A tokenizer may have been saved with settings for training. Here the command's options apply to long texts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return read_tokenizer(directory)
 
 
 def read_stdin() -> bytes:

@@ -1,5 +1,7 @@
 """`explore`: the explorer's page of a mask, as a file or in a notebook."""
 
+import base64
+import gzip
 import html
 import os
 from dataclasses import dataclass, field
@@ -13,6 +15,12 @@ from longspan.files import atomic_write, check_writable
 from longspan.masks import Mask
 
 HEIGHT = 720  # pixels of the frame in a notebook
+UNPACKING = """<!doctype html><script>(async () => {
+const bytes = Uint8Array.from(atob("PACKED"), (letter) => letter.charCodeAt(0));
+const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+const page = await new Response(unpacked).text();
+document.open(); document.write(page); document.close();
+})();</script>"""
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,14 @@ class MaskExplorer:
         return path
 
     def _repr_html_(self) -> str:
+        # Compressed, so that the saved notebook is small: the frame unpacks the page into itself.
+        packed = base64.b64encode(gzip.compress(self.html.encode(), mtime=0)).decode()
+        page = UNPACKING.replace("PACKED", packed)
         # Without `allow-same-origin`, the page cannot read or change the notebook that shows it.
         style = f"width:100%;height:{HEIGHT}px;border:0"
         return (
             f'<iframe title="{html.escape(repr(self))}" sandbox="allow-scripts" allow="clipboard-write" loading="lazy" '
-            f'style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
+            f'style="{style}" srcdoc="{html.escape(page)}"></iframe>'
         )
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ from longspan.optional import needs as _needs
 _needs(__name__, "flax", extra="hf")
 _needs(__name__, "safetensors", extra="hf")
 
+from longspan.hf.embedder import load_embedder as load_embedder
 from longspan.hf.extend import extend as extend
 from longspan.hf.load import load as load
 from longspan.hf.save import save as save

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from longspan.models.decoders.rope import unknown_rope_keys
 from longspan.models.families import FAMILIES, UNSUPPORTED
 from longspan.models.family import Family
 
@@ -69,7 +70,7 @@ def config_of(content: ConfigContent, **changes) -> Any:
         values["num_labels"] = number_of_labels(raw, where)
     known_keys = fields | {"model_type", "architectures", "num_labels", *family.renamed_keys}
     extra = {key: value for key, value in raw.items() if key not in known_keys}
-    _refuse_unknown(extra, family, where)
+    _refuse_unknown(extra, raw, family, where)
     values["extra"] = json.dumps(extra)
     try:
         config = family.config(**values)
@@ -191,11 +192,11 @@ def _shared_fields(config: type[Any]) -> set[str]:
     return {f.name for f in dataclasses.fields(config) if f.metadata.get("in_json", True)}
 
 
-def _refuse_unknown(extra: Mapping[str, Any], family: Family, where: str) -> None:
+def _refuse_unknown(extra: Mapping[str, Any], raw: Mapping[str, Any], family: Family, where: str) -> None:
     """Raises for keys that may change the model, in families that list all others."""
     if family.ignored_keys is None:
         return
-    unknown = sorted(set(extra) - family.ignored_keys)
+    unknown = sorted(set(extra) - family.ignored_keys) + unknown_rope_keys(raw, family.rope_keys)
     if unknown:
         raise ValueError(
             f"{where} has {', '.join(map(repr, unknown))}, which Longspan does not know in a {family.model_type}. Such "

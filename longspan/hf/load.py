@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from flax import nnx
 
 from longspan.checks import FLOATS, check_choice
 from longspan.hf.config import ConfigContent, config_of, read_content
-from longspan.hf.names import HEADS, Parameter, body_name, head_prefixes, heads_of, parameters, task_of
+from longspan.hf.names import Parameter, body_name, head_prefixes, heads_of_others, parameters, task_of
 from longspan.hf.sizes import find_mismatches, refuse_large_heads, refuse_too_large
 from longspan.hf.tensors import DTYPES, CheckpointTensors
 from longspan.models import (
@@ -124,7 +124,7 @@ def load(
     """
     check_choice("random_blocks", random_blocks, RANDOM_BLOCKS)
     dtype, param_dtype = _float_dtype("dtype", dtype), _float_dtype("param_dtype", param_dtype)
-    where = _directory(Path(directory))
+    where = checked_directory(Path(directory))
     content = read_content(where, _checked_overrides(config))
     chosen = _task(content.family, task, content.architectures)
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def load(
         if rngs is not None:
             if num_labels is None:
                 refuse_large_heads(content, report.new_parameters, tensors)
-            model = chosen.model(model_config, **options, rngs=rngs)
+            _initialise(model, lambda rngs: chosen.model(model_config, **options, rngs=rngs), report.new, rngs)
         _fill(model, tensors, sources, param_dtype)
     model.set_attributes(source=str(where.resolve()))
     return model
@@ -209,6 +209,25 @@ def _find_sources(model: Any, tensors: CheckpointTensors, report: "_LoadReport",
     return sources
 
 
+def _initialise(model: Any, make: Callable[[nnx.Rngs], Any], new: list[Parameter], rngs: nnx.Rngs) -> None:
+    """Puts the initial values of new parameters into a model of shapes."""
+    paths = {p.path for p in new}
+    if not paths:
+        return
+
+    @nnx.jit
+    def values(rngs: nnx.Rngs) -> list[Any]:
+        state = nnx.to_flat_state(nnx.state(make(rngs), nnx.Param))
+        # XLA drops the other parameters, which the file has.
+        return [variable[...] for path, variable in state if path in paths]
+
+    state = nnx.state(model, nnx.Param)
+    variables = [variable for path, variable in nnx.to_flat_state(state) if path in paths]
+    for variable, value in zip(variables, values(rngs), strict=True):
+        variable.set_value(value)
+    nnx.update(model, state)
+
+
 def _fill(model: Any, tensors: CheckpointTensors, sources: _Sources, dtype) -> None:
     state = nnx.state(model, nnx.Param)
     for path, variable in nnx.to_flat_state(state):
@@ -251,7 +270,7 @@ class _LoadReport:
         """Adds each tensor that the model does not use to `ignored` or to `unexpected`."""
         family, task = model.config.family, task_of(model)
         tied = {task.tied, *(task.twin_biases or ())}
-        heads = HEADS if family.ignored_keys is None else heads_of(family)
+        heads = heads_of_others(family, task)
         for name in sorted(names):
             plain = name.removeprefix(family.prefix)
             if plain.endswith(family.buffers):
@@ -338,13 +357,14 @@ def _task(family: Family, name: str | None, architectures: list[str]) -> Task:
     return family.tasks[0]
 
 
-def _directory(path: Path) -> Path:
+def checked_directory(path: Path, *, needs_config: bool = True) -> Path:
+    """The path of a checkpoint. Raises unless it is a directory, and unless it has a config.json if it needs one."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"{str(path)!r} is not a directory, and Longspan does not download. Fetch the checkpoint first, for "
             "example with `hf download <name> --local-dir <directory>`."
         )
-    if not (path / "config.json").is_file():
+    if needs_config and not (path / "config.json").is_file():
         listing = ", ".join(sorted(p.name for p in path.iterdir()))
         raise FileNotFoundError(f"{path} has no config.json. It contains: {listing or 'nothing'}.")
     return path

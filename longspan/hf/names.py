@@ -1,7 +1,7 @@
 """Hugging Face's names for our parameters."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -10,12 +10,22 @@ from longspan.models.families import FAMILIES
 from longspan.models.family import Family, ParameterNames, Task, hugging_face_name
 
 
-def heads_of(family: Family) -> tuple[str, ...]:
-    """The names of a family's heads' tensors start with one of these."""
-    return tuple({name.partition(".")[0] + "." for task in family.tasks for _, name in task.names})
+def heads_of(tasks: Iterable[Task]) -> tuple[str, ...]:
+    """The names of these tasks' heads' tensors start with one of these."""
+    return tuple({name.partition(".")[0] + "." for task in tasks for _, name in task.names})
 
 
-HEADS = tuple({head for family in FAMILIES for head in heads_of(family)})  # of all families
+HEADS = tuple({head for family in FAMILIES for head in heads_of(family.tasks)})  # of all families
+
+
+def heads_of_others(family: Family, task: Task) -> tuple[str, ...]:
+    """The names of tensors of other tasks' heads start with one of these."""
+    others = tuple(other for other in family.tasks if other is not task)
+    if not others:
+        return ()
+    if family.ignored_keys is None:
+        return HEADS
+    return heads_of(others)
 
 
 class Parameter(NamedTuple):

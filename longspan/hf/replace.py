@@ -14,13 +14,15 @@ DAY = 24 * 3600.0  # seconds: every save has ended after a day
 def replace_all(where: Path, files: dict[str, bytes | None]) -> None:
     """Writes the files and removes those that are None. If an operation fails, the old files are restored.
 
-    The new files are first written to a scratch folder in the same directory, and the old ones get a second name
-    there. Then each new file is renamed. At the end, scratch folders of processes that were killed are removed.
+    Files may be in folders of the directory. The new files are first written to a scratch folder in the same directory,
+    and the old ones get a second name there. Then each new file is renamed. At the end, scratch folders of processes
+    that were killed are removed.
     """
     with tempfile.TemporaryDirectory(prefix=f".saving-{_this_process()}-", dir=where) as scratch:
         new, old = Path(scratch) / "new", Path(scratch) / "old"
-        new.mkdir()
-        old.mkdir()
+        for folder in {Path(name).parent for name in files}:
+            for root in (new, old, where):
+                (root / folder).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             if content is not None:
                 _write(new / name, content)

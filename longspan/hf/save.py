@@ -12,21 +12,24 @@ import numpy as np
 from flax import nnx
 
 from longspan.hf.config import has_labels, to_json
+from longspan.hf.embedder_files import module_files, tokenizer_files
 from longspan.hf.names import body_prefix, parameters, task_of
 from longspan.hf.replace import replace_all
 from longspan.hf.tensors import INDEX, WEIGHTS
 from longspan.hf.tokenizer_files import files_to_write
-from longspan.models import CausalLM, Encoder, Model, QuestionAnswering
+from longspan.models import CausalLM, Embedder, Encoder, Model, QuestionAnswering
 
 
 def save(
-    model: Encoder | Model | CausalLM,
+    model: Encoder | Model | CausalLM | Embedder,
     directory: str | os.PathLike,
     *,
     tokenizer: str | os.PathLike | None = None,
     id2label: Mapping[int, str] | Sequence[str] | None = None,
 ) -> None:
     """Writes a checkpoint for `from_pretrained(directory)` of `transformers`: weights, config and tokenizer files.
+
+    Of an `Embedder`, it writes a directory for sentence-transformers, with the files of its modules and its tokenizer.
 
     An existing tokenizer in the directory is kept, like all other files. If there is none, the tokenizer and the
     generation config are copied from the directory that the model was loaded from (`model.source`). If that has none
@@ -38,7 +41,7 @@ def save(
     then in a `.saving-` folder there, until the next successful save.)
 
     Args:
-        model: an `Encoder`, a model with a head, or a `CausalLM`.
+        model: an `Encoder`, a model with a head, a `CausalLM`, or an `Embedder`.
         directory: the directory to write to; it is created if necessary.
         tokenizer: a directory whose tokenizer is copied and replaces an existing one.
         id2label: the names of the labels, in order or by number; by default those of the loaded config.
@@ -53,6 +56,20 @@ def save(
         ...     sorted(os.listdir(directory))
         ['config.json', 'model.safetensors']
     """
+    where = Path(directory)
+    if isinstance(model, Embedder):
+        files = _model_files(model.model, id2label)
+        files |= tokenizer_files(model, where, tokenizer) | module_files(model)
+    else:
+        files = _model_files(model, id2label) | files_to_write(model, where, tokenizer)
+    where.mkdir(parents=True, exist_ok=True)
+    replace_all(where, files)
+
+
+def _model_files(
+    model: Encoder | Model | CausalLM, id2label: Mapping[int, str] | Sequence[str] | None
+) -> dict[str, bytes | None]:
+    """The weights and the config of a model; None: a file to remove."""
     from safetensors.numpy import save as to_bytes
 
     config, task = model.config, task_of(model)
@@ -66,16 +83,12 @@ def save(
         if not has_labels(type(config)):
             raise ValueError(f"`id2label` was given, but a {config.model_type} has no labels. Leave `id2label` out.")
         raw |= _labels(id2label, config.num_labels)
-    where = Path(directory)
-    files = {
+    return {
         WEIGHTS: to_bytes(tensors, metadata={"format": "pt"}),
         "config.json": (json.dumps(raw, indent=2, sort_keys=True) + "\n").encode(),
         # The index of an older, sharded save is removed: some loaders would still prefer it.
         INDEX: None,
-        **files_to_write(model, where, tokenizer),
     }
-    where.mkdir(parents=True, exist_ok=True)
-    replace_all(where, files)
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:

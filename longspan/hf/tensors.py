@@ -34,13 +34,13 @@ class CheckpointTensors:
     def open(cls, directory: Path, stack: ExitStack) -> "CheckpointTensors":
         """The tensors of the single file, or those that the index lists, each from its listed file."""
         if (directory / WEIGHTS).is_file():
-            file = _open(directory / WEIGHTS, stack)
+            file = open_safetensors(directory / WEIGHTS, stack)
             where, old = _renamed(directory / WEIGHTS, dict.fromkeys(file.keys(), file))
             return cls(where, old, dict.fromkeys(where, WEIGHTS), [])
         if not (directory / INDEX).is_file():
             _raise_no_weights(directory)
         listed = _weight_map(directory)
-        files = {name: _open(directory / name, stack) for name in sorted(set(listed.values()))}
+        files = {name: open_safetensors(directory / name, stack) for name in sorted(set(listed.values()))}
         names_in = {name: set(file.keys()) for name, file in files.items()}
         absent = [f"{tensor} ({name})" for tensor, name in listed.items() if tensor not in names_in[name]]
         if absent:
@@ -104,7 +104,8 @@ class CheckpointTensors:
         return self.where[name].get_slice(self.old_names[name])
 
 
-def _open(path: Path, stack: ExitStack) -> Any:
+def open_safetensors(path: Path, stack: ExitStack) -> Any:
+    """An open safetensors file, which `stack` closes."""
     from safetensors import SafetensorError, safe_open
 
     try:

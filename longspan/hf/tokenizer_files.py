@@ -48,13 +48,13 @@ def _tokenizer_files(
     if source is not None and (source / GENERATION_CONFIG).is_file() and not (where / GENERATION_CONFIG).exists():
         files[GENERATION_CONFIG] = (source / GENERATION_CONFIG).read_bytes()
     if tokenizer is not None:
-        given = _tokenizer_directory(Path(tokenizer))
+        given = checked_tokenizer(Path(tokenizer))
         # All files of the old tokenizer go: a mixture of two would be a wrong one.
-        return files | {name: None for name in TOKENIZER_FILES if (where / name).is_file()} | _read_tokenizer(given)
-    if _has_tokenizer(where):
+        return files | {name: None for name in TOKENIZER_FILES if (where / name).is_file()} | tokenizer_content(given)
+    if has_tokenizer(where):
         return files
-    if source is not None and _has_tokenizer(source):
-        return files | _read_tokenizer(source)
+    if source is not None and has_tokenizer(source):
+        return files | tokenizer_content(source)
     _warn_no_tokenizer(model)
     return files
 
@@ -67,8 +67,9 @@ def _source(model: Any) -> Path | None:
     return Path(source)
 
 
-def _tokenizer_directory(directory: Path) -> Path:
-    if not _has_tokenizer(directory):
+def checked_tokenizer(directory: Path) -> Path:
+    """The directory. Raises unless it has a tokenizer."""
+    if not has_tokenizer(directory):
         raise FileNotFoundError(
             f"tokenizer={str(directory)!r} must be a directory with a tokenizer, one of {', '.join(VOCABULARIES)}. "
             "`tokenizer.save_pretrained(directory)` writes one."
@@ -76,11 +77,13 @@ def _tokenizer_directory(directory: Path) -> Path:
     return directory
 
 
-def _has_tokenizer(directory: Path) -> bool:
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has the files of a tokenizer."""
     return any((directory / name).is_file() for name in VOCABULARIES)
 
 
-def _read_tokenizer(directory: Path) -> dict[str, bytes | None]:
+def tokenizer_content(directory: Path) -> dict[str, bytes | None]:
+    """The files of a directory's tokenizer, by name."""
     return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
 
 

@@ -33,6 +33,7 @@ from longspan.models.decoders.phi3 import Phi3Config as Phi3Config
 from longspan.models.decoders.qwen2 import Qwen2Config as Qwen2Config
 from longspan.models.decoders.qwen3 import Qwen3Config as Qwen3Config
 from longspan.models.decoders.smollm3 import SmolLM3Config as SmolLM3Config
+from longspan.models.embedder import Embedder as Embedder
 from longspan.models.encoders.bert import BertConfig as BertConfig
 from longspan.models.encoders.bigbird import BigBirdConfig as BigBirdConfig
 from longspan.models.encoders.embedding_gemma import EmbeddingGemmaConfig as EmbeddingGemmaConfig
@@ -52,3 +53,6 @@ from longspan.models.encoders.tasks import QuestionAnswering as QuestionAnswerin
 from longspan.models.encoders.tasks import SequenceClassifier as SequenceClassifier
 from longspan.models.encoders.tasks import TokenClassifier as TokenClassifier
 from longspan.models.output import Output as Output
+from longspan.models.pooling import DenseLayer as DenseLayer
+from longspan.models.pooling import Normalize as Normalize
+from longspan.models.pooling import Pooling as Pooling

@@ -12,7 +12,7 @@ from longspan.axes import axis_names
 from longspan.models.encoders.encoder import Encoder
 from longspan.models.encoders.inputs import check_inputs
 from longspan.models.encoders.tasks import Model
-from longspan.models.graph import HashedGraph, without_source
+from longspan.models.graph import HashedGraph, SplitModel
 from longspan.models.output import Output
 from longspan.models.rngs import check_call_rngs, dropout_stream
 
@@ -47,7 +47,7 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
             "Use `nnx.jit` for other models."
         )
     encoder: Any = model
-    signature, split_model = inspect.signature(encoder.__call__), _SplitModel(encoder)
+    signature, split_model = inspect.signature(encoder.__call__), SplitModel(encoder)
 
     @functools.wraps(encoder.__call__)
     def call(*args: P.args, **kwargs: P.kwargs) -> Output:
@@ -64,7 +64,7 @@ def compiled(model: Callable[P, Output]) -> Callable[P, Output]:
     return call
 
 
-def _call(split_model: "_SplitModel", options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
+def _call(split_model: SplitModel, options: tuple, arrays: dict[str, Any], rngs: Any) -> Output:
     graph, state = split_model.current()
     deterministic = options[0]
     if deterministic is None:
@@ -76,36 +76,6 @@ def _call(split_model: "_SplitModel", options: tuple, arrays: dict[str, Any], rn
     output, count = _call_model(graph, stream_graph, options, state, stream_state, arrays)
     stream.count[...] = count
     return output
-
-
-class _SplitModel:
-    """A model's graph definition and its parameters.
-
-    `nnx.split` takes as long as encoding a short text, and comparing attributes does not. So the model is split again
-    only after an attribute of one of its modules changed.
-    """
-
-    def __init__(self, model: Any):
-        self.model = model
-        self._attributes = None  # of each module, when the model was split
-
-    def current(self) -> tuple[HashedGraph, Any]:
-        if self._attributes is None or not all(_is_same(vars(x), before) for x, before in self._attributes):
-            self._split()
-        return self._graph, jax.tree.unflatten(self._tree, [x.get_raw_value() for x in self._variables])
-
-    def _split(self) -> None:
-        graph, state = nnx.split(without_source(self.model))
-        self._graph, self._tree = HashedGraph(graph), jax.tree.structure(state)
-        nodes = dict(nnx.iter_graph(self.model))
-        self._variables = [nodes[path] for path, _ in nnx.to_flat_state(state)]
-        values = [x.get_raw_value() for x in self._variables]
-        assert all(a is b for a, b in zip(jax.tree.leaves(state), values, strict=True)), "parameters out of order"
-        self._attributes = [(x, dict(vars(x))) for x in nodes.values() if isinstance(x, nnx.Pytree)]
-
-
-def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return len(now) == len(before) and all(name in now and now[name] is value for name, value in before.items())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

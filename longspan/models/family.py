@@ -72,6 +72,7 @@ class Family:
     # Keys of a `config.json` that change nothing here and that `save` writes back. Other unknown keys are errors. None:
     # every unknown key is written back.
     ignored_keys: frozenset[str] | None = None
+    rope_keys: tuple[str, ...] = ()  # keys of rotary parameters that only this family reads
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = _no_fields
     write: Callable[[Any], dict[str, Any]] = _no_fields
     # override(content, overrides, where): a file's content with the keys that a caller of `hf.load` overrides.

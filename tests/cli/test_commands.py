@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 import longspan as ls
-from longspan import hf, models
+from longspan import models
 from longspan.cli.diff import difference
 from longspan.cli.texts import TextStream
 from tests.cli import checkpoints
@@ -173,73 +173,6 @@ def test_check_says_what_does_not_load(run, saved, tmp_path):
     assert "is not a tokenizer" in json.loads(run("check", broken, "--json")[1])["tokenizer"]
 
 
-def text_of(count, first=0):
-    return " ".join(f"w{(first + n) % 27}" for n in range(count))
-
-
-def plain_vector(model, count, pooling, first=0, **more):
-    """The vector of a document of `count` words, encoded alone and without padding."""
-    ids = np.array([[2, *(4 + (first + n) % 27 for n in range(count)), 3]])
-    hidden = np.asarray(model(ids, **{k: f(ids) for k, f in more.items()}).last_hidden_state)[0]
-    return hidden.mean(axis=0) if pooling == "mean" else hidden[0]
-
-
-def first_is_global(ids):
-    return (np.arange(ids.shape[1]) == 0)[None].astype(int)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-@pytest.mark.parametrize("name", ["bert", "longformer"])
-def test_encode_gives_one_vector_per_document_whatever_it_is_batched_with(run, saved, tmp_path, name, pooling):
-    counts = [1, 80, 60]  # the first and the last are padded to the same length
-    for number, count in enumerate(counts):
-        (tmp_path / f"{number}.txt").write_text(text_of(count, number))
-    files = [tmp_path / f"{number}.txt" for number in range(len(counts))]
-    out = tmp_path / "vectors.npy"
-    code, printed, err = run("encode", "--model", saved(name), *files, "--out", out, "--pooling", pooling)
-    assert code == 0 and printed == f"wrote {out}: 3 vectors of size 6, from {sum(counts) + 6} tokens\n"
-    assert all(line.startswith(("compiling the encoder", "compiled the encoder")) for line in err.splitlines())
-    model = hf.load(saved(name))
-    more = dict(global_attention_mask=first_is_global) if (name, pooling) == ("longformer", "cls") else {}
-    expected = [plain_vector(model, count, pooling, number, **more) for number, count in enumerate(counts)]
-    np.testing.assert_allclose(np.load(out), expected, rtol=0, atol=2e-5)
-
-
-def test_encode_reads_lines_and_splits_or_truncates_what_is_too_long(run, saved, tmp_path):
-    path, out = tmp_path / "lines.txt", tmp_path / "vectors.npy"
-    path.write_text(f"{text_of(5)}\n\n{text_of(200)}\n")
-    command = ("encode", "--model", saved("bert"), path, "--lines", "--out", out)
-    assert_one_line(
-        run(*command),
-        f"{path}, line 3, has 202 tokens, but the model takes at most 90. Encode the document in parts with --split",
-    )
-    assert not out.exists()
-    model = hf.load(saved("bert"))
-    assert run(*command, "--truncate")[0] == 0
-    np.testing.assert_allclose(np.load(out)[1], plain_vector(model, 88, "mean"), rtol=0, atol=2e-5)
-    assert json.loads(run(*command, "--split", "--json")[1])["shape"] == [2, 6]
-    parts = [(88, 0), (88, 88), (24, 176)]
-    vectors = [plain_vector(model, count, "mean", first) for count, first in parts]
-    weighted = np.average(vectors, axis=0, weights=[count + 2 for count, _ in parts])
-    np.testing.assert_allclose(np.load(out)[1], weighted, rtol=0, atol=2e-5)
-
-
-def test_encode_leaves_nothing_half_written_when_interrupted(run, saved, tmp_path, monkeypatch):
-    path, out = tmp_path / "a.txt", tmp_path / "vectors.npy"
-    path.write_text("w1 w2")
-    out.write_bytes(b"of an earlier run")
-
-    def interrupted(file, array):
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "save", interrupted)
-    assert run("encode", "--model", saved("bert"), path, "--out", out)[:2] == (130, "")
-    assert out.read_bytes() == b"of an earlier run"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "vectors.npy"]
-
-
 def speaking(tokens):
     """A stand-in for `ls.generate` that generates these tokens."""
     asked = {}
@@ -364,31 +297,9 @@ def test_bad_input_is_one_line(run, name, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_documents_are_one_line(run, saved, tmp_path):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "good").write_text("w1")
-    (tmp_path / "blank").write_text("\n\n")
-    command = ("encode", "--model", saved("bert"), "--out", tmp_path / "out.npy")
-    assert_one_line(run(*command, tmp_path / "binary"), "is not UTF-8 text, at byte 0")
-    assert_one_line(run(*command, tmp_path / "missing"), "missing: No such file or directory")
-    assert_one_line(run(*command, tmp_path), "Is a directory")
-    assert_one_line(
-        run(*command, tmp_path / "good", tmp_path / "blank"), "blank is empty, and an empty document has no vector"
-    )
-    (tmp_path / "link").symlink_to(tmp_path / "good")
-    assert_one_line(run(*command[:-1], tmp_path / "link", tmp_path / "good"), "link is one of the documents")
-    assert (tmp_path / "good").read_text() == "w1"
-    assert_one_line(
-        run(*command, tmp_path / "blank", "--lines"), "The files contain no document. Give files with text."
-    )
-    assert_one_line(run(*command, tmp_path / "good", "--split", "--truncate"), "Give one of them")
-    assert_one_line(run(*command, tmp_path / "good", "--pooling", "max"), "max")
-    assert_one_line(run(*command, tmp_path / "good", "--global-tokens", 2), "a bert has no global tokens")
-    other = ("encode", "--model", saved("llama"), "--out", tmp_path / "out.npy")
-    assert_one_line(run(*other, tmp_path / "good"), "is a CausalLM, not an encoder")
+def test_generate_refuses_an_encoder_and_an_empty_prompt(run, saved):
     assert_one_line(run("generate", "--model", saved("bert"), "--prompt", "w1"), "generates no text. Give a decoder")
     assert_one_line(run("generate", "--model", saved("llama"), "--prompt", ""), "--prompt is empty")
-    assert not (tmp_path / "out.npy").exists()
 
 
 def test_a_mistake_of_ours_is_not_hidden(run, monkeypatch):

@@ -74,16 +74,16 @@ def test_tokens_wait_until_both_programs_are_compiled():
 
 def test_encode_prints_a_notice_per_shape_but_not_with_json(run, saved, tmp_path):
     lines = tmp_path / "lines.txt"
-    lines.write_text("w1\nw2 w3\n" + "w4 " * 80 + "\n")
+    lines.write_text("w1\nw2 w3\n" + "w4 " * 80 + "\n" + "w5 " * 60 + "\n")
     jax.clear_caches()
     command = ("encode", "--model", saved("bert"), lines, "--lines", "--out", tmp_path / "v.npy", "--batch-tokens", 64)
     code, out, err = run(*command)
-    shapes = [r"the encoder for 1 row of 90 tokens", r"the encoder for 1 row of 64 tokens"]
+    shapes = [r"the encoder for 96 tokens", r"the encoder for 64 tokens"]
     found = re.fullmatch("".join(SAID.format(shape) for shape in shapes), err)
     assert code == 0 and found and all(float(seconds) > 0 for seconds in found.groups())
     assert "compil" not in out
     code, out, err = run(*command, "--json")
-    assert (code, err) == (0, "") and json.loads(out)["documents"] == 3
+    assert (code, err) == (0, "") and json.loads(out)["documents"] == 4
 
 
 def test_bench_prints_a_notice_per_length_but_not_with_json(run):

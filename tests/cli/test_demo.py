@@ -1,6 +1,7 @@
 """The demo at toy size: its sections, checks and pictures, and its exit code if a claim does not hold."""
 
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -42,7 +43,11 @@ def test_every_section_runs_and_every_claim_holds(here, capsys):
     assert "NOT TRUE" not in out and out.count("✓") >= 4
     assert re.search(r"The demo took \d+ s\.", out)
     names = {path.name for path in (here / "longspan-demo").iterdir()}
-    assert names == {f"{name}.png" for name in ("decoder", "documents", "encoder", "bigbird", "training")}
+    pictures = {f"{name}.png" for name in ("decoder", "documents", "encoder", "bigbird", "training")}
+    assert names == pictures | {"explorer.html"}
+    page = (here / "longspan-demo" / "explorer.html").read_text("utf-8")
+    assert "<title>Causal() &amp; (Window(31, 0) | Prefix(4))</title>" in page
+    assert f"→ {Path('longspan-demo') / 'explorer.html'}\n" in out
     answer = out.split("def main(self):\n    ")[1]
     assert len(answer.split("\n\n")[0]) >= 20
 

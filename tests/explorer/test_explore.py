@@ -1,5 +1,7 @@
 """`mask.explore`: a file or an object for notebooks, and the errors for wrong arguments."""
 
+import base64
+import gzip
 import html
 import json
 import re
@@ -13,6 +15,7 @@ import pytest
 import longspan as ls
 from longspan.explorer.document import document
 from longspan.explorer.explore import MaskExplorer
+from tests.explorer.browser import CHROMIUM, Browser, Tab
 
 MASK = ls.Causal() & ls.Window(3, 0)
 LARGEST_PAGE = 300_000  # bytes, without the mask's arrays
@@ -62,8 +65,25 @@ def test_without_a_path_a_notebook_shows_the_page_in_a_frame_of_its_own():
     )
     assert html.unescape(frame[1]) == repr(shown)
     assert frame[2] == "allow-scripts", "with the notebook's origin, the page could read the notebook"
-    assert html.unescape(frame[3]) == shown.html
+    packed = re.search(r'atob\("([\w+/=]+)"\)', html.unescape(frame[3]))
+    assert gzip.decompress(base64.b64decode(packed[1])).decode() == shown.html
     assert document_of(shown.html)["tokens"]["q"][3] == "</script>'\"&3"
+
+
+@pytest.mark.check
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_frame_of_a_notebook_unpacks_the_page(tmp_path):
+    text = MASK.explore(16)._repr_html_().replace("allow-scripts", "allow-scripts allow-same-origin")
+    path, browser = tmp_path / "notebook.html", Browser(tmp_path / "profile")
+    try:
+        tab = Tab(browser)
+        path.write_text(f"<!doctype html><html data-ready='true'>{text}", "utf-8")
+        tab.open(path.as_uri())
+        tab.wait("frames[0].document.documentElement?.dataset.ready === 'true'")
+        assert tab.run("frames[0].longspan.count()") == 58
+        assert not [event for event in browser.events if event["method"] == "Runtime.exceptionThrown"]
+    finally:
+        browser.close()
 
 
 def test_the_page_is_small_and_names_no_other_file():

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -279,9 +280,14 @@ def test_an_unknown_key_or_tensor_is_refused_by_name(name, tmp_path):
     _, config, arrays = golden(name)
     with pytest.raises(ValueError, match=rf"has 'attention_sinks', which Longspan does not know in a {name}\. Such a"):
         from_json(config | dict(attention_sinks=4))
-    sinks = {"model.layers.0.self_attn.sinks": np.zeros(4, np.float32)}
-    with pytest.raises(ValueError, match=r"Unexpected \(1\):\n  model\.layers\.0\.self_attn\.sinks"):
-        hf.load(peers.write(tmp_path, config, arrays | sinks))
+    rope = json.loads(json.dumps(config["rope_parameters"]))
+    rope.get("full_attention", rope)["mrope_section"] = [1, 1]
+    with pytest.raises(ValueError, match=r"has 'rope_parameters.*\.?mrope_section', which Longspan does not know"):
+        from_json(config | dict(rope_parameters=rope))
+    for tensor in ("model.layers.0.self_attn.sinks", "lm_head.bias"):
+        more = arrays | {tensor: np.zeros(4, np.float32)}
+        with pytest.raises(ValueError, match=rf"Unexpected \(1\):\n  {re.escape(tensor)}"):
+            hf.load(peers.write(tmp_path, config, more))
 
 
 def test_an_olmo_3_of_version_4_has_its_base_in_full_layers_only():
@@ -299,6 +305,19 @@ def test_a_ministral_3_without_an_original_length_has_that_of_the_config():
     assert from_json(config | dict(rope_parameters=rope)).query_scaling == (0.5, 71)
     without = {key: value for key, value in config.items() if key != "rope_parameters"}
     assert from_json(without | dict(rope_theta=5.0)).rope_parameters["rope_theta"] == 1e6  # as in Hugging Face
+
+
+def test_a_larger_models_ties_apply_to_its_text_part(tmp_path):
+    """In Hugging Face `tie_word_embeddings` of the larger model decides, and its default is true."""
+    for name in peers.VISIONS:
+        config = {key: value for key, value in golden(name)[1].items() if key != "tie_word_embeddings"}
+        untied = config | dict(text_config=config["text_config"] | dict(tie_word_embeddings=False))
+        assert from_json(untied).tie_word_embeddings
+        assert not from_json(config | dict(tie_word_embeddings=False)).tie_word_embeddings
+    _, config, arrays = golden("mistral3")
+    assert hf.load(directory("mistral3")).head is not None
+    body = {key: x for key, x in arrays.items() if not key.startswith("language_model.lm_head")}
+    assert hf.load(peers.write(tmp_path, config | dict(tie_word_embeddings=True), body)).head is None
 
 
 def test_the_kind_of_a_larger_models_text_part_is_checked():

@@ -55,7 +55,7 @@ def test_the_size_of_chunks_changes_nothing():
 
 @pytest.mark.check
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False], ids=["native", "xla"])
-@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2", "gemma3_text", "olmo2", "ministral3"])
 def test_a_step_that_reads_in_place_gives_what_copies_of_layers_give(name, native, monkeypatch):
     """Fused and separate projections, biases, tied heads, two norms; with and without the native library."""
     if not native:

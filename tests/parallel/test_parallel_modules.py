@@ -131,6 +131,17 @@ def test_a_decoder_on_devices_equals_one(packed, order):
     np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.check
+def test_a_decoder_in_another_order_scales_queries_by_their_positions_in_documents():
+    mesh, at = MESHES["sp4"](), stored(T, 4, "zigzag")
+    rope = dict(ROPE, llama_4_scaling_beta=0.7, original_max_position_embeddings=5)
+    config = models.Ministral3Config(**DECODER, head_dim=4, rope_parameters=rope, initializer_range=0.5)
+    model = models.CausalLM(config, rngs=nnx.Rngs(0))
+    want = model(TEXT, segment_ids=DOCUMENTS).logits
+    got = model(TEXT[:, at], segment_ids=DOCUMENTS[:, at], mesh=mesh, order="zigzag").logits
+    np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-4)
+
+
 def test_a_decoder_with_a_cache_and_a_mesh_is_refused():
     model = models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`cache` and `mesh` were both given"):

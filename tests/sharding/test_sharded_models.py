@@ -55,6 +55,12 @@ def spec_of(path, x):
     return P(*more, "y", None) if owner in ("out", "down") and leaf == "kernel" else P()
 
 
+def spec_of_joint_norms(path, x):
+    """As `spec_of`; the norms of queries and keys over all heads are split like their columns."""
+    owners = {getattr(key, "key", None) for key in path}
+    return P(None, "y") if owners & {"query_norm", "key_norm"} else spec_of(path, x)
+
+
 def placed(mesh, tree, spec):
     return jax.tree_util.tree_map_with_path(lambda p, x: jax.device_put(x, NamedSharding(mesh, spec(p, x))), tree)
 
@@ -72,6 +78,7 @@ MODELS = {
     ),
     "modernbert": lambda: models.Encoder(models.ModernBertConfig(**ENCODER, local_attention=6), rngs=nnx.Rngs(0)),
     "llama": lambda: models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0)),
+    "olmo2": lambda: models.CausalLM(models.Olmo2Config(**DECODER), rngs=nnx.Rngs(0)),
 }
 # Each model, each engine and both kinds of axes, but not all combinations, which are slow to compile.
 CHOSEN = [
@@ -80,6 +87,7 @@ CHOSEN = [
     ("bigbird", AUTO, "xla"),
     ("modernbert", EXPLICIT, "xla"),
     ("llama", EXPLICIT, "cpu"),
+    ("olmo2", EXPLICIT, "xla"),
 ]
 REST = [(m, kind, e) for m in MODELS for kind in (AUTO, EXPLICIT) for e in RUNNING if (m, kind, e) not in CHOSEN]
 
@@ -100,12 +108,12 @@ def test_a_model_sums_over_devices_and_gathers_nothing(name, kind, engine, auto_
 
     step = jax.jit(jax.value_and_grad(value, has_aux=True))
     # A ModernBERT's queries, keys and values are one matrix, whose columns are not sharded by heads.
-    of_state = (lambda *_: P()) if name == "modernbert" else spec_of
+    of_state = {"modernbert": lambda *_: P(), "olmo2": spec_of_joint_norms}.get(name, spec_of)
     there = placed(mesh, state, of_state), placed(mesh, inputs, lambda *_: P("x"))
     program = step.lower(*there).compile()
     assert collectives(program) <= {"all-reduce"}
     ((total, x), grads), ((want, wanted), want_grads) = program(*there), step(state, inputs)
-    there = P("x", None, "y") if name == "llama" else P("x")
+    there = P("x", None, "y") if name in ("llama", "olmo2") else P("x")
     assert x.sharding.is_equivalent_to(NamedSharding(mesh, there), 3)
     assert_close((total, np.where(MASK[..., None], x, 0)), (want, np.where(MASK[..., None], wanted, 0)))
     assert_close(grads, want_grads)

@@ -96,5 +96,6 @@ MINISTRAL3 = DecoderFamily(
     outside=IMAGE_PARTS,
     defaults=dict(num_key_value_heads=8),
     ignored_keys=IGNORED_KEYS,
+    rope_keys=(BETA, "max_position_embeddings"),
     read=_read,
 )

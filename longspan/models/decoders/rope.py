@@ -15,6 +15,23 @@ POSITIVE = (
     "high_freq_factor", ORIGINAL,
 )  # fmt: skip
 NONNEGATIVE = ("mscale", "mscale_all_dim")  # in Hugging Face, 0 means the same as a missing key
+# Keys of one set of rotary parameters.
+KNOWN = frozenset([*POSITIVE, *NONNEGATIVE, "type", "rope_type", "truncate", "short_factor", "long_factor"])
+
+
+def unknown_rope_keys(content: Mapping[str, Any], more: Sequence[str] = ()) -> list[str]:
+    """The keys of rotary parameters that neither this module nor a family (`more`) reads, with their paths."""
+    sets = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = content.get(name)
+        inner = {f"{name}.{key}": value for key, value in dict_of(given).items() if isinstance(value, Mapping)}
+        sets |= inner or {name: given}
+    return [f"{name}.{key}" for name, one in sets.items() for key in dict_of(one) if key not in {*KNOWN, *more}]
+
+
+def dict_of(value: Any) -> Mapping[str, Any]:
+    """A JSON object, or an empty dict for anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def one_rope(content: Mapping[str, Any], where: str, *, theta: float = 10000.0) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class FullAttention(nnx.Module):
     """Every token attends to all tokens that are not padding."""
 
     has_globals: ClassVar[bool] = False  # whether a call takes `global_attention_mask`
+    packs: ClassVar[bool] = True  # whether a call takes `segment_ids`
 
     config: Any  # `Any`: subclasses read fields of their family
 

@@ -95,6 +95,8 @@ class BigBirdEmbeddings(Embeddings):
 class BigBirdAttention(FullAttention):
     """Block-sparse attention: neighbours, both end blocks and random blocks. Short inputs get full attention."""
 
+    packs = False
+
     def __init__(self, config: BigBirdConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         super().__init__(config, use_bias=config.use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 

@@ -85,6 +85,7 @@ class LongformerAttention(FullAttention):
     """
 
     has_globals = True
+    packs = False
 
     def __init__(self, config: LongformerConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
