@@ -398,6 +398,10 @@ def test_the_address_stores_the_state(tab, url):
         ("panel=cells", "panel must be one of cell, tiles, cache, devices, diff, got cells."),
         ("set.9=1", "The index after set. must be an integer from 0 to 3, got 9."),
         ("set.0=-1", "set.0 must be an integer from 0 to 1073741823, got -1."),
+        (
+            "constructor=1",
+            '"constructor" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.',
+        ),
         ("<b>=1", '"<b>" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.'),
     ],
 )
