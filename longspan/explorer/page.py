@@ -49,7 +49,7 @@ def _sizes(sizes: dict[str, Any]) -> str:
     rows, heads = sizes["batch"], sizes["heads"]
     return (
         f"For {_counted(rows, 'batch row')} and {_counted(heads, 'head')} of {sizes['head_dim']} numbers "
-        f"({html.escape(sizes['dtype'])}), forward, as <code>longspan explain</code> counts them."
+        f"({html.escape(sizes['dtype'])})"
     )
 
 

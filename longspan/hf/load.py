@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,7 +150,7 @@ def load(
         if rngs is not None:
             if num_labels is None:
                 refuse_large_heads(content, report.new_parameters, tensors)
-            model = chosen.model(model_config, **options, rngs=rngs)
+            _initialise(model, lambda rngs: chosen.model(model_config, **options, rngs=rngs), report.new, rngs)
         _fill(model, tensors, sources, param_dtype)
     model.set_attributes(source=str(where.resolve()))
     return model
@@ -210,6 +210,25 @@ def _find_sources(model: Any, tensors: CheckpointTensors, report: "_LoadReport",
     report.classify_unused(set(tensors.where) - used, model, own_heads)
     report.raise_or_log()
     return sources
+
+
+def _initialise(model: Any, make: Callable[[nnx.Rngs], Any], new: list[Parameter], rngs: nnx.Rngs) -> None:
+    """Puts the initial values of new parameters into a model of shapes."""
+    paths = {p.path for p in new}
+    if not paths:
+        return
+
+    @nnx.jit
+    def values(rngs: nnx.Rngs) -> list[Any]:
+        state = nnx.to_flat_state(nnx.state(make(rngs), nnx.Param))
+        # XLA drops the other parameters, which the file has.
+        return [variable[...] for path, variable in state if path in paths]
+
+    state = nnx.state(model, nnx.Param)
+    variables = [variable for path, variable in nnx.to_flat_state(state) if path in paths]
+    for variable, value in zip(variables, values(rngs), strict=True):
+        variable.set_value(value)
+    nnx.update(model, state)
 
 
 def _fill(model: Any, tensors: CheckpointTensors, sources: _Sources, dtype) -> None:
