@@ -146,6 +146,7 @@ class App {
     if (state.panel === "tiles" && areTilesDrawn(page, view, state.tile)) {
       drawTiles(context, view, this.tileKinds(), state.tile, origin, ink);
     }
+    if (!explorer.isInitial) return; // the plans are for the original numbers
     if (state.panel === "cache" && !page.cache.error) drawStep(context, view, explorer.cache(state.t), origin, ink);
     if (state.panel === "devices") {
       const plan = explorer.devices(state.devices, state.order);
