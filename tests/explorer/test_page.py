@@ -362,7 +362,7 @@ def test_next_difference_visits_every_difference(tab, url):
     for q, k in differing:
         assert colours[q, k].tolist() == [37, 99, 235]
     both = np.asarray(OTHER.dense(T, T))[0, 0] & DENSE
-    assert (colours[both] == [135, 146, 162]).all()
+    assert (colours[both] == [170, 179, 191]).all()
 
 
 def test_a_page_with_one_mask_says_how_to_compare(tab, save):
@@ -463,7 +463,11 @@ def test_rules_that_python_evaluated_and_short_masks_are_drawn(browser, tab, sav
 
 
 def test_a_narrow_page_does_not_scroll_sideways(tab, url):
+    tab.open(url)
+    scale = text(tab, "readout")
     tab.resize(400, 800)
+    tab.wait(f"document.getElementById('readout').textContent !== {scale!r}")
+    assert float(text(tab, "readout").split()[0]) < float(scale.split()[0])
     tab.open(f"{url}#q=93&k=92")
     for panel in PANELS:
         tab.run(f"longspan.set({{panel: {panel!r}}})")
