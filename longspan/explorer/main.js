@@ -33,6 +33,9 @@ class App {
     byId("zoom-in").addEventListener("click", () => map.zoomBy(2));
     byId("zoom-out").addEventListener("click", () => map.zoomBy(0.5));
     byId("zoom-all").addEventListener("click", () => map.zoomTo(1));
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.selectCell(null);
+    });
     const tabs = PANELS.map((name) => byId(`tab-${name}`));
     tabs.forEach((tab, i) => {
       tab.addEventListener("click", () => this.change({ panel: PANELS[i] }));
