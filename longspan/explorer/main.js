@@ -162,8 +162,11 @@ class App {
 
   // All is drawn: stores the state in the address.
   settled() {
-    if (this.state.zoom !== this.map.view.zoom) {
-      this.state.zoom = this.map.view.zoom;
+    const { zoom, scaleX, scaleY } = this.map.view;
+    const scales = `${scaleX} ${scaleY}`; // they also change with the size of the window
+    if (this.scales !== scales) {
+      this.scales = scales;
+      this.state.zoom = zoom;
       this.showPanel();
     }
     this.writeHash();

@@ -16,6 +16,7 @@ from flax import nnx
 
 from longspan.checks import FLOATS, check_choice
 from longspan.hf.config import ConfigContent, config_of, read_content
+from longspan.hf.mxfp4 import with_floats
 from longspan.hf.names import Parameter, body_name, head_prefixes, heads_of_others, parameters, task_of
 from longspan.hf.sizes import find_mismatches, refuse_large_heads, refuse_too_large
 from longspan.hf.tensors import DTYPES, CheckpointTensors
@@ -129,6 +130,8 @@ def load(
     chosen = _task(content.family, task, content.architectures)
     with ExitStack() as stack:
         tensors = CheckpointTensors.open(where, stack)
+        if content.is_mxfp4:
+            tensors = with_floats(tensors)
         mismatches = find_mismatches(content, chosen, tensors, num_labels)
         refuse_too_large(content, mismatches, where)
         changes: dict[str, Any] = dict(random_blocks=random_blocks)
@@ -232,18 +235,20 @@ def _fill(model: Any, tensors: CheckpointTensors, sources: _Sources, dtype) -> N
     state = nnx.state(model, nnx.Param)
     for path, variable in nnx.to_flat_state(state):
         if path in sources:
-            variable.set_value(_stacked(tensors, sources[path], variable.ndim, dtype))
+            variable.set_value(_stacked(tensors, sources[path], tuple(variable.shape), dtype))
     nnx.update(model, state)
 
 
-def _stacked(tensors: CheckpointTensors, source: list[tuple[str, bool]], ndim: int, dtype) -> jax.Array:
-    """One tensor, or those of all layers along a new first axis."""
+def _stacked(
+    tensors: CheckpointTensors, source: list[tuple[str, bool]], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """One tensor, or those of all layers, and of all experts of each layer, along new first axes."""
     arrays = []
     for name, transposed in source:
         array = tensors.read(name)
         arrays.append(array.T if transposed else array)
     # Always a copy: safetensors may return a view of the mapped file, which is closed when `load` returns.
-    array = np.stack(arrays) if arrays[0].ndim < ndim else np.array(arrays[0])
+    array = np.stack(arrays).reshape(shape) if arrays[0].ndim < len(shape) else np.array(arrays[0])
     return jnp.asarray(array, dtype)  # not `jnp.array`, which compiles a program per shape if the dtypes are the same
 
 

@@ -362,7 +362,7 @@ def test_next_difference_visits_every_difference(tab, url):
     for q, k in differing:
         assert colours[q, k].tolist() == [37, 99, 235]
     both = np.asarray(OTHER.dense(T, T))[0, 0] & DENSE
-    assert (colours[both] == [135, 146, 162]).all()
+    assert (colours[both] == [170, 179, 191]).all()
 
 
 def test_a_page_with_one_mask_says_how_to_compare(tab, save):
@@ -398,6 +398,10 @@ def test_the_address_stores_the_state(tab, url):
         ("panel=cells", "panel must be one of cell, tiles, cache, devices, diff, got cells."),
         ("set.9=1", "The index after set. must be an integer from 0 to 3, got 9."),
         ("set.0=-1", "set.0 must be an integer from 0 to 1073741823, got -1."),
+        (
+            "constructor=1",
+            '"constructor" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.',
+        ),
         ("<b>=1", '"<b>" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.'),
     ],
 )
@@ -459,7 +463,11 @@ def test_rules_that_python_evaluated_and_short_masks_are_drawn(browser, tab, sav
 
 
 def test_a_narrow_page_does_not_scroll_sideways(tab, url):
+    tab.open(url)
+    scale = text(tab, "readout")
     tab.resize(400, 800)
+    tab.wait(f"document.getElementById('readout').textContent !== {scale!r}")
+    assert float(text(tab, "readout").split()[0]) < float(scale.split()[0])
     tab.open(f"{url}#q=93&k=92")
     for panel in PANELS:
         tab.run(f"longspan.set({{panel: {panel!r}}})")
