@@ -178,7 +178,7 @@ def answer(request: Request, engine: Any) -> tuple[Any, Any]:
 
 
 def attention_of_layer(
-    q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None, heads_first: bool = False
+    q, k, v, layer, *, mask: BlockLayout, scale=None, soft_cap=None, sinks=None, heads_first: bool = False
 ) -> jax.Array:
     """`attention` with one layer of stacked keys and values [layers, B, S, K, H], read in place if the engine can.
 
@@ -188,7 +188,8 @@ def attention_of_layer(
     function in a `custom_vjp`, whose backward pass differentiates `attention` of the layer.
     """
     layer_k, layer_v = _shape_of_layer(k, heads_first), _shape_of_layer(v, heads_first)
-    request = Request.of(q=q, k=layer_k, v=layer_v, mask=mask, scale=scale, soft_cap=soft_cap).with_scale()
+    options: dict[str, Any] = dict(mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    request = Request.of(q=q, k=layer_k, v=layer_v, **options).with_scale()
     result = None
     if request.layout is not None and 0 not in request.dims.values():
         engine = choose("auto", request)[0]
@@ -198,7 +199,7 @@ def attention_of_layer(
     k, v = k[layer], v[layer]
     if heads_first:
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return attention(q, k, v, mask=mask, scale=scale, soft_cap=soft_cap)
+    return attention(q, k, v, **options)
 
 
 def plan_attention_layout(q, k, v, **call) -> BlockLayout:

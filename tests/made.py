@@ -30,5 +30,5 @@ def _shapes(kind: Any, config: Any, options: tuple) -> tuple[Any, Any]:
 def _initial(name: str, shape: tuple[int, ...], spread: float, rng: np.random.Generator) -> np.ndarray:
     if name in ("kernel", "embedding"):
         return rng.normal(0, spread, shape)
-    assert name in ("bias", "scale"), name
+    assert name in ("bias", "scale", "sinks"), name
     return np.full(shape, 1.0 if name == "scale" else 0.0)

@@ -21,6 +21,7 @@ from longspan.cli.generate import generate
 from longspan.cli.info import info
 from longspan.cli.notices import say
 from longspan.cli.show import show
+from longspan.cli.train import train
 from longspan.version import __version__
 
 BAD_INPUT = 2
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=dict(help_option_names=["-h", "--help"]),
 )
-for _command in (info, demo, show, explore, explain, diff, bench, check, encode, generate):
+for _command in (info, demo, show, explore, explain, diff, bench, check, encode, generate, train):
     app.command()(_command)
 
 

@@ -25,6 +25,7 @@ class Background {
     this.wanted = new Map(); // questions asked since `begin`
     this.running = null; // the key of the question that the worker answers
     this.worker = null;
+    this.hasWorkers = true;
   }
 
   begin() {
@@ -54,23 +55,36 @@ class Background {
     this.running = next.key;
     this.worker ??= this.start();
     if (this.worker) this.worker.postMessage(next);
-    else setTimeout(() => this.arrived(next.key, this.explorer[next.method](...next.given)), 20);
+    else this.computeHere(next);
   }
 
-  // A worker; null if the browser allows none here. Then the page itself computes.
+  // Where the browser allows no worker, the page itself computes, after it has drawn.
+  computeHere({ key, method, given }) {
+    setTimeout(() => this.arrived(key, this.explorer[method](...given)), 20);
+  }
+
   start() {
+    if (!this.hasWorkers) return null;
     const source = byId("evaluator").textContent + WORKER;
     const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
     try {
       const worker = new Worker(url);
       worker.onmessage = ({ data }) => this.arrived(data.key, data.found);
+      worker.onerror = () => this.failed();
       worker.postMessage({ page: this.page });
       return worker;
     } catch {
+      this.hasWorkers = false;
       return null;
     } finally {
       URL.revokeObjectURL(url);
     }
+  }
+
+  failed() {
+    this.hasWorkers = false;
+    this.stop();
+    this.onAnswer(); // asks again
   }
 
   stop() {

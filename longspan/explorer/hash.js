@@ -23,9 +23,8 @@ const stepsOf = (page) => page.cache.length ?? page.kv_len;
 
 // The state that a hash describes. Raises a RangeError if any part of the hash is not valid.
 function stateOfHash(page, hash) {
-  const found = {};
-  for (const [name, text] of new URLSearchParams(hash.replace(/^#/, ""))) found[name] = text;
-  return changedState(page, defaultState(page), found);
+  const changes = Object.fromEntries(new URLSearchParams(hash.replace(/^#/, "")));
+  return changedState(page, defaultState(page), changes);
 }
 
 // A state with changes. Their names and values are those of the hash; values may also be numbers and lists.
@@ -34,7 +33,7 @@ function changedState(page, state, changes) {
   for (const [name, value] of Object.entries(changes)) {
     if (name === "set") Object.entries(value).forEach(([i, number]) => setNumber(page, found, i, number));
     else if (name.startsWith("set.")) setNumber(page, found, name.slice(4), value);
-    else if (READ[name]) found[name] = READ[name](value, page);
+    else if (Object.hasOwn(READ, name)) found[name] = READ[name](value, page);
     else throw new RangeError(`"${name}" is not one of ${Object.keys(READ).join(", ")}, set.0, set.1, and so on.`);
   }
   if ((found.q === null) !== (found.k === null)) throw new RangeError("q and k must be given together.");

@@ -146,6 +146,7 @@ class App {
     if (state.panel === "tiles" && areTilesDrawn(page, view, state.tile)) {
       drawTiles(context, view, this.tileKinds(), state.tile, origin, ink);
     }
+    if (!explorer.isInitial) return; // the plans are for the original numbers
     if (state.panel === "cache" && !page.cache.error) drawStep(context, view, explorer.cache(state.t), origin, ink);
     if (state.panel === "devices") {
       const plan = explorer.devices(state.devices, state.order);
@@ -161,8 +162,11 @@ class App {
 
   // All is drawn: stores the state in the address.
   settled() {
-    if (this.state.zoom !== this.map.view.zoom) {
-      this.state.zoom = this.map.view.zoom;
+    const { zoom, scaleX, scaleY } = this.map.view;
+    const scales = `${scaleX} ${scaleY}`; // they also change with the size of the window
+    if (this.scales !== scales) {
+      this.scales = scales;
+      this.state.zoom = zoom;
       this.showPanel();
     }
     this.writeHash();

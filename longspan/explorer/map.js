@@ -71,7 +71,7 @@ class MaskMap {
       this.mode === "difference"
         ? new DifferenceShader(this.explorer, this.palette)
         : new MaskShader(this.explorer, this.palette);
-    this.raster = new Raster(this.page.q_len, this.page.kv_len, shader);
+    this.raster = new Raster(this.page.q_len, this.page.kv_len, shader, this.raster ?? null);
     this.moved();
   }
 

@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from longspan.explorer.scripts import FOLDER, evaluator, page_scripts
+from longspan.explorer.scripts import FOLDER, evaluator, page_scripts, page_styles
 
 # Characters that would end the script that contains the document, or begin a comment there.
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -29,7 +29,7 @@ def page_html(document: dict[str, Any]) -> str:
         label=html.escape(f"{text}: {size}"),
         sizes=_sizes(sizes),
         notes=_notes(document["notes"]),
-        styles=(FOLDER / "page.css").read_text("utf-8"),
+        styles=page_styles(),
         evaluator=evaluator(),
         scripts=page_scripts(),
         document=json.dumps(document, ensure_ascii=True, separators=(",", ":")).translate(UNSAFE),
@@ -49,7 +49,7 @@ def _sizes(sizes: dict[str, Any]) -> str:
     rows, heads = sizes["batch"], sizes["heads"]
     return (
         f"For {_counted(rows, 'batch row')} and {_counted(heads, 'head')} of {sizes['head_dim']} numbers "
-        f"({html.escape(sizes['dtype'])}), forward, as <code>longspan explain</code> counts them."
+        f"({html.escape(sizes['dtype'])})"
     )
 
 

@@ -9,7 +9,10 @@ const LEAST_TEXTURE = 4; // queries and keys of a pixel from which a pattern is 
 const COARSER = 3; // levels: pictures of this much less detail are drawn first
 
 class Raster {
-  constructor(queries, keys, shader) {
+  // `older` is the raster before a change. Its pictures are shown until there are new ones.
+  constructor(queries, keys, shader, older) {
+    this.older = older;
+    if (older) older.older = null;
     this.sizes = [keys, queries];
     this.shader = shader;
     this.deepest = this.sizes.map((size) => Math.max(0, Math.ceil(Math.log2(size / SIDE))));
@@ -50,7 +53,7 @@ class Raster {
   }
 
   pictureAt(level, column, row) {
-    const key = `${level[0]} ${level[1]} ${column} ${row}`;
+    const key = keyOf(level, column, row);
     let picture = this.pictures.get(key);
     if (!picture) this.pictures.set(key, (picture = new Picture(this.sizes, level, column, row)));
     picture.used = this.clock;
@@ -63,6 +66,7 @@ class Raster {
       if (!this.queue[0].draw(this.shader, deadline)) return false;
       this.queue.shift();
     }
+    this.older = null;
     return true;
   }
 
@@ -87,29 +91,30 @@ class Raster {
     context.imageSmoothingEnabled = Math.min(view.scaleX, view.scaleY) * density < 3;
     for (const picture of this.visible) {
       const place = edges(picture);
-      // The last pixel may be for fewer pairs.
-      const size = [(picture.k1 - picture.k0) / picture.wide, (picture.q1 - picture.q0) / picture.high];
-      if (picture.isDone) picture.paint(context, place, [0, 0, ...size]);
-      else this.paintCoarser(context, picture, place);
+      this.paintBest(context, picture, place) || this.older?.paintBest(context, picture, place);
     }
   }
 
-  paintCoarser(context, picture, place) {
-    let level = picture.level;
-    while (level[0] < this.deepest[0] || level[1] < this.deepest[1]) {
+  // Paints a picture's part of the mask from it, or from the next coarser one that is done. Returns whether there is one.
+  paintBest(context, { level: [wide, high], k0, k1, q0, q1 }, place) {
+    let level = [wide, high];
+    for (;;) {
+      const found = this.pictures.get(keyOf(level, ...placeAt(level, k0, q0)));
+      if (found?.isDone) {
+        const from = [(k0 - found.k0) / found.wide, (q0 - found.q0) / found.high];
+        found.paint(context, place, [...from, (k1 - k0) / found.wide, (q1 - q0) / found.high]);
+        return true;
+      }
+      if (level[0] === this.deepest[0] && level[1] === this.deepest[1]) return false;
       level = this.coarser(level, 1);
-      const column = Math.floor(picture.k0 / (SIDE * 2 ** level[0]));
-      const row = Math.floor(picture.q0 / (SIDE * 2 ** level[1]));
-      const parent = this.pictures.get(`${level[0]} ${level[1]} ${column} ${row}`);
-      if (!parent?.isDone) continue;
-      const [wide, high] = [2 ** level[0], 2 ** level[1]];
-      const from = [(picture.k0 - parent.k0) / wide, (picture.q0 - parent.q0) / high];
-      const size = [(picture.k1 - picture.k0) / wide, (picture.q1 - picture.q0) / high];
-      parent.paint(context, place, [...from, ...size]);
-      return;
     }
   }
 }
+
+const keyOf = (level, column, row) => `${level} ${column} ${row}`;
+
+// The column and row of the picture that contains a key and a query.
+const placeAt = ([x, y], key, query) => [Math.floor(key / (SIDE * 2 ** x)), Math.floor(query / (SIDE * 2 ** y))];
 
 // A part of the mask: keys [k0, k1) and queries [q0, q1).
 class Picture {

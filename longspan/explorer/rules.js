@@ -115,7 +115,6 @@ class NotRule {
 // Allows the pairs whose query term is <=, >=, <, > or == the key term, if both are valid.
 class CompareRule {
   constructor(node, program) {
-    this.node = node;
     this.q = new Term(node.q, program.q, program.values, program.arrayOf);
     this.kv = new Term(node.kv, program.kv, program.values, program.arrayOf);
     this.relation = node.relation;

@@ -1,4 +1,4 @@
-"""The scripts of the page, in the order in which they are joined to one script."""
+"""The scripts and the styles of the page, in the order in which they are joined."""
 
 from pathlib import Path
 
@@ -16,6 +16,8 @@ PAGE = (
     "panel_diff.js", "main.js",
 )  # fmt: skip
 
+STYLES = ("colours.css", "page.css", "picture.css", "panels.css")
+
 
 def evaluator() -> str:
     """The scripts that evaluate a document, as one script; `makeExplorer(document)` is their entry."""
@@ -25,6 +27,11 @@ def evaluator() -> str:
 def page_scripts() -> str:
     """The scripts that draw the page, as one script. They use names of the evaluator."""
     return _joined(PAGE)
+
+
+def page_styles() -> str:
+    """The styles of the page."""
+    return _joined(STYLES)
 
 
 def _joined(names: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ const LEAST_OPACITY = 0.24;
 const MOST_OPACITY = 0.8;
 const UNKNOWN_OPACITY = 0.55;
 
-// The palette of the page's theme: {full, partial, unknown, both, first, second} as [red, green, blue].
+// The palette of the page's theme: {full, unknown, both, first, second} as [red, green, blue].
 function readPalette() {
   const style = getComputedStyle(document.documentElement);
   const palette = {};

@@ -44,12 +44,13 @@ class ExpressionEditor {
 
   // "Window left", or "Global indices 2" for the second one of several.
   nameOf(number, index) {
-    const leaf = leafOf(this.page.mask.tree, number.leaf);
-    const text = leaf ? this.page.mask.text.slice(leaf.start, number.start) : this.page.mask.text.slice(0, number.start);
-    const rule = leaf ? text.match(/^\w+/)?.[0] ?? "" : "";
-    const same = this.page.numbers.filter((other) => other.leaf === number.leaf && other.field === number.field);
-    const place = same.length > 1 ? ` ${this.page.numbers.slice(0, index).filter((other) => same.includes(other)).length + 1}` : "";
-    return `${rule} ${number.field.replace(/_/g, " ")}${place}`.trim();
+    const { mask, numbers } = this.page;
+    const leaf = leafOf(mask.tree, number.leaf);
+    const words = [number.field.replace(/_/g, " ")];
+    if (leaf) words.unshift(mask.text.slice(leaf.start).match(/^\w*/)[0]);
+    const isAlike = (other) => other.leaf === number.leaf && other.field === number.field;
+    if (numbers.filter(isAlike).length > 1) words.push(numbers.slice(0, index).filter(isAlike).length + 1);
+    return words.join(" ");
   }
 
   // Sets the ends of a slider: about four times the value, so that small numbers can be set exactly.

@@ -29,6 +29,12 @@ class ConfigContent(NamedTuple):
         """The content with Hugging Face's defaults for missing keys."""
         return {**self.family.defaults, **self.raw}
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether weights are in MXFP4, which families refuse unless it can be read."""
+        quantization = self.raw.get("quantization_config")
+        return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+
 
 def read_content(directory: Path, overrides: Mapping[str, Any] | None = None) -> ConfigContent:
     """The content of the `config.json` in a directory, with some keys overridden."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from flax import nnx
 
 from longspan.checks import FLOATS, check_choice
 from longspan.hf.config import ConfigContent, config_of, read_content
+from longspan.hf.mxfp4 import with_floats
 from longspan.hf.names import Parameter, body_name, head_prefixes, heads_of_others, parameters, task_of
 from longspan.hf.sizes import find_mismatches, refuse_large_heads, refuse_too_large
 from longspan.hf.tensors import DTYPES, CheckpointTensors
@@ -129,6 +130,8 @@ def load(
     chosen = _task(content.family, task, content.architectures)
     with ExitStack() as stack:
         tensors = CheckpointTensors.open(where, stack)
+        if content.is_mxfp4:
+            tensors = with_floats(tensors)
         mismatches = find_mismatches(content, chosen, tensors, num_labels)
         refuse_too_large(content, mismatches, where)
         changes: dict[str, Any] = dict(random_blocks=random_blocks)
@@ -147,7 +150,7 @@ def load(
         if rngs is not None:
             if num_labels is None:
                 refuse_large_heads(content, report.new_parameters, tensors)
-            model = chosen.model(model_config, **options, rngs=rngs)
+            _initialise(model, lambda rngs: chosen.model(model_config, **options, rngs=rngs), report.new, rngs)
         _fill(model, tensors, sources, param_dtype)
     model.set_attributes(source=str(where.resolve()))
     return model
@@ -209,22 +212,43 @@ def _find_sources(model: Any, tensors: CheckpointTensors, report: "_LoadReport",
     return sources
 
 
+def _initialise(model: Any, make: Callable[[nnx.Rngs], Any], new: list[Parameter], rngs: nnx.Rngs) -> None:
+    """Puts the initial values of new parameters into a model of shapes."""
+    paths = {p.path for p in new}
+    if not paths:
+        return
+
+    @nnx.jit
+    def values(rngs: nnx.Rngs) -> list[Any]:
+        state = nnx.to_flat_state(nnx.state(make(rngs), nnx.Param))
+        # XLA drops the other parameters, which the file has.
+        return [variable[...] for path, variable in state if path in paths]
+
+    state = nnx.state(model, nnx.Param)
+    variables = [variable for path, variable in nnx.to_flat_state(state) if path in paths]
+    for variable, value in zip(variables, values(rngs), strict=True):
+        variable.set_value(value)
+    nnx.update(model, state)
+
+
 def _fill(model: Any, tensors: CheckpointTensors, sources: _Sources, dtype) -> None:
     state = nnx.state(model, nnx.Param)
     for path, variable in nnx.to_flat_state(state):
         if path in sources:
-            variable.set_value(_stacked(tensors, sources[path], variable.ndim, dtype))
+            variable.set_value(_stacked(tensors, sources[path], tuple(variable.shape), dtype))
     nnx.update(model, state)
 
 
-def _stacked(tensors: CheckpointTensors, source: list[tuple[str, bool]], ndim: int, dtype) -> jax.Array:
-    """One tensor, or those of all layers along a new first axis."""
+def _stacked(
+    tensors: CheckpointTensors, source: list[tuple[str, bool]], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """One tensor, or those of all layers, and of all experts of each layer, along new first axes."""
     arrays = []
     for name, transposed in source:
         array = tensors.read(name)
         arrays.append(array.T if transposed else array)
     # Always a copy: safetensors may return a view of the mapped file, which is closed when `load` returns.
-    array = np.stack(arrays) if arrays[0].ndim < ndim else np.array(arrays[0])
+    array = np.stack(arrays).reshape(shape) if arrays[0].ndim < len(shape) else np.array(arrays[0])
     return jnp.asarray(array, dtype)  # not `jnp.array`, which compiles a program per shape if the dtypes are the same
 
 

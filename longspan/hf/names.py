@@ -33,7 +33,7 @@ class Parameter(NamedTuple):
 
     name: str
     path: tuple
-    layer: int | None  # index on the first axis of a stacked parameter; None outside of layers
+    index: tuple[int, ...]  # of the layer and of the expert on the first axes of a stacked parameter
     shape: tuple[int, ...]
     in_head: bool
     transposed: bool  # torch stores the weight of a linear layer as [outputs, inputs]
@@ -60,16 +60,26 @@ def parameters(model: Any) -> Iterator[Parameter]:
             name = file_name(ours, task.names)
         else:
             name = body_name(ours.removeprefix("encoder."), family)
-        shape, transposed = tuple(variable.shape), path[-1] == "kernel"
-        if layers is not None:
-            shape = shape[1:]
-        if transposed:
-            shape = shape[::-1]
-        if layers is None:
-            yield Parameter(name, path, None, shape, in_head, transposed)
+        for numbered, index in _numbered(name, layers, variable.shape):
+            shape = tuple(variable.shape[len(index) :])
+            # A kernel with another axis has all experts of a layer, which torch stores as [experts, inputs, outputs].
+            transposed = path[-1] == "kernel" and len(shape) == 2
+            if transposed:
+                shape = shape[::-1]
+            yield Parameter(numbered, path, index, shape, in_head, transposed)
+
+
+def _numbered(name: str, layers: range | None, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name of each layer's tensor and its index; if the name has {expert}, of each expert's tensor."""
+    if layers is None:
+        yield name, ()
+        return
+    for index, number in enumerate(layers):
+        if "{expert}" not in name:
+            yield name.format(number), (index,)
             continue
-        for index, number in enumerate(layers):
-            yield Parameter(name.format(number), path, index, shape, in_head, transposed)
+        for expert in range(shape[1]):
+            yield name.format(number, expert=expert), (index, expert)
 
 
 def body_name(ours: str, family: Family) -> str:

@@ -96,9 +96,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     state = {path: jax.device_get(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     tensors, prefix = {}, body_prefix(model)
     for p in parameters(model):
-        value = state[p.path]
-        if p.layer is not None:
-            value = value[p.layer]
+        value = state[p.path][p.index]
         if p.transposed:
             value = value.T
         name = p.name if p.in_head else prefix + p.name

@@ -32,7 +32,9 @@ def find_mismatches(
     found = [_compare_layers(values, content, tensors)]
     longest = max((max(tensors.shape(name), default=0) for name in tensors.where), default=0)
     for size in content.family.sizes:
-        found.append(_compare_axis(size, tensors.find_in_body(size.tensor), values, tensors, longest))
+        name = _tensor_of(size, content, tensors)
+        if name is not None or not size.optional:
+            found.append(_compare_axis(size, name, values, tensors, longest))
     labels = _label_size(content, task, tensors, num_labels)
     if labels is not None:
         size, counts = labels
@@ -53,7 +55,7 @@ def refuse_too_large(content: ConfigContent, mismatches: list[SizeMismatch], whe
 def _sizes_in_config(content: ConfigContent) -> dict[str, int]:
     """The values of a content that are valid sizes, including Hugging Face's defaults."""
     config = content.family.config
-    defaults = {f.name: f.default for f in fields(config)}
+    defaults = {f.name: f.default for f in fields(config) if f.metadata.get("in_json", True)}
     values = {**defaults, **{key: value for key, value in content.complete.items() if value is not None}}
     return {key: value for key, value in values.items() if is_count(value)}
 
@@ -61,14 +63,27 @@ def _sizes_in_config(content: ConfigContent) -> dict[str, int]:
 def _compare_layers(
     values: Mapping[str, int], content: ConfigContent, tensors: CheckpointTensors
 ) -> SizeMismatch | None:
-    count = values.get("num_hidden_layers")
-    layer_prefix = re.escape(content.family.layers).replace(r"\{\}", r"(\d+)")
-    matches = [re.match(layer_prefix, tensors.without_prefix(name)) for name in tensors.where]
-    numbers = {match[1] for match in matches if match}
+    count, numbers = values.get("num_hidden_layers"), _layer_numbers(content, tensors)
     if count is None or count == len(numbers):
         return None
     line = f"num_hidden_layers={count}, but {tensors.files} has the tensors of {len(numbers)} layers"
     return SizeMismatch(line, too_large=count > len(tensors.where))
+
+
+def _layer_numbers(content: ConfigContent, tensors: CheckpointTensors) -> set[str]:
+    """The numbers of the layers that have tensors in the files."""
+    layer_prefix = re.escape(content.family.layers).replace(r"\{\}", r"(\d+)")
+    matches = [re.match(layer_prefix, tensors.without_prefix(name)) for name in tensors.where]
+    return {match[1] for match in matches if match}
+
+
+def _tensor_of(size: TensorSize, content: ConfigContent, tensors: CheckpointTensors) -> str | None:
+    """The name in the file of the tensor to compare; None if the file lacks it."""
+    if "{}" not in size.tensor:
+        return tensors.find_in_body(size.tensor)
+    numbers = sorted(_layer_numbers(content, tensors), key=lambda number: (len(number), number))
+    names = (tensors.find_in_body(size.tensor.format(number)) for number in numbers)
+    return next((name for name in names if name is not None), None)
 
 
 def _compare_axis(

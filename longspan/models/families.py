@@ -4,16 +4,19 @@ from collections.abc import Mapping
 
 from longspan.models.decoders.gemma2 import GEMMA2
 from longspan.models.decoders.gemma3 import GEMMA3
+from longspan.models.decoders.gpt_oss import GPT_OSS
 from longspan.models.decoders.granite import GRANITE
 from longspan.models.decoders.llama import LLAMA
 from longspan.models.decoders.ministral import MINISTRAL
 from longspan.models.decoders.ministral3 import MINISTRAL3
 from longspan.models.decoders.mistral import MISTRAL
+from longspan.models.decoders.mixtral import MIXTRAL
 from longspan.models.decoders.olmo2 import OLMO2
 from longspan.models.decoders.olmo3 import OLMO3
 from longspan.models.decoders.phi3 import PHI3
 from longspan.models.decoders.qwen2 import QWEN2
 from longspan.models.decoders.qwen3 import QWEN3
+from longspan.models.decoders.qwen3_moe import QWEN3_MOE
 from longspan.models.decoders.smollm3 import SMOLLM3
 from longspan.models.encoders.bert import BERT
 from longspan.models.encoders.bigbird import BIG_BIRD
@@ -29,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, LONGFORMER, BIG_BIRD),
     *(MODERNBERT, EUROBERT, NOMIC_BERT, GTE, JINA_V3, EMBEDDING_GEMMA),
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3),
+    *(MIXTRAL, QWEN3_MOE, GPT_OSS),
     *(SMOLLM3, OLMO2, OLMO3, GRANITE, MINISTRAL, MINISTRAL3),
 )
 

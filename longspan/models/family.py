@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-# Pairs of prefixes: of our name for a parameter, and of Hugging Face's, where {} is the layer's number. The first
-# pair that matches is used.
+# Pairs of prefixes: of our name for a parameter, and of Hugging Face's, where {} is the layer's number and {expert} the
+# expert's. The first pair that matches is used.
 ParameterNames: TypeAlias = tuple[tuple[str, str], ...]
 
 
@@ -32,8 +32,9 @@ class TensorSize(NamedTuple):
     """One axis of a body's tensor: its length is the product of some numbers in `config.json`."""
 
     keys: tuple[str, ...]
-    tensor: str
+    tensor: str  # with {} for the layer's number: the tensor of the first layer that has one
     axis: int
+    optional: bool = False  # whether a file may lack the tensor, because no layer uses these numbers
 
 
 def _no_fields(*_: Any) -> dict[str, Any]:

@@ -29,4 +29,10 @@ from longspan.train.optimizers import adamw as adamw
 from longspan.train.processes import join as join
 from longspan.train.report import Progress as Progress
 from longspan.train.resume import restore as restore
+from longspan.train.sources import read_examples as read_examples
 from longspan.train.supervisor import supervise as supervise
+from longspan.train.tasks import CausalLMTraining as CausalLMTraining
+from longspan.train.tasks import ClassificationTraining as ClassificationTraining
+from longspan.train.tasks import EmbeddingTraining as EmbeddingTraining
+from longspan.train.tasks import MaskedLMTraining as MaskedLMTraining
+from longspan.train.tokenized import tokenized as tokenized

@@ -5,12 +5,14 @@ folder that starts with a dot, which the next run removes.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ class Checkpoints:
 
         # orbax takes absolute paths only.
         self.folder, self.keep, self.saved = folder.absolute(), keep, saved
-        self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        # Compression would take the processors from training, and parameters do not compress well.
+        self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+        logging.getLogger("absl").addFilter(_is_foreign)
         self._finisher = ThreadPoolExecutor(1, "longspan-checkpoint")
         self._finishing: Future | None = None
 
@@ -71,7 +75,9 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, and frees threads. Errors were raised by `wait` or are dropped after another error."""
         self._finisher.shutdown()
-        self._writer.close()
+        with suppress(Exception):
+            self._writer.close()
+        logging.getLogger("absl").removeFilter(_is_foreign)
 
     def _finish(self, part: Path, summary: dict[str, Any]) -> None:
         """In the background: waits for the files, adds their checksums and gives the folder its name."""
@@ -87,14 +93,19 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             raise
         if jax.process_index() == 0:
-            self._prune(summary["notes"].get("best_step"))
+            self.prune(summary["notes"].get("best_step"))
             self.saved(summary["step"])
 
-    def _prune(self, best: int | None) -> None:
+    def prune(self, best: int | None) -> None:
         """Removes all but the newest checkpoints and the best one."""
         for step in checkpoint_steps(self.folder)[self.keep :]:
             if step != best:
                 _remove(self.folder / str(step))
+
+
+def _is_foreign(record: logging.LogRecord) -> bool:
+    """Drops what orbax logs about errors of its threads, with tracebacks: `Checkpoints.wait` raises them."""
+    return "orbax" not in record.pathname
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

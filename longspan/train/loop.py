@@ -229,6 +229,8 @@ class _Loop:
         self.step, self.best = step, BestEvaluation.of_notes(notes_of(path))
         if jax.process_index() == 0:
             self.progress.note(f"resumed from step {step}")
+            # The run may have kept more checkpoints before, and its disk may be full.
+            self.checkpoints.prune(self.best.step)
 
     def train(self, interrupts: Interrupts) -> None:
         """All steps. The loss of a step is read after the next step has started, so that devices never wait for it."""

@@ -94,6 +94,7 @@ class Tab:
 
     def open(self, url):
         """Loads a page and waits until it is drawn."""
+        self.send("Page.bringToFront")  # a tab that is not seen draws nothing
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
         self.wait("document.documentElement?.dataset.ready === 'true'")

@@ -246,6 +246,9 @@ def test_sliders_change_the_picture_and_the_expression(tab, url):
     assert state(tab)["set.0"] == 3, "a window cannot be negative"
     tab.run("document.getElementById('reset').click()")
     assert text(tab, "expression") == repr(MASK)
+    box = tab.run("document.getElementById('copy').getBoundingClientRect().toJSON()")
+    tab.click(box["x"] + 5, box["y"] + 5)  # browsers copy only after a person's click
+    tab.wait("document.getElementById('copy').textContent === 'Copied'")
 
 
 @pytest.mark.parametrize(("q_tile", "kv_tile"), [(16, 8), (7, 13), (128, 128)])
@@ -296,6 +299,22 @@ def test_long_counts_run_in_the_background(tab, save):
     assert state(tab)["shown"]["partial"] == 8192 + 8188
 
 
+def test_without_workers_the_page_itself_counts(browser, save):
+    tab = Tab(browser)
+    tab.send("Page.addScriptToEvaluateOnNewDocument", source="window.Worker = class { constructor() { throw 0; } };")
+    tab.open(save(document(ls.Causal(), 8192), "alone") + "#panel=tiles")
+    tab.wait("longspan.state.shown.pending === false")
+    assert state(tab)["shown"]["pairs"] == 8192 * 8193 // 2
+
+
+def test_sampled_steps_are_named(tab, save):
+    found = example.made()
+    found["cache"] |= dict(runs=None, steps=[0, 40, 95], kept=[[0, 1], [0, 1, 33, 41], [0, 1, 88, 96]])
+    tab.open(save(found, "sampled") + "#panel=cache&t=60")
+    assert text(tab, "cache-sampled") == "The page has samples of the steps; this is step 40."
+    assert state(tab)["shown"]["kept"] == [[0, 1], [33, 41]]
+
+
 def test_the_cache_panel_shows_the_plan_of_a_step(tab, url):
     plan = ls.cache.plan(MASK, T)
     tab.open(f"{url}#panel=cache&t=60")
@@ -311,7 +330,7 @@ def test_the_cache_panel_shows_the_plan_of_a_step(tab, url):
     set_input(tab, "slider-0", 5)
     assert state(tab)["shown"]["stale"] is True
     assert "Python computed this for the original numbers" in text(tab, "cache-note")
-    assert tab.run("getComputedStyle(document.getElementById('cache-facts')).opacity") == "0.45"
+    assert tab.run("getComputedStyle(document.getElementById('cache-facts')).opacity") == "0.55"
 
 
 def test_the_devices_panel_shows_who_holds_and_receives_what(tab, url):
@@ -343,7 +362,7 @@ def test_next_difference_visits_every_difference(tab, url):
     for q, k in differing:
         assert colours[q, k].tolist() == [37, 99, 235]
     both = np.asarray(OTHER.dense(T, T))[0, 0] & DENSE
-    assert (colours[both] == [135, 146, 162]).all()
+    assert (colours[both] == [170, 179, 191]).all()
 
 
 def test_a_page_with_one_mask_says_how_to_compare(tab, save):
@@ -379,6 +398,10 @@ def test_the_address_stores_the_state(tab, url):
         ("panel=cells", "panel must be one of cell, tiles, cache, devices, diff, got cells."),
         ("set.9=1", "The index after set. must be an integer from 0 to 3, got 9."),
         ("set.0=-1", "set.0 must be an integer from 0 to 1073741823, got -1."),
+        (
+            "constructor=1",
+            '"constructor" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.',
+        ),
         ("<b>=1", '"<b>" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.'),
     ],
 )
@@ -440,7 +463,11 @@ def test_rules_that_python_evaluated_and_short_masks_are_drawn(browser, tab, sav
 
 
 def test_a_narrow_page_does_not_scroll_sideways(tab, url):
+    tab.open(url)
+    scale = text(tab, "readout")
     tab.resize(400, 800)
+    tab.wait(f"document.getElementById('readout').textContent !== {scale!r}")
+    assert float(text(tab, "readout").split()[0]) < float(scale.split()[0])
     tab.open(f"{url}#q=93&k=92")
     for panel in PANELS:
         tab.run(f"longspan.set({{panel: {panel!r}}})")

@@ -34,6 +34,7 @@ MINISTRAL3 = dict(
     mscale_all_dim=1.0,
     llama_4_scaling_beta=0.5,
 )
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16, truncate=False)
 # Name of the golden file -> name of Hugging Face's classes, and what differs from TINY.
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))),
@@ -93,7 +94,26 @@ MODELS: dict[str, tuple[str, dict]] = {
         head_dim=10, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     )),
     "ministral3": ("Ministral3", dict(head_dim=10, sliding_window=None, rope_parameters=MINISTRAL3)),
+    "mixtral": ("Mixtral", dict(sliding_window=WINDOW, head_dim=10, num_local_experts=5)),
+    "qwen3_moe": ("Qwen3Moe", dict(
+        head_dim=10, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=12, mlp_only_layers=[1],
+    )),
+    "qwen3_moe_sliding": ("Qwen3Moe", dict(
+        head_dim=8, use_sliding_window=True, sliding_window=WINDOW, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=28, norm_topk_prob=True, decoder_sparse_step=2, attention_bias=True,
+    )),
+    "gpt_oss": ("GptOss", dict(
+        head_dim=10, sliding_window=WINDOW, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=1.5,
+        swiglu_alpha=1.3, rope_parameters=YARN,
+    )),
 }  # fmt: skip
+
+# Its experts are in MXFP4, in groups of 32 numbers.
+MXFP4 = "gpt_oss_mxfp4"
+MXFP4_SIZES = dict(
+    hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=8, sliding_window=WINDOW, num_local_experts=3,
+    num_experts_per_tok=2, rope_parameters=YARN,
+)  # fmt: skip
 
 # Their rotations depend on the length, and Hugging Face's cached pass disagrees with its full pass.
 BY_LENGTH = ("llama_dynamic", "phi3_long", "phi3_short")
@@ -117,13 +137,30 @@ def weights(shapes: dict[str, list[int]], model_type: str) -> dict[str, np.ndarr
     """Wide weights: with the usual 0.02, attention is nearly uniform, and a wrong mask is hidden by rounding."""
     arrays = {}
     for name, shape in shapes.items():
-        draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+        rng = np.random.RandomState(zlib.crc32(name.encode()))
+        if name.endswith(("_blocks", "_scales")):  # of MXFP4: any 4 bits, and exponents from -6 to -2
+            arrays[name] = rng.randint(*((0, 256) if name.endswith("_blocks") else (121, 126)), shape).astype(np.uint8)
+            continue
+        draw = rng.standard_normal(shape)
         if name.endswith("norm.weight"):
             array = 0.3 * np.tanh(draw) + (0.0 if model_type.startswith("gemma") else 1.0)
         else:
             array = draw * (0.7 if "embed_tokens" in name else 0.3)
         arrays[name] = array.astype(np.float32)
     return arrays
+
+
+def packed(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The shapes of the same file with experts in MXFP4."""
+    found = {}
+    for name, shape in shapes.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = shape
+            found |= {f"{name}_blocks": [experts, outputs, inputs // 32, 16]}
+            found |= {f"{name}_scales": [experts, outputs, inputs // 32]}
+        else:
+            found[name] = shape
+    return found
 
 
 def cases() -> dict[str, dict[str, np.ndarray]]:
@@ -141,6 +178,8 @@ def cases() -> dict[str, dict[str, np.ndarray]]:
 def version_4(config: dict) -> dict:
     """The same config in the spelling of transformers 4."""
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")} | dict(torch_dtype="float32")
+    if config["model_type"] == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
     rope, word = dict(config["rope_parameters"]), "type"
     if "full_attention" in rope:
         if config["model_type"] == "gemma3_text":
@@ -167,9 +206,13 @@ def hugging_face(directory: Path):
     """Hugging Face's model of a directory."""
     import transformers
 
-    (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
+    config = json.loads((directory / "config.json").read_text())
+    (architecture,) = config["architectures"]
     # Eager: the other implementations have no soft caps.
-    return getattr(transformers, architecture).from_pretrained(directory, attn_implementation="eager").eval()
+    options: dict = dict(attn_implementation="eager")
+    if "quantization_config" in config:
+        options |= dict(quantization_config=transformers.Mxfp4Config(dequantize=True))
+    return getattr(transformers, architecture).from_pretrained(directory, **options).eval()
 
 
 def arguments(model, case: dict[str, np.ndarray]) -> dict:
@@ -239,7 +282,25 @@ def gradients(model, case: dict[str, np.ndarray], arrays: dict[str, np.ndarray])
     logits = model(**arguments(model, case), use_cache=False).logits
     (logits * torch.from_numpy(cotangent(case))).sum().backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {name: part for stack, grad in found.items() for name, part in experts_of(stack, grad).items()}
     return {name: summary(found[name], arrays[name]) for name in arrays if name in found}
+
+
+def experts_of(name: str, stack: np.ndarray) -> dict[str, np.ndarray]:
+    """The parts of a parameter with all experts of a layer, under the names of the experts' tensors in a file."""
+    layer, _, matrix = name.partition(".mlp.experts.")
+    parts: dict[str, np.ndarray] = {}
+    if matrix == "down_proj":
+        parts = dict(w2=stack, down_proj=stack)
+    if matrix == "gate_up_proj":
+        gate, up = np.split(stack, 2, axis=1)
+        parts = dict(w1=gate, w3=up, gate_proj=gate, up_proj=up)
+    found = {}
+    for part, grads in parts.items():
+        block = "block_sparse_moe" if part.startswith("w") else "mlp"
+        found |= {f"{layer}.{block}.experts.{number}.{part}.weight": grad for number, grad in enumerate(grads)}
+    renamed = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+    return found | {renamed: stack}
 
 
 def cotangent(case: dict[str, np.ndarray]) -> np.ndarray:

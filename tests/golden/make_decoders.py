@@ -24,7 +24,7 @@ def main() -> None:
 
     torch.use_deterministic_algorithms(True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name in sys.argv[1:] or [*peers.MODELS, *peers.VISIONS]:
+    for name in sys.argv[1:] or [*peers.MODELS, *peers.VISIONS, peers.MXFP4]:
         with tempfile.TemporaryDirectory() as folder:
             arrays, metadata = golden(name, Path(folder))
         path = peers.HERE / f"{name}.safetensors"
@@ -40,6 +40,8 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
     model_of(name).save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     shapes = {k: list(v.shape) for k, v in load_file(folder / "model.safetensors").items()}
+    if name == peers.MXFP4:
+        raw["quantization_config"], shapes = dict(quant_method="mxfp4", modules_to_not_convert=[]), peers.packed(shapes)
     tensors = peers.weights(shapes, raw["model_type"])
     model = peers.hugging_face(peers.write(folder, raw, tensors))
     arrays = {f"logits.{case}": peers.run(model, inputs) for case, inputs in peers.cases().items()}
@@ -50,11 +52,11 @@ def golden(name: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, st
         arrays[f"answer.{row}"] = peers.answer(fresh, prompt).astype(np.int32)
         if name not in peers.BY_LENGTH:
             np.testing.assert_array_equal(peers.cached_answer(model, prompt), arrays[f"answer.{row}"])
-    if name in peers.VISIONS:
+    if name in (*peers.VISIONS, peers.MXFP4):
         return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
     check_version_4(peers.hugging_face(peers.write(folder / "v4", peers.version_4(raw), tensors)), arrays)
     found = peers.gradients(model, peers.cases()["left"], tensors)
-    arrays |= {f"grad.{k}": v for k, v in found.items()}
+    arrays["gradients"] = np.stack([found[name] for name in shapes])  # one tensor, because every header takes 100 bytes
     return arrays, dict(config=json.dumps(raw), shapes=json.dumps(shapes))
 
 
@@ -67,6 +69,8 @@ def model_of(name: str):
         text, eyes = {**peers.TINY, **peers.MODELS[alone][1], **text}, {**peers.EYES, **eyes}
         config = getattr(transformers, f"{name.title()}Config")(text_config=text, vision_config=eyes, **other)
         return getattr(transformers, f"{name.title()}ForConditionalGeneration")(config)
+    if name == peers.MXFP4:
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**peers.TINY, **peers.MXFP4_SIZES}))
     family, changes = peers.MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**peers.TINY, **changes})
     return transformers.AutoModelForCausalLM.from_config(config)

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [*peers.MODELS, *peers.VISIONS])
+@pytest.mark.parametrize("name", [*peers.MODELS, *peers.VISIONS, peers.MXFP4])
 def test_hugging_face_gives_what_the_golden_files_say(name):
     peer = peers.hugging_face(directory(name))
     for inputs in peers.cases().values():
@@ -29,7 +29,7 @@ def test_hugging_face_gives_the_same_hidden_states(name):
         assert_close(real(hidden_states(load(name), inputs), inputs), peers.hidden_states(peer, inputs))
 
 
-@pytest.mark.parametrize("name", [*peers.MODELS, *peers.VISIONS])
+@pytest.mark.parametrize("name", [*peers.MODELS, *peers.VISIONS, peers.MXFP4])
 def test_hugging_face_loads_what_we_save(name, tmp_path):
     hf.save(load(name), tmp_path)
     inputs = peers.cases()["left"]
@@ -37,7 +37,7 @@ def test_hugging_face_loads_what_we_save(name, tmp_path):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", [*peers.MODELS, *peers.VISIONS])
+@pytest.mark.parametrize("name", [*peers.MODELS, *peers.VISIONS, peers.MXFP4])
 def test_hugging_face_generates_the_same_tokens(name):
     answers = ls.generate(load(name), peers.prompts(), max_new_tokens=peers.NEW, stop_tokens=())
     for prompt, tokens in zip(peers.prompts(), answers, strict=True):

@@ -22,7 +22,8 @@ BERTS = ("bert", "roberta", "longformer", "big_bird")
 ROTARY_BERTS = ("nomic_bert", "gte", "jina_embeddings_v3")
 ENCODERS = (*BERTS, "modernbert", "eurobert", *ROTARY_BERTS, "embedding_gemma")
 OLDER = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
-DECODERS = (*OLDER, "smollm3", "olmo2", "olmo3", "granite", "ministral", "ministral3")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+DECODERS = (*OLDER, "smollm3", "olmo2", "olmo3", "granite", "ministral", "ministral3", *MIXTURES)
 NO_COUNT = (-1, 0, True, "12", None, NAN, INF, 12.0, 10**30, [12], {})
 NO_EPS = (-1e-6, True, "1e-5", None, NAN, INF, 1e39, 10**400, [])
 NO_SHARE = (-0.1, 1.0, False, "", None, NAN)
@@ -91,6 +92,18 @@ TABLE = [
     (("smollm3", "olmo3", "ministral", "ministral3"), ("sliding_window",), NOT_NULL),
     (("granite",), ("embedding_multiplier", "attention_multiplier"), (*NO_POSITIVE, None)),
     (("granite",), ("residual_multiplier", "logits_scaling"), (*NO_POSITIVE, None)),
+    (MIXTURES, ("num_experts_per_tok",), NO_COUNT),
+    (("mixtral", "gpt_oss"), ("num_local_experts", "intermediate_size"), NO_COUNT),
+    (("mixtral", "gpt_oss"), ("sliding_window",), NOT_NULL),
+    (("mixtral",), ("router_jitter_noise",), (0.5, *NO_EPS)),
+    (("qwen3_moe",), ("moe_intermediate_size", "decoder_sparse_step"), NO_COUNT),
+    (("qwen3_moe",), ("num_experts",), tuple(value for value in NO_COUNT if value is not None)),
+    (("qwen3_moe",), ("norm_topk_prob", "use_sliding_window", "attention_bias"), (0, 1, "", None)),
+    (("qwen3_moe",), ("mlp_only_layers",), (5, "1", [None], [-1], [True], [1.0], {"a": 1}, True)),
+    (("gpt_oss",), ("swiglu_alpha", "swiglu_limit"), (*NO_POSITIVE, None)),
+    (("gpt_oss",), ("attention_bias",), (0, 1, "", None)),
+    (("gpt_oss",), ("layer_types",), (5, "full_attention", [None], [["x"]], {}, True)),
+    (("gpt_oss",), ("hidden_act",), (0, "", "gelu", ["silu"])),
     (("phi3",), ("original_max_position_embeddings",), NO_COUNT),
     (("longformer",), ("attention_window",), (*NO_COUNT, 3, [8, None], [True, 2])),
     (("big_bird",), ("block_size",), NO_COUNT),

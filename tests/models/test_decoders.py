@@ -469,6 +469,8 @@ def golden(name):
     with safe_open(peers.HERE / f"{name}.safetensors", "np") as file:
         results = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         config, shapes = (json.loads(file.metadata()[key]) for key in ("config", "shapes"))
+    if "gradients" in results:
+        results |= {f"grad.{key}": row for key, row in zip(shapes, results.pop("gradients"), strict=True)}
     return results, config, peers.weights(shapes, config["model_type"])
 
 

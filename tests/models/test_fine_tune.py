@@ -26,11 +26,6 @@ def as_users_have_it():
         yield
 
 
-@pytest.fixture(scope="module")
-def batches():
-    return runpy.run_path(str(EXAMPLE))["batches"]
-
-
 @pytest.fixture
 def model(tmp_path):
     """A Longformer of two layers, without a head."""
@@ -60,14 +55,12 @@ def run(monkeypatch, *arguments):
 @pytest.mark.check
 def test_it_learns_and_saves_what_others_load(model, tmp_path, monkeypatch, capsys):
     texts, out = write_texts(tmp_path / "texts", 5), tmp_path / "out"  # lengths are of two buckets
-    options = ("--length", 128, "--batch-tokens", 512, "--epochs", 6, "--learning-rate", 1e-2)
+    options = ("--length", 128, "--rows", 4, "--epochs", 6, "--learning-rate", 1e-2)
     run(monkeypatch, "--model", model, "--texts", texts, "--out", out, *options)
     printed = capsys.readouterr()
-    assert "8 of 8 held-out documents correct" in printed.out.splitlines()[-1]
-    said = re.findall(r"compiling (.*) for (\d+ x \d+) tokens", printed.err)
-    assert {what for what, _ in said} == {"the training step", "the model"}
-    assert len(said) == len(set(said)) > 2, "once for each shape"
-    assert len(re.findall(r"compiled .* and ran it once in \d+\.\d s", printed.err)) == len(said)
+    assert "accuracy 1.000 on held-out data" in printed.out.splitlines()[-1]
+    said = re.findall(r"compiled the training step for (\d+ x \d+) in \d+\.\d s", printed.err)
+    assert len(said) == len(set(said)) > 1, "once for each shape"
     config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["id2label"] == {"0": "bad", "1": "good"}
     assert config["architectures"] == ["LongformerForSequenceClassification"]
@@ -77,23 +70,8 @@ def test_it_learns_and_saves_what_others_load(model, tmp_path, monkeypatch, caps
         assert int(again(np.array([ids])).logits.argmax()) == label
 
 
-def test_every_document_is_in_one_batch_and_shapes_are_few(batches):
-    rng = np.random.default_rng(0)
-    documents = [([number + 7] * int(n), number % 3) for number, n in enumerate(rng.integers(1, 257, 57))]
-    found = batches(documents, 512, 256, 5, rng)
-    assert {ids.shape for ids, _, _ in found} <= {(8, 64), (4, 128), (2, 256)}
-    seen = {}
-    for ids, mask, labels in found:
-        np.testing.assert_array_equal(ids[~mask], 5)
-        assert not mask[labels == -1].any()
-        for row in np.flatnonzero(labels >= 0):
-            own = ids[row][mask[row]]
-            seen[int(own[0]) - 7] = (own.tolist(), labels[row])
-    assert seen == dict(enumerate(documents))
-
-
 def test_it_is_short():
-    assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 100
+    assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 80
 
 
 @pytest.mark.check
@@ -101,9 +79,9 @@ def test_a_short_model_becomes_a_long_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "bert").mkdir()
     texts = write_texts(tmp_path / "texts", 65)  # one bucket, so one program
     bert, out = checkpoints.bert(tmp_path / "bert"), tmp_path / "out"  # of 90 tokens
-    options = ("--length", 128, "--batch-tokens", 512, "--epochs", 1)
+    options = ("--length", 128, "--rows", 4, "--epochs", 1)
     run(monkeypatch, "--model", bert, "--texts", texts, "--out", out, *options)
-    assert "of 8 held-out documents correct" in capsys.readouterr().out
+    assert "on held-out data" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["architectures"] == ["LongformerForSequenceClassification"]
     assert hf.load(out).config.max_tokens == 128

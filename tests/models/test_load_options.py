@@ -22,7 +22,8 @@ ENCODERS = [
     for task in ("Model", "ForMaskedLM")
 ] + ["embedding_gemmaModel"]
 DENSE = ("smollm3", "olmo2", "olmo3", "granite", "ministral", "ministral3")
-DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", *DENSE)
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", *DENSE, *MIXTURES)
 IDS = np.array([[5, 9, 7, 11, 4, 13]])
 EVERY_SECOND = (*("full_attention", "sliding_attention") * 3, "full_attention")
 MIXED = dict(dtype="bfloat16", param_dtype="float32")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from longspan import train
-from longspan.train.checkpoints import checkpoint_steps
+from longspan.train.checkpoints import checkpoint_steps, find_damage
 from tests.train.small import losses
 
 ROOT = Path(__file__).parent.parent.parent
@@ -224,3 +224,22 @@ def test_processes_end_with_a_killed_supervisor(tmp_path):
 def test_a_heartbeat_of_more_than_30_seconds_is_noted(tmp_path):
     code, told = supervise(tmp_path, "sys.exit(0)", heartbeat_seconds=100)
     assert code == 0 and told == ["heartbeat_seconds=100: a dead process may be found only after so long"]
+
+
+@pytest.mark.check
+def test_a_full_disk_ends_with_4_and_an_intact_checkpoint(tmp_path):
+    """On a file system of 700 KB."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        code, told = ended(start(tmp_path, steps=200, save_every=2, keep=500))
+        assert code == 4
+        assert re.fullmatch(r"The disk is full: \S+ could not be written. The last checkpoint is intact.*\n", told)
+        found = checkpoint_steps(tmp_path / "checkpoints")
+        assert found and find_damage(tmp_path / "checkpoints" / str(found[0])) is None
+        # Fewer checkpoints are kept, which frees space before the next one is written.
+        told = run(tmp_path, steps=found[0] + 10, save_every=2, keep=2)
+        assert told == f"resumed from step {found[0]}\n"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -53,6 +53,8 @@ class DecoderAttention(nnx.Module):
         elif config.family.joint_qk_norm:
             self.query_norm = rms_norm(config, heads * head_dim, dtype=dtype, param_dtype=param_dtype)
             self.key_norm = rms_norm(config, kv_heads * head_dim, dtype=dtype, param_dtype=param_dtype)
+        if config.family.sinks:
+            self.sinks = nnx.Param(jnp.zeros(heads, param_dtype))
 
     def __call__(
         self, x: Float[Array, "B T D"], tokens: DecoderTokens, stack: Any = None, layer: Any = None, at: Any = None
@@ -73,7 +75,7 @@ class DecoderAttention(nnx.Module):
         if self.config.query_scaling is not None:
             q = scale_queries(q, tokens.positions, self.config.query_scaling)
         options: dict[str, Any] = dict(scale=self.config.scale, soft_cap=self.config.soft_cap)
-        options |= dict(mask=tokens.masks[kind])
+        options |= dict(mask=tokens.masks[kind], sinks=self._sinks(at))
         if tokens.steps is None:
             out = tokens.sharding.attention(q, k, v, **options)
         else:
@@ -81,6 +83,13 @@ class DecoderAttention(nnx.Module):
             stack, out = attend_cached(tokens.steps[kind], stack, layer, q, k, v, **options)
         (out,) = linear_each([self.out], out.reshape(*out.shape[:2], -1), at)
         return out, stack
+
+    def _sinks(self, at: Any) -> jax.Array | None:
+        """The sink logit of each head, or None."""
+        if not self.config.family.sinks:
+            return None
+        sinks = self.sinks[...]
+        return sinks if at is None else sinks[at]
 
     def _project(self, x: Float[Array, "B T D"], at: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads, kv_heads, head_dim = self.config.heads

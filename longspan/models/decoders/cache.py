@@ -174,6 +174,7 @@ def attend_cached(
     v: jax.Array,
     *,
     in_place: bool,
+    sinks: jax.Array | None = None,
     **options: Any,
 ) -> tuple[Stack, jax.Array]:
     """The stack with new keys and values in one layer, and the attention of new queries over that layer.
@@ -186,6 +187,7 @@ def attend_cached(
         k: new keys.
         v: new values.
         in_place: whether to read and write the layer inside its stack; otherwise it is copied out and back.
+        sinks: one logit per query head, or None.
         options: keyword arguments of `attention`, with the layout as `mask`.
     """
     k_stack, v_stack = stack
@@ -194,11 +196,11 @@ def attend_cached(
         k_stack = put(k_stack, layer, step.slots, k, heads_first=order)
         v_stack = put(v_stack, layer, step.slots, v, heads_first=order)
         static = tuple((name, value) for name, value in options.items() if name != "mask")
-        out: Any = _attend_layer(k_stack.shape[0], order, static, q, k_stack, v_stack, layer, options["mask"])
+        out: Any = _attend_layer(k_stack.shape[0], order, static, q, k_stack, v_stack, layer, options["mask"], sinks)
         return (k_stack, v_stack), out
     k_layer, k_visible = step.write(_take_layer(k_stack, layer), k)
     v_layer, v_visible = step.write(_take_layer(v_stack, layer), v)
-    out = attention(q, k_visible.astype(q.dtype), v_visible.astype(q.dtype), **options)
+    out = attention(q, k_visible.astype(q.dtype), v_visible.astype(q.dtype), sinks=sinks, **options)
     return (_put_layer(k_stack, layer, k_layer), _put_layer(v_stack, layer, v_layer)), out
 
 
@@ -273,28 +275,28 @@ def _check_layers(cache: DecoderCache, places: Sequence[_Place], layers: Sequenc
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend_layer(layers: int, heads_first: bool, static: tuple, q, k, v, layer, mask):
+def _attend_layer(layers: int, heads_first: bool, static: tuple, q, k, v, layer, mask, sinks):
     """Attention over one layer of the stacks k and v, with gradients."""
-    return attention_of_layer(q, k, v, layer, mask=mask, heads_first=heads_first, **dict(static))
+    return attention_of_layer(q, k, v, layer, mask=mask, sinks=sinks, heads_first=heads_first, **dict(static))
 
 
-def _attend_forward(layers: int, heads_first: bool, static: tuple, q, k, v, layer, mask):
+def _attend_forward(layers: int, heads_first: bool, static: tuple, q, k, v, layer, mask, sinks):
     # The residuals are the layer's keys and values, not the stacks: a loop over layers would save the stacks each time.
-    residuals = q, _take_layer(k, layer), _take_layer(v, layer), layer, mask
-    return _attend_layer(layers, heads_first, static, q, k, v, layer, mask), residuals
+    residuals = q, _take_layer(k, layer), _take_layer(v, layer), layer, mask, sinks
+    return _attend_layer(layers, heads_first, static, q, k, v, layer, mask, sinks), residuals
 
 
 def _attend_backward(layers: int, heads_first: bool, static: tuple, residuals, dout):
-    q, k, v, layer, mask = residuals
+    q, k, v, layer, mask, sinks = residuals
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks):
         k, v = slots_first(k, heads_first), slots_first(v, heads_first)
-        return attention(q, k, v, mask=mask, **dict(static))
+        return attention(q, k, v, mask=mask, sinks=sinks, **dict(static))
 
-    dq, dk, dv = jax.vjp(attend, q, k, v)[1](dout)
+    dq, dk, dv, dsinks = jax.vjp(attend, q, k, v, sinks)[1](dout)
     dk_stack = jnp.zeros((layers, *dk.shape), dk.dtype).at[layer].set(dk)
     dv_stack = jnp.zeros((layers, *dv.shape), dv.dtype).at[layer].set(dv)
-    return dq, dk_stack, dv_stack, None, None
+    return dq, dk_stack, dv_stack, None, None, dsinks
 
 
 _attend_layer.defvjp(_attend_forward, _attend_backward)

@@ -8,6 +8,7 @@ from longspan.checks import check_choice
 from longspan.masks import Causal, Mask, Segments, Window
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.common_keys import COMMON_KEYS
+from longspan.models.decoders.mixture import Mixture
 from longspan.models.decoders.rope import ROPE_KEYS, both_spellings, object_of, one_rope, override_rope
 from longspan.models.decoders.runs import LayerRun, layer_runs
 from longspan.models.family import Family, TensorSize
@@ -147,6 +148,11 @@ class DecoderConfig:
         return None
 
     @property
+    def mixture(self) -> Mixture | None:
+        """The experts of layers with a mixture of experts; None if no layer has one."""
+        return None
+
+    @property
     def longest(self) -> int | None:
         """The maximum number of tokens; None if the rotary frequencies adapt to any length."""
         if all(self.rope(kind).get("rope_type") == "dynamic" for kind in self.kinds):
@@ -262,19 +268,27 @@ def read_window(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def check_supported(content: Mapping[str, Any], where: str) -> None:
     """Raises for quantized weights and for mixtures of experts."""
-    quantization = object_of(content, "quantization_config", where)
-    if quantization:
-        method = quantization.get("quant_method")
-        raise ValueError(
-            f"{where} has a quantization_config ({method}), but Longspan reads floats only. Load the original "
-            "checkpoint with float weights, or write a dequantized one."
-        )
+    check_quantization(content, where)
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if content.get(name):
             raise ValueError(
-                f"{where} has {name}={content[name]!r}, but Longspan does not support mixtures of experts. Load a "
-                "dense model of this family."
+                f"{where} has {name}={content[name]!r}, but Longspan does not support mixtures of experts in a "
+                f"{content.get('model_type')}. Load a dense model of this family."
             )
+
+
+def check_quantization(content: Mapping[str, Any], where: str, *, readable: str | None = None) -> None:
+    """Raises for quantized weights, except with the method `readable`."""
+    quantization = object_of(content, "quantization_config", where)
+    method = quantization.get("quant_method")
+    if quantization and (readable is None or method != readable):
+        formats = "floats only"
+        if readable is not None:
+            formats = f"only floats and {readable} for this family"
+        raise ValueError(
+            f"{where} has a quantization_config ({method}), but Longspan reads {formats}. Load the original "
+            "checkpoint with float weights, or write a dequantized one."
+        )
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -311,6 +325,20 @@ def names_of(*layer: tuple[str, str]) -> tuple[tuple[str, str], ...]:
     return (("embed.", "embed_tokens."), *inside, ("norm.", "norm."))
 
 
+# The sizes that all decoders have.
+SIZES = (
+    TensorSize(("vocab_size",), "embed_tokens.weight", 0),
+    TensorSize(("hidden_size",), "embed_tokens.weight", 1),
+    TensorSize(("num_attention_heads", "head_dim"), "layers.0.self_attn.o_proj.weight", 1),
+    TensorSize(("num_key_value_heads", "head_dim"), "layers.0.self_attn.k_proj.weight", 0),
+)
+
+
+def decoder_sizes(*of_mlp: TensorSize) -> tuple[TensorSize, ...]:
+    """The sizes of a family whose MLP has these."""
+    return (*SIZES[:2], *of_mlp, *SIZES[2:])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderFamily(Family):
     """A family of decoders: how its layers differ from Llama's."""
@@ -319,12 +347,8 @@ class DecoderFamily(Family):
     names: tuple[tuple[str, str], ...] = names_of(*LAYER_NAMES, *PRE_NORM_NAMES)
     word_embeddings: str = "embed_tokens.weight"
     layers: str = "layers.{}."
-    sizes: tuple[TensorSize, ...] = (
-        TensorSize(("vocab_size",), "embed_tokens.weight", 0),
-        TensorSize(("hidden_size",), "embed_tokens.weight", 1),
-        TensorSize(("intermediate_size",), "layers.0.mlp.down_proj.weight", 1),
-        TensorSize(("num_attention_heads", "head_dim"), "layers.0.self_attn.o_proj.weight", 1),
-        TensorSize(("num_key_value_heads", "head_dim"), "layers.0.self_attn.k_proj.weight", 0),
+    sizes: tuple[TensorSize, ...] = decoder_sizes(
+        TensorSize(("intermediate_size",), "layers.0.mlp.down_proj.weight", 1)
     )
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     float32_on_cpu: bool = True
@@ -337,6 +361,7 @@ class DecoderFamily(Family):
     norm_rounds_first: bool = True  # norms round to the dtype before they multiply; otherwise after
     input_norms: bool = True  # the inputs of attention and MLP are normalised
     branch_norms: bool = False  # the outputs of attention and MLP are normalised before they are added
+    sinks: bool = False  # a learned logit per head takes part in the softmax
     qk_norm: bool = False  # queries and keys are normalised, per head
     joint_qk_norm: bool = False  # queries and keys are normalised, all heads together
     scaled_embeddings: bool = False  # embeddings are multiplied by √hidden_size

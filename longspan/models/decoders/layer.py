@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders.attention import DecoderAttention, DecoderTokens
+from longspan.models.decoders.experts import MixtureOfExperts
 from longspan.models.decoders.family import DecoderConfig, LayerKind
 from longspan.models.decoders.products import linear_each
 from longspan.models.decoders.runs import LayerRun, group_by_run
@@ -22,12 +23,13 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype, param_dtype, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
-        self.config = config
+        self.config, self.kind = config, kind
         if config.family.input_norms:
             self.attention_norm = rms_norm(config, config.hidden_size, **dtypes)
             self.mlp_norm = rms_norm(config, config.hidden_size, **dtypes)
         self.attention = DecoderAttention(config, kind, **dtypes, rngs=rngs)
-        self.mlp = GatedMLP(config, **dtypes, rngs=rngs)
+        mlp: Any = MixtureOfExperts if kind.experts else GatedMLP
+        self.mlp = mlp(config, **dtypes, rngs=rngs)
         if config.family.branch_norms:
             self.attention_out_norm = rms_norm(config, config.hidden_size, **dtypes)
             self.mlp_out_norm = rms_norm(config, config.hidden_size, **dtypes)
@@ -47,7 +49,10 @@ class DecoderLayer(nnx.Module):
         hidden = x
         if family.input_norms:
             hidden = self.mlp_norm(x, at)
-        hidden = by_pieces(partial(self.mlp, at=at), hidden)
+        if self.kind.experts:
+            hidden = self.mlp(hidden, at, layer)
+        else:
+            hidden = by_pieces(partial(self.mlp, at=at), hidden)
         if family.branch_norms:
             hidden = self.mlp_out_norm(hidden, at)
         return x + multiplied(hidden, factor), stack
@@ -118,19 +123,38 @@ def run_layers(
     new_stacks: list[Any] = []
     grouped = [group_by_run(runs, items) for items in (graphs, states, kv_stacks)]
     for run, run_graphs, run_states, run_stacks in zip(runs, *grouped, strict=True):
+        splits = [
+            _split(state, in_place, stack is not None and not remat)
+            for state, stack in zip(run_states, run_stacks, strict=True)
+        ]
+        whole, scanned = zip(*splits, strict=True)
 
-        def step(carry, scanned_states, run_graphs=run_graphs, run_states=run_states):
+        def step(carry, layer_states, run_graphs=run_graphs, whole=whole):
             index, x, stacks = carry
-            # In place, the whole stack is passed with the index; otherwise the scan has taken this layer's parameters.
-            at, layer_states = (index, run_states) if in_place else (None, scanned_states)
+            at = index if in_place else None
             written = []
-            for graph, state, stack in zip(run_graphs, layer_states, stacks, strict=True):
-                x, stack = nnx.merge(graph, state)(x, tokens, stack, index, at)
+            for graph, stacked, state, stack in zip(run_graphs, whole, layer_states, stacks, strict=True):
+                layer = nnx.merge(graph, nnx.merge_state(stacked, state))
+                x, stack = layer(x, tokens, stack, index, at)
                 written.append(stack)
             return (index + 1, x, tuple(written)), None
 
-        scanned = None if in_place else run_states
         body = jax.checkpoint(step) if remat else step
         (_, x, run_stacks), _ = jax.lax.scan(body, (np.int32(0), x, run_stacks), scanned, run.count)
         new_stacks += run_stacks
     return x, tuple(new_stacks)
+
+
+def _split(state: Any, in_place: bool, cached: bool) -> tuple[Any, Any]:
+    """The parameters that each layer reads from their stack, and those that the scan copies out of it.
+
+    Without a cache the scan copies all. The gradient of a stack that is read in place has the size of the whole stack
+    in every layer, but that of a copy has the size of a layer.
+    """
+    if in_place:
+        return state, nnx.State({})
+    if not cached:
+        return nnx.State({}), state
+    # A prompt of few tokens reads experts only once, and a copy of all experts would take as long.
+    experts, others = nnx.split_state(state, nnx.PathContains("experts"), ...)
+    return experts, others

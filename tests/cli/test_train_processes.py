@@ -1,0 +1,102 @@
+"""`longspan train` in processes of its own: killed, resumed, interrupted, and supervised."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli import checkpoints
+from tests.cli.test_train import records, write_texts
+
+pytestmark = [pytest.mark.check, pytest.mark.usefixtures("unchecked")]
+
+SECONDS = 240  # the longest that a step of these runs may take on a busy machine
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "longspan", "train", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory):
+    """The arguments of a small run that starts from nothing: a decoder of bytes."""
+    folder = tmp_path_factory.mktemp("new")
+    config = folder / "config.json"
+    config.write_text(json.dumps(dict(model_type="llama", **checkpoints.SMALL | dict(hidden_size=8))))
+    options = ("--data", write_texts(folder / "texts"), "--batch", 4, "--length", 64, "--steps", 40)
+    return ("--new", config, *options, "--save-every", 4, "--eval-every", 20)
+
+
+def run(*arguments):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=SECONDS)
+
+
+def wait_for_step(out, step, process):
+    """Waits until a run has written a step's line."""
+    end = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        path = out / "metrics.jsonl"
+        if path.exists() and len(path.read_text("utf-8").splitlines()) >= step:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the run did not reach step {step}")
+
+
+def losses(out):
+    return [(record["step"], record["loss_hex"]) for record in records(out) if "loss_hex" in record]
+
+
+def test_a_killed_run_continues_with_equal_losses(new, tmp_path):
+    whole = run(*new, "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    out = tmp_path / "killed"
+    with subprocess.Popen(command(*new, "--out", out), stderr=subprocess.DEVNULL) as process:
+        wait_for_step(out, 10, process)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "model").exists()
+    again = run("--resume", out)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step " in again.stderr
+    assert losses(out) == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(out)] == list(range(1, 41))
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
+        for folder in ("model", "best"):
+            assert (out / folder / name).read_bytes() == (tmp_path / "whole" / folder / name).read_bytes()
+
+
+def test_an_interrupted_run_saves_its_last_step(new, tmp_path):
+    out = tmp_path / "run"
+    with subprocess.Popen(command(*new, "--out", out), stderr=subprocess.PIPE, text=True) as process:
+        wait_for_step(out, 6, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    last = losses(out)[-1][0]
+    assert f"interrupted; step {last} is saved. Continue with: longspan train --resume {out}" in err
+    assert (out / "checkpoints" / str(last)).is_dir()
+
+
+def test_processes_restart_after_one_of_them_dies(new, tmp_path):
+    out = tmp_path / "run"
+    arguments = command(*new, "--out", out, "--processes", 2)
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        wait_for_step(out, 6, process)
+        workers = json.loads((out / "workers.json").read_text("utf-8"))
+        assert set(workers) == {"0", "1"}
+        os.kill(workers["1"], signal.SIGKILL)
+        _, err = process.communicate(timeout=2 * SECONDS)
+    assert process.returncode == 0, err
+    assert "process 1 ended with signal SIGKILL: restarting all 2 processes" in err
+    assert [step for step, _ in losses(out)] == list(range(1, 41))
+    assert (out / "model" / "model.safetensors").is_file()
