@@ -7,7 +7,7 @@ class App {
     this.state = defaultState(page);
     this.hover = null;
     this.hasCells = hasCells(page.mask.program) || (page.other !== null && hasCells(page.other.program));
-    this.background = new Background(page, this.explorer, () => this.showPanel());
+    this.background = new Background(page, this.explorer, this.hasCells, () => this.showPanel());
     this.panels = {
       cell: new CellPanel(this), tiles: new TilesPanel(this), cache: new CachePanel(this),
       devices: new DevicesPanel(this), diff: new DiffPanel(this),
