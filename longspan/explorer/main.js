@@ -112,8 +112,14 @@ class App {
     const cell = this.hover ?? this.map.cell;
     const { view } = this.map;
     const scale = Math.min(view.scaleX, view.scaleY);
-    const truth = cell && this.explorer.allowed(cell.q, cell.k);
-    byId("readout").textContent = cell ? answerText(cell, truth) : scaleText(scale);
+    byId("readout").textContent = cell ? this.answer(cell) : scaleText(scale);
+  }
+
+  // Whether the masks of the panel allow a cell, in words.
+  answer({ q, k }) {
+    const truth = this.explorer.allowed(q, k);
+    if (this.map.mode === "mask") return answerText({ q, k }, truth);
+    return comparedText({ q, k }, truth, this.explorer.allowedByOther(q, k));
   }
 
   selectCell(cell, { leastCell = 0 } = {}) {

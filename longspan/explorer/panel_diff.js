@@ -55,6 +55,14 @@ class DiffPanel {
   }
 }
 
+function comparedText({ q, k }, first, second) {
+  const pair = `Query ${grouped(q)}, key ${grouped(k)}`;
+  if (first === null || second === null) return `${pair}: the page does not know this pair.`;
+  if (first && second) return `${pair}: both masks allow it.`;
+  if (!first && !second) return `${pair}: no mask allows it.`;
+  return `${pair}: only the ${first ? "first" : "second"} mask allows it.`;
+}
+
 function differenceText({ same, pair, complete }) {
   if (pair) {
     const { q, k, allowed_by: by } = pair;

@@ -373,6 +373,9 @@ def test_next_difference_visits_every_difference(tab, url):
         tab.run("document.getElementById('next-difference').click()")
         visited.append([state(tab)["q"], state(tab)["k"]])
     assert visited == [*differing, differing[0]]
+    assert text(tab, "readout") == "Query 8, key 0: only the first mask allows it."
+    tab.run("longspan.set({q: 8, k: 8})")
+    assert text(tab, "readout") == "Query 8, key 8: both masks allow it."
     tab.run("longspan.set({zoom: 1, q: null, k: null})")
     tab.drawn()
     colours = drawn_cells(tab, T, T)[..., :3]
