@@ -242,6 +242,8 @@ class Embedder:
 
     def run(self, batch: TextBatch) -> Float[np.ndarray, "n size"]:
         """The vectors of a batch's texts. The length of the batch's row decides the program."""
+        if self._split_model.model is not self.model:
+            self._split_model = SplitModel(self.model)
         graph, state = self._split_model.current()
         vectors = _embed_row(graph, self.global_tokens, state, self.modules, batch.packed)
         return np.asarray(vectors)[: len(batch.texts)]
