@@ -209,10 +209,12 @@ class Embedder:
         """Raises for texts without tokens to pool, and for token ids that the model does not have."""
         skip = self.skipped(prompt)
         for ids, name in zip(tokens, names, strict=True):
+            if len(ids) == 0:
+                raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave this text out.")
             if len(ids) <= skip:
-                besides = " besides the prompt's, which are not pooled" if skip else ""
                 raise ValueError(
-                    f"{name} has no tokens{besides}: the tokenizer drops all of its text. Leave this text out."
+                    f"{name} has no tokens besides the prompt's, which are not pooled. Leave this text out, or give a "
+                    "shorter prompt if it was truncated."
                 )
             if ids.max() >= self.model.config.vocab_size:
                 raise ValueError(
