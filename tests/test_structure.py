@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib
 import inspect
+import itertools
 import operator
 import pydoc
 import re
@@ -136,6 +137,13 @@ def test_the_design_page_shows_the_tree_as_it_is():
         inside = {p.stem for p in path.glob("*") if not p.name.startswith("_") and p.suffix in ("", ".py")}
         missing = {part for part in inside if not re.search(rf"\b{part}\b", shown[name])}
         assert not missing, f"the line of {name} does not name {sorted(missing)}"
+
+
+def test_files_of_tests_have_different_names():
+    """Pytest cannot collect two files of one name together, because the folders of tests are no packages."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    repeated = {name for name, other in itertools.pairwise(names) if name == other}
+    assert not repeated, f"rename all but one of each: {sorted(repeated)}"
 
 
 def test_a_class_name_occurs_once_in_the_package():

@@ -2,7 +2,8 @@
 // the evaluator and the document.
 
 const QUICK_TILES = 2 ** 18; // tiles, and pairs, up to these numbers are counted at once
-const QUICK_PAIRS = 2 ** 22;
+const QUICK_PAIRS = 2 ** 24;
+const QUICK_PAIRS_OF_CELLS = 2 ** 20; // the same if Python evaluated a rule, so that pairs are read one by one
 
 const WORKER = `
 let explorer = null;
@@ -17,8 +18,9 @@ onmessage = ({ data }) => {
 
 class Background {
   // `onAnswer()` is called when an answer has arrived.
-  constructor(page, explorer, onAnswer) {
+  constructor(page, explorer, hasCells, onAnswer) {
     this.page = page;
+    this.quickPairs = hasCells ? QUICK_PAIRS_OF_CELLS : QUICK_PAIRS;
     this.explorer = explorer;
     this.onAnswer = onAnswer;
     this.known = new Map();
@@ -43,7 +45,7 @@ class Background {
 
   isQuick(method, [qTile, kvTile]) {
     const { q_len: queries, kv_len: keys } = this.page;
-    if (method !== "tiles") return queries * keys <= QUICK_PAIRS;
+    if (method !== "tiles") return queries * keys <= this.quickPairs;
     return Math.ceil(queries / qTile) * Math.ceil(keys / kvTile) <= QUICK_TILES;
   }
 

@@ -5,8 +5,11 @@ const MAX_READ = 2 ** 25; // pairs; beyond, the number is a range
 
 // {pairs, least, greatest}: `pairs` is null if the page does not know every pair, or would have to read too many.
 function countPairs(program) {
-  const pairs = countByQuery(program);
-  if (pairs !== null) return { pairs, least: pairs, greatest: pairs };
+  const counts = countsByQuery(program, program.rule);
+  if (counts !== null) {
+    const pairs = counts.reduce((a, b) => a + b, 0);
+    return { pairs, least: pairs, greatest: pairs };
+  }
   const found = { least: 0, doubtful: 0, read: 0 };
   countRectangle(program.rule, 0, program.q.length, 0, program.kv.length, found);
   const greatest = found.least + found.doubtful;

@@ -11,15 +11,29 @@ function differenceRule(a, b) {
 // of queries and then keys. `same` is whether there is no differing pair at all; null if the search was not complete.
 function findDifference(shown, compared, q, k) {
   const rule = differenceRule(shown.rule, compared.rule);
+  shown.differing ??= countsByQuery(shown, rule);
   const search = { read: 0, unknown: false };
-  const [rows, columns] = [shown.q.length, shown.kv.length];
-  let pair = null;
-  if (q >= 0) pair = firstPair(rule, q, q + 1, k + 1, columns, search);
-  pair ??= firstPair(rule, q + 1, rows, 0, columns, search);
+  const pair = shown.differing ? nextCounted(shown, rule, q, k, search) : nextPair(shown, rule, q, k, search);
   const complete = !search.unknown;
   if (pair === null) return { same: q < 0 && complete ? true : null, pair: null, complete };
   const [row, column] = pair;
   return { same: false, pair: { q: row, k: column, allowed_by: shown.allowed(row, column) ? "first" : "second" }, complete };
+}
+
+// The next differing pair, where the number of differing keys of each query is known.
+function nextCounted({ differing, kv }, rule, q, k, search) {
+  let pair = null;
+  if (q >= 0 && differing[q]) pair = firstPair(rule, q, q + 1, k + 1, kv.length, search);
+  for (let row = q + 1; pair === null && row < differing.length; row++) {
+    if (differing[row]) pair = firstPair(rule, row, row + 1, 0, kv.length, search);
+  }
+  return pair;
+}
+
+function nextPair({ q: queries, kv }, rule, q, k, search) {
+  let pair = null;
+  if (q >= 0) pair = firstPair(rule, q, q + 1, k + 1, kv.length, search);
+  return pair ?? firstPair(rule, q + 1, queries.length, 0, kv.length, search);
 }
 
 // The first pair of a rectangle that a rule allows: halves the queries, then the keys.

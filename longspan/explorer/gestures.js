@@ -82,7 +82,6 @@ function pressed(event, map, on) {
   else if (event.key === "+" || event.key === "=") zoomAtCell(map, KEY_ZOOM);
   else if (event.key === "-" || event.key === "_") zoomAtCell(map, 1 / KEY_ZOOM);
   else if (event.key === "0") map.zoomTo(1);
-  else if (event.key === "Escape") on.select(null);
   else return;
   event.preventDefault();
 }

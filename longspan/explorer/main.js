@@ -7,7 +7,7 @@ class App {
     this.state = defaultState(page);
     this.hover = null;
     this.hasCells = hasCells(page.mask.program) || (page.other !== null && hasCells(page.other.program));
-    this.background = new Background(page, this.explorer, () => this.showPanel());
+    this.background = new Background(page, this.explorer, this.hasCells, () => this.showPanel());
     this.panels = {
       cell: new CellPanel(this), tiles: new TilesPanel(this), cache: new CachePanel(this),
       devices: new DevicesPanel(this), diff: new DiffPanel(this),
@@ -33,6 +33,9 @@ class App {
     byId("zoom-in").addEventListener("click", () => map.zoomBy(2));
     byId("zoom-out").addEventListener("click", () => map.zoomBy(0.5));
     byId("zoom-all").addEventListener("click", () => map.zoomTo(1));
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.selectCell(null);
+    });
     const tabs = PANELS.map((name) => byId(`tab-${name}`));
     tabs.forEach((tab, i) => {
       tab.addEventListener("click", () => this.change({ panel: PANELS[i] }));
@@ -162,8 +165,11 @@ class App {
 
   // All is drawn: stores the state in the address.
   settled() {
-    if (this.state.zoom !== this.map.view.zoom) {
-      this.state.zoom = this.map.view.zoom;
+    const { zoom, scaleX, scaleY } = this.map.view;
+    const scales = `${scaleX} ${scaleY}`; // they also change with the size of the window
+    if (this.scales !== scales) {
+      this.scales = scales;
+      this.state.zoom = zoom;
       this.showPanel();
     }
     this.writeHash();

@@ -7,31 +7,38 @@
 const MAX_PRODUCTS = 64;
 const MAX_LISTED = 2 ** 24; // tokens whose intervals are listed
 
-// The exact number of allowed pairs; null if a rule is no interval, id or flag.
-function countByQuery(program) {
+// The exact number of keys that each query may see by a rule; null if a part of it is no interval, id or flag.
+function countsByQuery(program, rule) {
   const { q, kv } = program;
   if (Math.max(q.length, kv.length) > MAX_LISTED) return null;
-  const rules = new Map(); // the index of each rule, by its text
+  const known = new Map(); // the index of each rule, by its text
   const pieces = [];
   const order = kv.grows ? null : sortedOrder(kv.positions);
-  const sum = sumOf(program.rule, (rule) => {
-    const text = JSON.stringify(rule.node);
-    if (!rules.has(text)) {
-      const piece = pieceOf(rule, q, kv, order);
+  const sum = sumOf(rule, (part) => {
+    const text = textOfRule(part);
+    if (!known.has(text)) {
+      const piece = pieceOf(part, q, kv, order);
       if (piece === null) return null;
-      rules.set(text, pieces.length);
+      known.set(text, pieces.length);
       pieces.push(piece);
     }
-    return rules.get(text);
+    return known.get(text);
   });
   if (sum === null) return null;
   const joined = new Map();
-  let total = 0;
+  const counts = new Float64Array(q.length);
   for (const [product, coefficient] of sum) {
     const factors = product === "" ? [] : product.split(",").map(Number);
-    total += coefficient * countProduct(factors, pieces, q.length, kv.length, joined);
+    addProduct(counts, coefficient, factors, pieces, kv.length, joined);
   }
-  return total;
+  return counts;
+}
+
+// Equal comparisons have one text, also those of different masks.
+function textOfRule(rule) {
+  const textOfTerm = (term) =>
+    [term.of, term.index, term.constant, term.members, term.divisor, term.round, term.shift, term.clips, term.validName].join();
+  return [rule.relation, textOfTerm(rule.q), textOfTerm(rule.kv)].join(";");
 }
 
 // A rule as a sum of products; null if a part of it has no index, or if there are too many products.
@@ -119,8 +126,9 @@ function sortedOrder(positions) {
   return Int32Array.from(positions.keys()).sort((a, b) => positions[a] - positions[b] || a - b);
 }
 
-// The number of pairs in all factors of a product. `joined` has the classes of keys with equal ids, for other products.
-function countProduct(factors, pieces, qLength, kvLength, joined) {
+// Adds to the number of keys of each query those in all factors of a product, times a coefficient. `joined` has the
+// classes of keys with equal ids, for other products.
+function addProduct(counts, coefficient, factors, pieces, kvLength, joined) {
   const used = factors.map((factor) => pieces[factor]);
   const bounds = used.filter((piece) => piece.low);
   const flags = allFlags(used.filter((piece) => piece.flags), kvLength);
@@ -138,17 +146,15 @@ function countProduct(factors, pieces, qLength, kvLength, joined) {
   } else {
     count = (i, low, high) => high - low;
   }
-  let total = 0;
-  for (let i = 0; i < qLength; i++) {
+  for (let i = 0; i < counts.length; i++) {
     let low = 0;
     let high = kvLength;
     for (const piece of bounds) {
       low = Math.max(low, piece.low[i]);
       high = Math.min(high, piece.high[i]);
     }
-    if (low < high) total += count(i, low, high);
+    if (low < high) counts[i] += coefficient * count(i, low, high);
   }
-  return total;
 }
 
 function allFlags(pieces, length) {

@@ -9,6 +9,7 @@ class Program {
     const positions = [page.q_positions, page.kv_positions].map((i) => (i === null ? null : this.arrayOf(i).entries));
     this.q = new Side(page.q_len, positions[0]);
     this.kv = new Side(page.kv_len, positions[1]);
+    this.differing = null; // the number of differing keys of each query: see `findDifference`
     this.asEngine = false; // whether rules without bounds classify every tile as PARTIAL, as engines see them
     this.rule = ruleOf(mask.program, this);
     this.tree = this.ruled(mask.tree);

@@ -115,12 +115,12 @@ class NotRule {
 // Allows the pairs whose query term is <=, >=, <, > or == the key term, if both are valid.
 class CompareRule {
   constructor(node, program) {
-    this.node = node;
     this.q = new Term(node.q, program.q, program.values, program.arrayOf);
     this.kv = new Term(node.kv, program.kv, program.values, program.arrayOf);
     this.relation = node.relation;
     this.few = node.few;
     this.holds = HOLDS[node.relation];
+    this.columnTile = this.columnBounds = null; // see `boundsOfColumns`
     this.isStrided = this.q.modulo !== null && this.isByDistance();
     // A run of slots without valid entries has a wider range than the runs around it if there is a modulo.
     this.isMonotone = [this.q, this.kv].every((term) => term.valid == null || term.round === null);
@@ -139,23 +139,20 @@ class CompareRule {
   }
 
   classify(q0, q1, k0, k1) {
-    const { q, kv, relation } = this;
+    const { q, kv } = this;
     if (this.isStrided) return this.classifyDistance(q0, q1, k0, k1);
     q.range(q0, q1);
     kv.range(k0, k1);
-    const total = q.total && kv.total;
-    let any, all;
-    if (relation === "==") {
-      any = q.low <= kv.high && kv.low <= q.high;
-      all = q.low === q.high && kv.low === kv.high && q.low === kv.low;
-    } else if (relation === "<=" || relation === "<") {
-      any = this.holds(q.low, kv.high);
-      all = this.holds(q.high, kv.low);
-    } else {
-      any = this.holds(q.high, kv.low);
-      all = this.holds(q.low, kv.high);
-    }
-    return (any ? ANY : 0) | (total && all ? ALL : 0);
+    const kind = this.kindOf(q.low, q.high, kv.low, kv.high);
+    return q.total && kv.total ? kind : kind & ANY;
+  }
+
+  // The kind of a tile whose query terms are in [q0, q1] and whose key terms are in [k0, k1], all of them valid.
+  kindOf(q0, q1, k0, k1) {
+    const { relation, holds } = this;
+    if (relation === "==") return (q0 <= k1 && k0 <= q1 ? ANY : 0) | (q0 === q1 && k0 === k1 && q0 === k0 ? ALL : 0);
+    if (relation === "<=" || relation === "<") return (holds(q0, k1) ? ANY : 0) | (holds(q1, k0) ? ALL : 0);
+    return (holds(q1, k0) ? ANY : 0) | (holds(q0, k1) ? ALL : 0);
   }
 
   classifyDistance(q0, q1, k0, k1) {

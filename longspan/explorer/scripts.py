@@ -6,9 +6,8 @@ FOLDER = Path(__file__).parent
 # Classic scripts that share one scope. A script uses names of those before it when it is loaded.
 # The evaluator also runs in a worker and in Node, without a page.
 EVALUATOR = (
-    "numbers.js", "arrays.js", "terms.js", "rules.js", "program.js", "spans.js", "tiles.js", "products.js",
-    "count.js",
-    "plans.js", "difference.js", "explorer.js",
+    "numbers.js", "arrays.js", "terms.js", "rules.js", "program.js", "spans.js", "rows.js", "tiles.js", "products.js",
+    "count.js", "plans.js", "difference.js", "explorer.js",
 )  # fmt: skip
 PAGE = (
     "dom.js", "view.js", "shades.js", "raster.js", "axes.js", "overlays.js", "map.js", "gestures.js", "hash.js",

@@ -68,6 +68,7 @@ class Term {
   }
 
   readArray(index, arrayOf) {
+    this.index = index;
     this.entries = arrayOf(index).entries;
     this.ranges = () => arrayOf(index).validRanges(this.validName);
     this.isStaticArray = this.divide.isStatic && (this.modulo === null || this.modulo.isStatic) && this.plus.isStatic;

@@ -1,5 +1,7 @@
 // The tiles that engines visit, by kind, as `mask.layout(...)` and `explain` count them.
 
+const SHORT_RUN = 512; // tiles that are classified one by one if the run is PARTIAL as a whole
+
 // Disjoint intervals of key tiles per row: {count, starts, stops, common}, where `common` lists the key tiles that every
 // row visits in addition.
 function layoutOf(program, qTile, kvTile) {
@@ -73,15 +75,24 @@ function isVisited(layout, row, column) {
 // Counts the tiles [first, last) of a row by kind. A run that is EMPTY or FULL as a whole is not split.
 function countRun(program, layout, row, first, last, found) {
   if (first >= last) return;
-  const single = last - first === 1;
-  if (single || program.rule.isMonotone) {
+  const count = last - first;
+  const isShort = count <= SHORT_RUN;
+  if (count === 1 || program.rule.isMonotone) {
     const kind = classifyRun(program, layout, row, first, last);
-    if (single || kind !== ANY) {
-      found.visited += last - first;
+    if (count === 1 || kind !== ANY) {
+      found.visited += count;
       if (kind === ANY) found.partial += 1;
-      if (kind & ALL) found.full += last - first;
+      if (kind & ALL) found.full += count;
       return;
     }
+  }
+  if (isShort) {
+    for (const kind of kindsOfRow(program.rule, layout, row, first, last)) {
+      found.visited += 1;
+      if (kind === ANY) found.partial += 1;
+      if (kind & ALL) found.full += 1;
+    }
+    return;
   }
   const middle = (first + last) >> 1;
   countRun(program, layout, row, first, middle, found);

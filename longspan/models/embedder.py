@@ -183,6 +183,7 @@ class Embedder:
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise TypeError(f"`prompt` must be a text, got a {type(prompt).__name__}.")
+            _check_unicode("`prompt`", prompt)
             return prompt
         if prompt_name is None:
             prompt_name = self.default_prompt_name
@@ -278,7 +279,7 @@ def _hidden(model: Encoder | CausalLM, global_tokens: int, texts: PackedTexts) -
     options: dict[str, Any] = dict(deterministic=True)
     config: Any = model.config
     if config.position_rows is not None:
-        options["position_ids"] = jnp.maximum(texts.place, 0) + jnp.int32(config.first_position)
+        options["position_ids"] = _table_rows(config, texts)
     if global_tokens:
         options["global_attention_mask"] = (texts.place >= 0) & (texts.place < global_tokens)
     if _packs(model):
@@ -286,6 +287,17 @@ def _hidden(model: Encoder | CausalLM, global_tokens: int, texts: PackedTexts) -
     else:
         options["attention_mask"] = texts.text >= 0
     return model(texts.ids, **options).last_hidden_state
+
+
+def _table_rows(config: Any, texts: PackedTexts) -> Int[jax.Array, "1 T"]:
+    """The row of the position table of each token."""
+    if config.first_position == 0:
+        return jnp.maximum(texts.place, 0)
+    # These families count the tokens that are not padding, also if the text itself spells the padding token.
+    is_token = (texts.ids != config.pad_token_id).astype(jnp.int32)
+    before = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - is_token
+    count = before - before[:, texts.starts[texts.text[0]]]
+    return jnp.where((is_token == 1) & (texts.text >= 0), count + config.first_position, config.pad_token_id)
 
 
 def _packs(model: Encoder | CausalLM) -> bool:
@@ -361,6 +373,18 @@ def _check_texts(texts: Any) -> None:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"`texts` must be a list of strings, but texts[{index}] is a {type(text).__name__}.")
+        _check_unicode(f"texts[{index}]", text)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Raises for half of a surrogate pair, which the tokenizer cannot read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not valid Unicode, at character {error.start}: {text[error.start]!r}. Decode the bytes with "
+            'errors="replace".'
+        ) from None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from longspan.checks import check_static_size
 from longspan.models.graph import HashedGraph
 from longspan.train.placement import check_batch, place_batch
 from longspan.train.state import split_model
-from longspan.train.step import EvaluationProgram, TrainState
+from longspan.train.step import EvaluationProgram, TrainState, hashable
 
 EVAL_LOSS = "eval_loss"
 
@@ -76,7 +76,7 @@ class Evaluations:
     def prepare(self, model: nnx.Module) -> None:
         """Takes the structure of the model in evaluation mode."""
         graph, *_ = split_model(model)
-        self.program = EvaluationProgram(HashedGraph(graph), self.evaluate)
+        self.program = EvaluationProgram(HashedGraph(graph), hashable(self.evaluate))
 
     def run(self, state: TrainState, mesh: Any) -> dict[str, float]:
         """The metrics: weighted means over the batches."""

@@ -23,7 +23,7 @@ from longspan.train.placement import check_batch, heads_of, place_array, place_b
 from longspan.train.report import METRICS, MetricsFile, Progress, cut_metrics, finite
 from longspan.train.resume import check_new, find_checkpoint
 from longspan.train.state import from_named_arrays, initial_state, named_arrays, split_model
-from longspan.train.step import StepOutput, TrainProgram
+from longspan.train.step import StepOutput, TrainProgram, hashable
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def fit(
 
     Args:
         model: any NNX module. It is in training mode during steps, in evaluation mode during evaluations and
-            afterwards.
+            afterwards. Do not use it while `fit` runs. On a mesh, its variables then stay on the devices.
         batches: batches(step), with steps counted from 0, is a batch: a tree of arrays [B, ...], usually a dict. It
             must depend on the step alone, so that a resumed run continues with the next batch.
         loss: loss(model, batch, key) is the mean loss over the batch, a scalar; or a pair (loss, weight), where the
@@ -185,6 +185,7 @@ class _Loop:
     loss: float = math.nan
     best: BestEvaluation = NO_EVALUATION
     stopped_early: bool = False
+    interrupted: bool = False
     resumed_from: int | None = None
     state: Any = None  # a TrainState after `start`
     checkpoints: Checkpoints | None = None
@@ -212,10 +213,12 @@ class _Loop:
         model.eval()
         self.evaluations.prepare(model)
         self.state = initial_state(parameters, others, optimizer, key, self.mesh, heads_of(model))
+        # The model's own arrays are freed. It has the trained ones when the run is over.
+        nnx.update(model, self.state.parameters, self.state.others)
         shardings = None
         if self.mesh is not None:
             shardings = tuple(x.sharding for x in jax.tree.leaves(self.state))
-        self.program = TrainProgram(HashedGraph(graph), loss, optimizer, self.accumulate, shardings)
+        self.program = TrainProgram(HashedGraph(graph), hashable(loss), optimizer, self.accumulate, shardings)
         self.compiled_for: set[Any] = set()  # shapes of batches
         if self.resumed_from is not None:
             self._resume(self.resumed_from)
@@ -236,23 +239,22 @@ class _Loop:
         """All steps. The loss of a step is read after the next step has started, so that devices never wait for it."""
         self.progress.start(self.step, self.steps)
         self.clock = time.perf_counter()
-        interrupted = False
-        while self.step < self.steps and not interrupted and not self.stopped_early:
+        while self.step < self.steps and not self.interrupted and not self.stopped_early:
             batch = self.batches(self.step)
             output = self._run_step(batch, interrupts)
-            interrupted = self._read_pending()
+            self._read_pending()
             self.step += 1
             self.pending = _Pending(self.step, output, self.count_tokens(batch))
             if jax.process_count() == 1:
-                interrupted = interrupts.requested
+                self.interrupted = interrupts.requested
             last = self.step == self.steps
             improved = self.evaluations.is_due(self.step, last=last) and self._evaluate()
             self.stopped_early = self.evaluations.stops(self.best) and not last
-            if improved or last or interrupted or self.stopped_early or self.step % self.save_every == 0:
+            if improved or last or self.interrupted or self.stopped_early or self.step % self.save_every == 0:
                 self._save()
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        if interrupted:
+        if self.interrupted:
             raise Interrupted(self.step)
 
     def _run_step(self, batch: Any, interrupts: Interrupts) -> StepOutput:
@@ -279,10 +281,10 @@ class _Loop:
         sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
         return place_array(np.full(self.mesh.devices.size, flag), sharding)
 
-    def _read_pending(self) -> bool:
-        """Waits for the last step and writes its line. Returns whether a process asked to stop."""
+    def _read_pending(self) -> None:
+        """Waits for the last step and writes its line."""
         if self.pending is None:
-            return False
+            return
         (step, output, tokens), self.pending = self.pending, None
         self.loss = float(output.loss)
         now = time.perf_counter()
@@ -297,7 +299,8 @@ class _Loop:
                 f"The loss of step {step} is {self.loss}. Train again with a lower learning rate, a longer warm-up or "
                 "clipped gradients."
             )
-        return bool(output.stop)
+        if output.stop:  # all processes read this after the same step
+            self.interrupted = True
 
     def _evaluate(self) -> bool:
         """Writes the metrics on the held-out batches. Returns whether the loss is the best one."""

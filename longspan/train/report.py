@@ -92,7 +92,7 @@ class Progress:
         """A line of metrics.jsonl of an evaluation."""
 
     def saved(self, step: int) -> None:
-        """A checkpoint is complete on disk."""
+        """A checkpoint is complete on disk. Called from another thread."""
 
     def close(self) -> None:
         """The run is over."""

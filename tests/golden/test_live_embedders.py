@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from longspan import hf, models
 from tests.cli.checkpoints import words
@@ -41,13 +42,10 @@ def test_we_load_what_sentence_transformers_saves(name, tmp_path):
 def test_similarities_are_equal(function, tmp_path):
     settings = dict(similarity_fn_name=function)
     theirs = peers.write("mean", tmp_path / "theirs", peers.checkpoint_of("mean"))
-    (theirs / peers_settings).write_text(json.dumps(settings))
+    (theirs / "config_sentence_transformers.json").write_text(json.dumps(settings))
     peer, embedder = peers.peer(theirs), hf.load_embedder(theirs)
     vectors = embedder.embed(TEXTS)
     assert_close(embedder.similarity(vectors[:3], vectors), peer.similarity(vectors[:3], vectors).numpy())
-
-
-peers_settings = "config_sentence_transformers.json"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -56,6 +54,23 @@ def test_long_texts_are_truncated_on_the_same_side(side, tmp_path):
     config = json.loads((theirs / "tokenizer_config.json").read_text()) | dict(truncation_side=side)
     (theirs / "tokenizer_config.json").write_text(json.dumps(config))
     assert_close(hf.load_embedder(theirs).embed(TEXTS), peers.peer(theirs).encode(TEXTS))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_qwen3_embedding_in_the_layout_of_its_repository(side, tmp_path):
+    """The config names a causal LM with untied embeddings; the tensors have no prefix, and there is no `lm_head`."""
+    theirs = peers.write("qwen3", tmp_path / "theirs", peers.checkpoint_of("qwen3"))
+    tensors = load_file(theirs / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, theirs / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and not config.get("tie_word_embeddings", False)
+    tokenizer = json.loads((theirs / "tokenizer_config.json").read_text()) | dict(padding_side=side)
+    (theirs / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    embedder = hf.load_embedder(theirs)
+    assert_close(embedder.embed(TEXTS), peers.peer(theirs).encode(TEXTS))
+    hf.save(embedder, tmp_path / "ours")
+    assert_close(peers.peer(tmp_path / "ours").encode(TEXTS), WANT["qwen3"])
 
 
 def test_an_embedder_made_here_is_saved_with_its_tokenizer(tmp_path):

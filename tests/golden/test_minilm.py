@@ -48,6 +48,30 @@ def test_embeddings_are_hugging_faces_live(model):
     np.testing.assert_allclose(embed(model, ids, mask), want, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def embedder():
+    return hf.load_embedder(minilm.directory())
+
+
+def test_the_directory_gives_hugging_faces_embeddings(embedder):
+    assert repr(embedder) == "Embedder(bert, mean pooling, Normalize, size=384, max_seq_length=256)"
+    np.testing.assert_allclose(embedder.embed(minilm.TEXTS), load_file(minilm.GOLDEN)["embeddings"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_vectors_are_those_of_sentence_transformers(embedder, tmp_path):
+    """Also of long texts, which are truncated, and of a directory that we save."""
+    from sentence_transformers import SentenceTransformer
+
+    paragraphs = (Path(__file__).parent.parent.parent / "LICENSE").read_text("utf-8").split("\n\n")
+    texts = [*minilm.TEXTS, *paragraphs, " ".join(paragraphs), "", "[CLS] is a token.", "ＦＵＬＬ 宽 ﬁ"]
+    want = SentenceTransformer(str(minilm.directory()), device="cpu").encode(texts)
+    np.testing.assert_allclose(embedder.embed(texts), want, rtol=0, atol=1e-5)
+    hf.save(embedder, tmp_path)
+    np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(texts), want)
+
+
 def test_cats_are_closer_to_kittens_than_to_revenue(model):
     cat, kitten, revenue, *_ = embed(model, *minilm.tokenize(minilm.TEXTS))
     assert cat @ kitten > 0.5 > cat @ revenue

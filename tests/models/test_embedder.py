@@ -21,6 +21,7 @@ from longspan.models import (
     MaskedLM,
     Normalize,
     Pooling,
+    RobertaConfig,
 )
 from longspan.models.packing import MAX_PROGRAMS, pack, row_lengths
 from tests.cli.checkpoints import SMALL, WORDS, words
@@ -177,6 +178,12 @@ def test_wrong_arguments_of_a_call(embedder, encoder):
         (dict(texts="w1"), TypeError, r"`texts` must be a list of strings, got a str\. Give `\[text\]` for one text"),
         (dict(texts=["w1", 3]), TypeError, r"`texts` must be a list of strings, but texts\[1\] is a int"),
         (dict(prompt="a", prompt_name="query"), ValueError, "`prompt='a'` and `prompt_name='query'` were both given"),
+        (
+            dict(texts=["w1", "w\ud800"]),
+            ValueError,
+            r"texts\[1\] is not valid Unicode, at character 1: '\\ud800'\. Decode",
+        ),
+        (dict(prompt="\udcff"), ValueError, r"`prompt` is not valid Unicode, at character 0"),
         (dict(prompt=3), TypeError, "`prompt` must be a text, got a int"),
         (
             dict(prompt_name="title"),
@@ -258,6 +265,17 @@ def test_a_longformer_has_one_text_per_row_and_may_have_global_tokens():
             for ids, f in zip(rows, flags, strict=True)
         ]
         np.testing.assert_allclose(embedder.embed(texts), want, rtol=0, atol=1e-5)
+
+
+def test_texts_may_spell_the_padding_token():
+    """RoBERTa counts the tokens of a row that are not padding, as Hugging Face does."""
+    config = RobertaConfig(vocab_size=31, max_position_embeddings=302, pad_token_id=5, **SMALL)
+    embedder = Embedder(made(Encoder, config), words())
+    texts = ["w2 w3 w4", "w0 w1 w2 w1 w3", "w1 w1", "w9 w8 w7 w1"]
+    rows = [np.array([embedder.tokenizer.encode(text).ids]) for text in texts]
+    assert (rows[1] == config.pad_token_id).sum() == 2
+    want = [np.asarray(embedder.model(ids).last_hidden_state)[0].mean(axis=0) for ids in rows]
+    np.testing.assert_allclose(embedder.embed(texts), want, rtol=0, atol=1e-5)
 
 
 def test_training_changes_the_vectors(encoder):

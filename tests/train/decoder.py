@@ -1,6 +1,6 @@
 """A small decoder on packed documents, for meshes and processes."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -30,22 +30,15 @@ def batches(step: int) -> dict[str, np.ndarray]:
     return packed()(step)
 
 
-def loss_on(mesh: Any = None) -> Any:
+def loss_on(mesh: Any = None, remat: bool = False) -> Any:
     """The mean loss over targets and their number, with the sequence sharded if the mesh says so."""
-    return _loss if mesh is None or mesh.shape["sp"] == 1 else _SharedSequence(mesh)
+    if mesh is not None and mesh.shape["sp"] == 1:
+        mesh = None
+    return partial(_loss, mesh=mesh, remat=remat)
 
 
-def _loss(model: models.CausalLM, batch: dict[str, jax.Array], key: Any, mesh: Any = None) -> Any:
+def _loss(model: models.CausalLM, batch: dict[str, jax.Array], key: Any, *, mesh: Any, remat: bool) -> Any:
     inputs = {name: batch[name] for name in ("input_ids", "segment_ids", "positions")}
-    hidden = model(**inputs, logits=False, mesh=mesh).last_hidden_state
-    head = model.head.kernel[...].T if model.head is not None else model.embed.embedding[...]
+    hidden = model(**inputs, logits=False, mesh=mesh, remat=remat).last_hidden_state
     targets = (batch["labels"] >= 0).sum()
-    return ls.chunked_cross_entropy(hidden, head, batch["labels"]), targets
-
-
-class _SharedSequence:
-    def __init__(self, mesh: Any):
-        self.mesh = mesh
-
-    def __call__(self, model: models.CausalLM, batch: dict[str, jax.Array], key: Any) -> Any:
-        return _loss(model, batch, key, mesh=self.mesh)
+    return ls.chunked_cross_entropy(hidden, model.head.kernel[...].T, batch["labels"]), targets
