@@ -103,7 +103,8 @@ class App {
   mirror(shown) {
     const { numbers, ...state } = this.state;
     const set = Object.fromEntries(numbers.map((number, i) => [`set.${i}`, number]));
-    this.shown = { ...state, zoom: Number(this.map.view.zoom.toPrecision(4)), ...set, expression: this.explorer.text, shown };
+    const zoom = Number(this.map.view.zoom.toPrecision(4));
+    this.shown = { ...state, zoom, ...set, expression: this.explorer.text, shown };
     byId("state").textContent = JSON.stringify(this.shown).replace(/</g, "\\u003c");
   }
 
@@ -122,7 +123,8 @@ class App {
       view.centre(cell.q, cell.k);
     }
     this.change(cell ?? { q: null, k: null });
-    byId("announcement").textContent = cell ? spokenAnswer(cell, this.explorer.why(cell.q, cell.k)) : "No cell is selected.";
+    const spoken = cell ? spokenAnswer(cell, this.explorer.why(cell.q, cell.k)) : "No cell is selected.";
+    byId("announcement").textContent = spoken;
   }
 
   moveCell(dq, dk) {
@@ -209,7 +211,10 @@ function scaleText(scale) {
   return scale >= 1 ? `${three(scale)} pixels per token` : `${three(1 / scale)} tokens per pixel`;
 }
 
-const hasCells = (node) => node.op === "cells" || [...(node.parts ?? []), node.part].some((part) => part && hasCells(part));
+function hasCells(node) {
+  const parts = node.parts ?? (node.part ? [node.part] : []);
+  return node.op === "cells" || parts.some(hasCells);
+}
 
 function startPage() {
   const page = JSON.parse(byId("document").textContent);

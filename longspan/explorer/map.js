@@ -6,6 +6,9 @@ const IDLE_BUDGET = 11; // the same while it rests
 const LEAST_HEIGHT = 200; // pixels of the canvas
 const GRID_CELL = 9; // pixels along a cell from which cells have lines between them
 const EASE = 0.3; // the part of a zoom's remaining way that one frame goes
+const INKS = [
+  "paper", "text", "muted", "line", "guide", "partial-wash", "held-wash", "received-wash", "kept", "evicted", "pinned",
+];
 
 class MaskMap {
   // `overlay(context, view, origin, ink)` draws over the picture; `onSettled()` is called when all of it is drawn.
@@ -55,9 +58,8 @@ class MaskMap {
 
   retheme() {
     const style = getComputedStyle(document.documentElement);
-    const names = ["paper", "text", "muted", "line", "guide", "partial-wash", "held-wash", "received-wash", "kept", "evicted", "pinned"];
     this.ink = {};
-    for (const name of names) {
+    for (const name of INKS) {
       const key = name.replace(/-(\w)/g, (_, letter) => letter.toUpperCase());
       this.ink[key] = style.getPropertyValue(`--${name}`).trim();
     }

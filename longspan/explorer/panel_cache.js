@@ -27,8 +27,8 @@ class CachePanel {
     const found = explorer.cache(t);
     byId("cache-step").value = t;
     if (document.activeElement !== byId("cache-step-number")) byId("cache-step-number").value = t;
-    const sampled = found.sampled && found.step !== t ? `The page has samples of the steps; this is step ${grouped(found.step)}.` : "";
-    showNote("cache-sampled", sampled);
+    const isOther = found.sampled && found.step !== t;
+    showNote("cache-sampled", isOther ? `The page has samples of the steps; this is step ${grouped(found.step)}.` : "");
     byId("cache-strip").replaceChildren(...cacheStrip(found, page.cache.length));
     fillTable(byId("cache-facts"), cacheFacts(found, page));
     byId("cache-text").replaceChildren(...found.text.map((line) => element("p", {}, line)));
@@ -45,10 +45,11 @@ function showNote(id, text) {
 
 function cacheFacts(found, page) {
   const steps = found.step + 1;
+  const pinned = found.pinned.map((key) => [key, key + 1]);
   return [
     [kindName("kept", "kept keys"), `${grouped(found.kept_count)} of ${grouped(steps)}: ${spansText(found.kept)}`],
     [kindName("evicted", "evicted keys"), `${grouped(found.evicted_count)}: ${spansText(found.evicted)}`],
-    [kindName("pinned", "pinned keys"), `${grouped(found.pinned.length)}: ${spansText(found.pinned.map((key) => [key, key + 1]))}`],
+    [kindName("pinned", "pinned keys"), `${grouped(found.pinned.length)}: ${spansText(pinned)}`],
     ["slots", `${grouped(found.slots)} for ${counted(page.cache.length, "position")}`],
     ["bytes in use", short(found.used_bytes, "B", 1024)],
     ["allocated", short(found.bytes, "B", 1024)],

@@ -38,7 +38,11 @@ class CellPanel {
   }
 }
 
-const TRUTHS = { true: ["yes", "\u2713", "allowed"], false: ["no", "\u2717", "not allowed"], null: ["unknown", "?", "not known"] };
+const TRUTHS = {
+  true: ["yes", "\u2713", "allowed"],
+  false: ["no", "\u2717", "not allowed"],
+  null: ["unknown", "?", "not known"],
+};
 
 // A mark that also has a text for screen readers.
 function truthMark(truth) {
@@ -57,10 +61,12 @@ function cellFacts(page, why) {
   const rows = [["", "Query", "Key"], ["slot", ...sides.map((side) => grouped(side.slot))]];
   rows.push(["position", ...sides.map((side) => grouped(side.position))]);
   rows.push(["distance", "", distanceText(why.k.position - why.q.position)]);
-  if (page.documents) rows.push(["document", ...sides.map(({ document }) => (document < 0 ? "padding" : grouped(document)))]);
+  if (page.documents) rows.push(["document", ...sides.map((side) => documentName(side.document))]);
   if (page.tokens) rows.push(["token", ...sides.map(({ token }) => element("code", { class: "token" }, token))]);
   return rows;
 }
+
+const documentName = (id) => (id < 0 ? "padding" : grouped(id));
 
 function distanceText(distance) {
   if (!distance) return "same position";

@@ -67,7 +67,9 @@ function receivesText(device, plan) {
     const kinds = kind === "queries" ? "queries " : "";
     return `${kinds}${spansText([[start, stop]])} from ${from} by ${stepNames(plan, steps)}`;
   });
-  for (const [step, rows] of device.others) texts.push(`${counted(rows, "row")} that are known at run time, by ${stepNames(plan, [step])}`);
+  for (const [step, rows] of device.others) {
+    texts.push(`${counted(rows, "row")} that are known at run time, by ${stepNames(plan, [step])}`);
+  }
   return texts.length ? `receives ${texts.join("; ")}` : "receives nothing";
 }
 

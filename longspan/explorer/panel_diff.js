@@ -58,7 +58,8 @@ class DiffPanel {
 function differenceText({ same, pair, complete }) {
   if (pair) {
     const { q, k, allowed_by: by } = pair;
-    return `The masks differ. The first differing pair is query ${grouped(q)}, key ${grouped(k)}: only the ${by} mask allows it.`;
+    const place = `query ${grouped(q)}, key ${grouped(k)}`;
+    return `The masks differ. The first differing pair is ${place}: only the ${by} mask allows it.`;
   }
   if (same) return "The masks are the same: they allow the same pairs.";
   return complete ? "No other pair differs." : "No difference was found, but the page cannot compare every pair.";

@@ -87,7 +87,8 @@ class ExpressionEditor {
     this.page.numbers.forEach(({ start, stop, value, fixed }, i) => {
       const isChanged = numbers[i] !== value;
       const kind = `literal${isChanged ? " changed" : ""}${fixed === null ? "" : " fixed"}`;
-      parts.push(this.page.mask.text.slice(at, start), element("span", { class: kind, "data-number": i }, String(numbers[i])));
+      const literal = element("span", { class: kind, "data-number": i }, String(numbers[i]));
+      parts.push(this.page.mask.text.slice(at, start), literal);
       at = stop;
     });
     parts.push(this.page.mask.text.slice(at));
