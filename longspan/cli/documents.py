@@ -34,7 +34,7 @@ class Part(NamedTuple):
 def check_files(files: Sequence[Path]) -> None:
     """Raises an OSError for files that cannot be read, before anything is computed."""
     for path in files:
-        if str(path) != "-":
+        if str(path) != "-" and not path.is_fifo():  # a pipe can be opened only once
             path.open("rb").close()
 
 

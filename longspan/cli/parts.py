@@ -12,8 +12,9 @@ import numpy as np
 from longspan.cli.documents import Part
 from longspan.files import atomic_write
 
-INDEX = "index.json"
-MODEL_FILES = ("*.json", "*.safetensors", "*_*/*.json", "*_*/*.safetensors")  # in the directory and in its modules
+PARTS, INDEX = ".parts", "index.json"
+# In the directory and in the folders of its modules. OUT.parts may be in the same directory, and is not one of them.
+MODEL_FILES = ("*.json", "*.safetensors", "[0-9]*_[A-Z]*/*.json", "[0-9]*_[A-Z]*/*.safetensors")
 
 
 class FinishedPart(NamedTuple):
@@ -128,13 +129,14 @@ class PartFolder:
 
 def folder_of(out: Path) -> Path:
     """The folder for the parts of a file."""
-    return out.with_name(out.name + ".parts")
+    return out.with_name(out.name + PARTS)
 
 
 def digest_of(model: Path) -> str:
     """A hash of a model's files: weights, configs and tokenizer."""
     found = hashlib.sha256()
-    for path in sorted({path for pattern in MODEL_FILES for path in model.glob(pattern) if path.is_file()}):
+    paths = {path for pattern in MODEL_FILES for path in model.glob(pattern)}
+    for path in sorted(path for path in paths if path.is_file() and not path.parent.name.endswith(PARTS)):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").digest()
         found.update(str(path.relative_to(model)).encode() + b"\0" + content)

@@ -209,10 +209,12 @@ class Embedder:
         """Raises for texts without tokens to pool, and for token ids that the model does not have."""
         skip = self.skipped(prompt)
         for ids, name in zip(tokens, names, strict=True):
+            if len(ids) == 0:
+                raise ValueError(f"{name} has no tokens: the tokenizer drops all of its text. Leave this text out.")
             if len(ids) <= skip:
-                besides = " besides the prompt's, which are not pooled" if skip else ""
                 raise ValueError(
-                    f"{name} has no tokens{besides}: the tokenizer drops all of its text. Leave this text out."
+                    f"{name} has no tokens besides the prompt's, which are not pooled. Leave this text out, or give a "
+                    "shorter prompt if it was truncated."
                 )
             if ids.max() >= self.model.config.vocab_size:
                 raise ValueError(
@@ -242,6 +244,8 @@ class Embedder:
 
     def run(self, batch: TextBatch) -> Float[np.ndarray, "n size"]:
         """The vectors of a batch's texts. The length of the batch's row decides the program."""
+        if self._split_model.model is not self.model:
+            self._split_model = SplitModel(self.model)
         graph, state = self._split_model.current()
         vectors = _embed_row(graph, self.global_tokens, state, self.modules, batch.packed)
         return np.asarray(vectors)[: len(batch.texts)]

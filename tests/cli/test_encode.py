@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from longspan import hf
 from longspan.cli import documents
+from longspan.cli.parts import digest_of
 from longspan.models import DenseLayer, Embedder, Normalize, Pooling
 from tests.cli.asserts import assert_one_line
 
@@ -298,6 +300,29 @@ def test_a_run_that_was_killed_is_resumed_with_the_same_bytes(saved, tmp_path):
     subprocess.run([*command, killed, "--resume"], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([*command, whole], check=True, stdout=subprocess.DEVNULL)
     assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_a_pipe_is_a_document(run, saved, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["w1 w2\nw3\n"])
+    writer.start()
+    code, printed, _ = run("encode", "--model", saved("bert"), pipe, "--lines", "--out", tmp_path / "v.npy", "--json")
+    writer.join()
+    assert code == 0 and json.loads(printed)["shape"] == [2, 6]
+
+
+def test_the_digest_of_a_model_is_that_of_its_files(saved, tmp_path):
+    model = tmp_path / "model"
+    hf.save(hf.load_embedder(saved("bert")), model)
+    before = digest_of(model)
+    for folder in ("my_vectors.npy.parts", "1_Vectors.npy.parts"):
+        (model / folder).mkdir()
+        (model / folder / "index.json").write_text("{}")
+    assert digest_of(model) == before
+    config = model / "1_Pooling" / "config.json"
+    config.write_text(config.read_text().replace("true", "false"))
+    assert digest_of(model) != before
 
 
 def test_a_device_takes_the_vectors(run, saved, tmp_path):

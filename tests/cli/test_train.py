@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from longspan import train
+from longspan import hf, models, train
+from longspan.train.embedder_module import TrainableEmbedder
 from longspan.train.sources import standard_library
 from tests.cli import checkpoints
 from tests.cli.asserts import assert_one_line
+from tests.cli.docstrings import docstring_pairs, recalls
+from tests.made import made
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -252,3 +255,63 @@ def test_a_classifier_is_trained_saved_and_not_overwritten(run, saved, tmp_path)
     assert "before training: " in err and "step 12 of 12: loss" in err and f"the model is in {out / 'model'}" in err
     assert_one_line(run("train", saved("bert"), *options), f"{out} exists and is not empty.")
     assert_one_line(run("train", "--resume", out, "--steps", 3), f"--steps 3: {out} already has 12 steps.")
+
+
+@pytest.mark.slow
+def test_a_new_embedder_finds_more_bodies_of_docstrings_after_training(run, tmp_path, capsys):
+    sizes = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=4, intermediate_size=192)
+    config, out = tmp_path / "config.json", tmp_path / "run"
+    config.write_text(json.dumps(dict(model_type="bert", max_position_embeddings=256, **sizes)))
+    pairs = write_lines(tmp_path / "pairs.jsonl", docstring_pairs())
+    options = (
+        "--data",
+        pairs,
+        "--truncate",
+        "--steps",
+        150,
+        "--batch",
+        32,
+        "--learning-rate",
+        2e-3,
+        "--eval-every",
+        50,
+    )
+    code, _, err = run("train", "--new", config, "--out", out, *options)
+    assert code == 0, err
+    before, found = recalls(out, err)
+    with capsys.disabled():
+        print(f"\nrecall@1: before {before:.3f}, after 50, 100 and 150 steps {found}")
+    assert found[-1] > before + 0.03
+
+
+@pytest.mark.check
+def test_embeddings_keep_the_modules_of_their_directory(run, tmp_path):
+    sizes = dict(vocab_size=len(checkpoints.WORDS), max_position_embeddings=90, hidden_dropout_prob=0)
+    config = models.BertConfig(**sizes, attention_probs_dropout_prob=0, **checkpoints.SMALL)
+    rng = np.random.default_rng(0)
+    dense = models.DenseLayer(rng.normal(size=(12, 5)).astype(np.float32), activation="tanh")
+    modules = (models.Pooling(6, ("cls", "mean")), dense, models.Normalize())
+    prompts = dict(prompts=dict(query="w7 w8 "), default_prompt_name="query", max_seq_length=11)
+    embedder = models.Embedder(made(models.Encoder, config), checkpoints.words(), modules, **prompts)
+    hf.save(embedder, tmp_path / "start")
+    pairs = [dict(anchor=f"w{n}", positive=f"w{n + 10} w3") for n in range(9)]
+    data = write_lines(tmp_path / "pairs.jsonl", [*pairs, dict(anchor="w1", positive="w2 " * 30)])
+    out = tmp_path / "run"
+    options = ("--data", data, "--steps", 4, "--batch", 4, "--learning-rate", 0.1)
+    assert_one_line(
+        run("train", tmp_path / "start", *options, "--out", out), "but a text may have at most 11 (--length"
+    )
+    code, _, err = run("train", tmp_path / "start", *options, "--out", out, "--truncate", "--hold-out", 0.3)
+    assert code == 0, err
+    assert "recall_at_1" in err
+    before, after = hf.load_embedder(tmp_path / "start"), hf.load_embedder(out / "model")
+    assert repr(before) == repr(after) and after.prompts == before.prompts
+    assert np.abs(after.modules[1].kernel - dense.kernel).max() > 0.01, "the Dense layer is trained too"
+    # The vectors of training are those of `embed`, with the prompt.
+    texts = ["w1 w2", "w3"]
+    tokens = [after.tokenizer.encode(f"w7 w8 {text}").ids for text in texts]
+    ids, mask = np.zeros((2, 7), np.int32), np.zeros((2, 7), np.int32)
+    for row, own in enumerate(tokens):
+        ids[row, : len(own)], mask[row, : len(own)] = own, 1
+    found = TrainableEmbedder(after, after.prompt())(ids, mask)
+    np.testing.assert_allclose(np.asarray(found), after.embed(texts), rtol=0, atol=1e-5)

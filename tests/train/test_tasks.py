@@ -1,5 +1,7 @@
 """The losses and metrics of training tasks equal plain NumPy ones computed from the models' outputs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,10 @@ def test_a_masked_lm_counts_the_replaced_tokens(tied):
     close(task.evaluate(model, batch)["accuracy"][0], np.mean(logits.argmax(-1)[kept] == batch["labels"][kept]))
 
 
-@pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma2Config])  # untied; tied, with a soft cap
+GRANITE = partial(models.GraniteConfig, logits_scaling=0.2)
+
+
+@pytest.mark.parametrize("kind", [models.LlamaConfig, models.Gemma2Config, GRANITE])  # untied; tied, with a soft cap
 def test_a_causal_lm_predicts_within_documents(kind):
     sizes = SIZES | dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
     model = made(models.CausalLM, kind(vocab_size=23, **sizes))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from longspan.cli.notices import say
 from longspan.cli.texts import stop_tokens, tokenizer_of
+from longspan.cli.train.sentence import TextSettings, text_settings
 from longspan.cli.train.settings import TaskName, TrainSettings
 from longspan.hf.config import config_of, read_content, read_object
 from longspan.models.encoders.family import EncoderConfig
@@ -31,7 +32,7 @@ ENCODER_TASKS = {
     TaskName.masked_lm: "masked_lm",
     TaskName.embeddings: "encoder",
 }
-DECODER_TASKS = {TaskName.causal_lm: "causal_lm"}
+DECODER_TASKS = {TaskName.causal_lm: "causal_lm", TaskName.embeddings: "causal_lm"}
 
 
 class StartingModel(NamedTuple):
@@ -45,6 +46,7 @@ class StartingModel(NamedTuple):
         label_names: the labels of the classification head that the checkpoint has; () if it has none.
         architectures: the names of the saved model classes.
         digest: of config and tokenizer.
+        texts: the settings of a sentence-transformers directory, for embeddings.
     """
 
     where: str
@@ -54,6 +56,7 @@ class StartingModel(NamedTuple):
     label_names: tuple[str, ...]
     architectures: tuple[str, ...]
     digest: str
+    texts: TextSettings = TextSettings()
 
     @property
     def is_encoder(self) -> bool:
@@ -104,6 +107,8 @@ def read_inputs(settings: TrainSettings) -> TrainInputs:
     source = _source(settings, pairs)
     survey = Survey.of(source)
     settings = settings_with(settings, task=_task(settings, start, survey, pairs).value)
+    if settings.task == TaskName.embeddings:
+        source = partial(start.texts.with_prompt, source)
     labels: tuple[str, ...] = ()
     if settings.task == TaskName.sequence_classification:
         labels = _labels(survey, start, str(settings.data))
@@ -129,27 +134,26 @@ def _new(settings: TrainSettings) -> StartingModel:
 
 
 def _checkpoint(directory: Path) -> StartingModel:
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} has no config.json. Name the directory of a checkpoint.")
-    content = read_content(directory)
+    folder, texts = text_settings(directory)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json. Name the directory of a checkpoint.")
+    content = read_content(folder)
     config = config_of(content)
-    tokenizer = tokenizer_of(directory)
+    tokenizer = tokenizer_of(folder)
     end = None
     if not isinstance(config, EncoderConfig):
-        end = next(iter(stop_tokens(directory) or []), None)
-    names = ("config.json", "tokenizer.json")
-    digest = _digest([(directory / name).read_bytes() for name in names])
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    used = tokenizer.get_vocab_size(with_added_tokens=False)
-    if used > config.vocab_size:
+        end = next(iter(stop_tokens(folder) or []), None)
+    digest = _digest([(folder / name).read_bytes() for name in ("config.json", "tokenizer.json")])
+    if tokenizer.get_vocab_size(with_added_tokens=False) > config.vocab_size:
+        largest = max(tokenizer.get_vocab(with_added_tokens=False).values())
         raise ValueError(
             f"The tokenizer has token {largest}, but the model has only {config.vocab_size} tokens. Give the "
             "tokenizer.json that belongs to the model."
         )
     labels: tuple[str, ...] = ()
     if any(name.endswith(SequenceClassifier.suffixes) for name in content.architectures):
-        labels = _own_labels(read_object(directory / "config.json"), config.num_labels)
-    return StartingModel(str(directory), config, tokenizer, end, labels, tuple(content.architectures), digest)
+        labels = _own_labels(read_object(folder / "config.json"), config.num_labels)
+    return StartingModel(str(directory), config, tokenizer, end, labels, tuple(content.architectures), digest, texts)
 
 
 def _own_labels(raw: dict[str, Any], count: int) -> tuple[str, ...]:
@@ -252,6 +256,9 @@ def _tokenized(
 ) -> tuple[Examples, Examples | None]:
     """The tokens of the examples for training, and of those that are held out."""
     limit = start.max_tokens
+    if settings.task == TaskName.embeddings:
+        limit = min(limit, start.texts.max_tokens or limit)
+        start.texts.apply(start.tokenizer)
     if settings.length is not None and settings.length > limit:
         raise ValueError(
             f"--length {settings.length:,} is more than the {limit:,} tokens that {start.where} takes. Give at most "

@@ -8,6 +8,8 @@ from flax import nnx
 from longspan import hf
 from longspan.cli.train.inputs import TrainInputs
 from longspan.cli.train.settings import TaskName
+from longspan.models import Embedder
+from longspan.train.embedder_module import TrainableEmbedder, embedder_vectors, trained_embedder
 from longspan.train.new_model import NewModel
 from longspan.train.tasks import (
     CausalLMTraining,
@@ -25,8 +27,27 @@ TASKS: dict[TaskName, type[TrainingTask]] = {
 }
 
 
-def make_model(inputs: TrainInputs) -> Any:
-    """The model before the first step, with float32 parameters."""
+def make_model(inputs: TrainInputs) -> tuple[Any, Embedder | None]:
+    """The model before the first step, with float32 parameters; for embeddings also the embedder that contains it."""
+    if inputs.settings.task != TaskName.embeddings:
+        return _plain_model(inputs), None
+    embedder = _embedder(inputs)
+    return TrainableEmbedder(embedder, embedder.prompt()), embedder
+
+
+def _embedder(inputs: TrainInputs) -> Embedder:
+    """An embedder with the modules of the checkpoint's directory; without any, the mean over tokens."""
+    settings = inputs.settings
+    if settings.model is None:
+        return Embedder(_plain_model(inputs), inputs.start.tokenizer)
+    embedder = hf.load_embedder(settings.model, dtype="float32")
+    if settings.dtype != "float32":
+        options: dict[str, Any] = dict(dtype=settings.dtype, param_dtype="float32", task=embedder.model.task)
+        embedder.model = hf.load(str(embedder.source), **options)
+    return embedder
+
+
+def _plain_model(inputs: TrainInputs) -> Any:
     settings = inputs.settings
     task = inputs.start.tasks[TaskName(settings.task)]
     dtypes: dict[str, Any] = dict(dtype=settings.dtype, param_dtype="float32")
@@ -59,16 +80,18 @@ def make_task(inputs: TrainInputs, mesh: Any) -> TrainingTask:
     settings = inputs.settings
     options: dict[str, Any] = dict(remat=settings.remat, mesh=mesh if settings.sp > 1 else None)
     if settings.task == TaskName.embeddings:
-        options["rows"] = settings.batch
+        options |= dict(rows=settings.batch, vectors=embedder_vectors)
     return TASKS[TaskName(settings.task)](**options)
 
 
-def save_model(inputs: TrainInputs, model: Any, directory: Path) -> None:
+def save_model(inputs: TrainInputs, model: Any, embedder: Embedder | None, directory: Path) -> None:
     """Writes the model for `hf.load` and Hugging Face: with its tokenizer, labels and generation config."""
-    if inputs.settings.new is not None:
-        new = NewModel.of(inputs.settings.new)
-        new.write_files(directory, inputs.start.max_tokens)
     options: dict[str, Any] = {}
+    if inputs.settings.new is not None:
+        NewModel.of(inputs.settings.new).write_files(directory, inputs.start.max_tokens)
+        options["tokenizer"] = directory
     if inputs.labels:
         options["id2label"] = list(inputs.labels)
+    if embedder is not None:
+        model = trained_embedder(model, embedder)
     hf.save(model, directory, **options)

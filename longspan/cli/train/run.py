@@ -99,7 +99,7 @@ def _train(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
     settings = inputs.settings
     assert settings.steps is not None and settings.learning_rate is not None and settings.save_every is not None
     mesh = make_mesh(settings)
-    model, task, progress = make_model(inputs), make_task(inputs, mesh), progress_here()
+    (model, embedder), task, progress = make_model(inputs), make_task(inputs, mesh), progress_here()
     evaluation: dict[str, Any] = {}
     if batches.held_out:
         evaluation = dict(eval_batches=batches.held_out, eval_every=settings.eval_every, evaluate=task.evaluate)
@@ -123,7 +123,7 @@ def _train(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
         progress=progress,
         **evaluation,
     )
-    write_results(run, inputs, model, result)
+    write_results(run, inputs, model, embedder, result)
 
 
 def make_mesh(settings: TrainSettings) -> Any:
@@ -151,7 +151,7 @@ def measure(model: Any, task: Any, held_out: Any, mesh: Any = None) -> dict[str,
     return evaluations.run(TrainState(None, None, parameters, others, None), mesh)
 
 
-def write_results(run: Path, inputs: TrainInputs, model: Any, result: Any) -> None:
+def write_results(run: Path, inputs: TrainInputs, model: Any, embedder: Any, result: Any) -> None:
     """Writes `model/`, `best/` and `loss.png`. All processes call it, and the one with rank 0 writes."""
     import jax
 
@@ -164,7 +164,7 @@ def write_results(run: Path, inputs: TrainInputs, model: Any, result: Any) -> No
     whole = on_one_process(model)
     if first:
         with disk_errors(str(run / MODEL)):
-            save_model(inputs, whole, run / MODEL)
+            save_model(inputs, whole, embedder, run / MODEL)
             plot_losses(run)
         say(f"longspan train: {result.steps:,} steps{_early(result)}, the model is in {run / MODEL}")
     if result.best_step is not None:
@@ -172,7 +172,7 @@ def write_results(run: Path, inputs: TrainInputs, model: Any, result: Any) -> No
         whole = on_one_process(model)
         if first:
             with disk_errors(str(run / BEST)):
-                save_model(inputs, whole, run / BEST)
+                save_model(inputs, whole, embedder, run / BEST)
             loss = f"eval_loss {result.best_loss:.4f}"
             say(f"longspan train: the best evaluation was at step {result.best_step:,} ({loss}): {run / BEST}")
 

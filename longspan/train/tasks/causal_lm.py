@@ -33,10 +33,10 @@ class CausalLMTraining(TrainingTask):
     def loss(self, model: Any, batch: Mapping[str, Any], key: Any) -> tuple[Any, Any]:
         options = dict(segment_ids=batch["segment_ids"], logits=False, **self.call_options)
         hidden = model(batch["input_ids"], **options).last_hidden_state
-        soft_cap, labels = model.config.final_soft_cap, batch["labels"]
-        loss = chunked_cross_entropy(
-            hidden, output_matrix(model, hidden.dtype), labels, soft_cap=soft_cap, ignore_label=IGNORED
-        )
+        config, labels = model.config, batch["labels"]
+        of_logits = dict(scale=1 / config.multipliers.logits_divisor, soft_cap=config.final_soft_cap)
+        weights = output_matrix(model, hidden.dtype)
+        loss = chunked_cross_entropy(hidden, weights, labels, ignore_label=IGNORED, **of_logits)
         return loss, count_targets(labels)
 
     def evaluate(self, model: Any, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
