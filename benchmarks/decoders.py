@@ -1,19 +1,25 @@
 """Compares whole decoders with Hugging Face's `generate`, and with llama.cpp if installed, by turns in one run.
 
-    python -m benchmarks.decoders            # both sizes; torch and transformers here or in .venv-parity
+    python -m benchmarks.decoders            # every case; torch and transformers here or in .venv-parity
     python -m benchmarks.decoders small      # 8 layers of 512 with windows of 1024
     python -m benchmarks.decoders wide       # 2 layers of 2048
+    python -m benchmarks.decoders mixture    # a Qwen3-MoE: 4 layers of 1024 with 32 experts, of which 4 are chosen
 
-Every implementation has its own process, which waits while another one runs. The time of an answer of one token counts
-as prefill, and the additional time of a longer answer as decoding. llama.cpp is `llama_cpp` (pip install
-llama-cpp-python gguf) in the same interpreter as torch; it reads a GGUF file with random weights that is written here.
+Every implementation has its own process and the same number of threads, and waits while another one runs. The time of
+an answer of one token counts as prefill, and the additional time of a longer answer as decoding. The first calls, which
+compile, are timed separately. Hugging Face loads the weights that Longspan saved, and must give the same answer.
+llama.cpp is `llama_cpp` (pip install llama-cpp-python gguf) in the same interpreter as torch. It reads a GGUF file with
+other random weights, which is written here.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,10 +34,25 @@ WIDE = SMALL | dict(
     vocab_size=8000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=32,
     num_key_value_heads=8,
 )  # fmt: skip
-# Name -> sizes, tokens of the prompt and of the answer, and the target ratios.
+MIXTURE = dict(
+    vocab_size=32000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+    num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True,
+    max_position_embeddings=32768,
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    family: str  # a `model_type`
+    sizes: dict
+    prompt: int  # tokens
+    new: int  # tokens of the answer
+    goals: dict[str, float]  # target ratios
+
+
 CASES = {
-    "small": (SMALL, 4096, 256, dict(decode=2.2, prefill=1.5, whole=1.8)),
-    "wide": (WIDE, 512, 64, dict(decode=1.2)),
+    "small": Case("mistral", SMALL, 4096, 256, dict(decode=2.2, prefill=1.5, whole=1.8)),
+    "wide": Case("mistral", WIDE, 512, 64, dict(decode=1.2)),
+    "mixture": Case("qwen3_moe", MIXTURE, 128, 128, dict(decode=1.5)),
 }
 PEERS = {"hugging face": "theirs", "llama.cpp f32": "llama-f32", "llama.cpp q8_0": "llama-q8_0"}
 
@@ -41,42 +62,47 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer-python", default=peer_python(), help="an interpreter with torch and transformers")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
+    os.environ |= dict(OMP_NUM_THREADS=str(options.threads))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     for name in options.cases:
-        print(compare(name, options.rounds, options.peer_python), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            print(compare(name, options.rounds, options.peer_python, Path(folder)), flush=True)
 
 
-def compare(name: str, rounds: int, python: str | None) -> str:
-    sizes, prompt, new, goals = CASES[name]
-    workers = {"longspan": DecoderWorker(sys.executable, "ours", name)}
+def compare(name: str, rounds: int, python: str | None, folder: Path) -> str:
+    case = CASES[name]
+    workers = {"longspan": DecoderWorker(sys.executable, "ours", name, folder)}
+    workers["longspan"].ask("ready")  # its weights are saved
     for who, kind in PEERS.items():
-        if python is not None and (kind == "theirs" or DecoderWorker.has_llama(python)):
-            workers[who] = DecoderWorker(python, kind, name)
-    first = {who: (worker.run(1), worker.run(new))[0] for who, worker in workers.items()}
+        is_there = kind == "theirs" or (case.family == "mistral" and python and DecoderWorker.has_llama(python))
+        if python is not None and is_there:
+            workers[who] = DecoderWorker(python, kind, name, folder)
+    first = {who: (worker.run(1), worker.run(case.new)) for who, worker in workers.items()}
     times: dict[str, dict[str, list[float]]] = {who: dict(prefill=[], decode=[], whole=[]) for who in workers}
     reads = []
     for _ in range(rounds):
         for who, worker in workers.items():
             time.sleep(0.25)  # the threads of the previous process spin for a while after their work is done
-            prefill, whole = worker.run(1), worker.run(new)
-            for what, seconds in (("prefill", prefill), ("decode", (whole - prefill) / (new - 1)), ("whole", whole)):
+            prefill, whole = worker.run(1), worker.run(case.new)
+            for what, seconds in (
+                ("prefill", prefill),
+                ("decode", (whole - prefill) / (case.new - 1)),
+                ("whole", whole),
+            ):
                 times[who][what].append(seconds)
         reads.append(workers["longspan"].ask("bandwidth"))
-    rows = [["", "prefill, s", "decode, ms per token", "whole, s", "first call, s"]]
-    for who in workers:
-        medians = {what: float(np.median(seconds)) for what, seconds in times[who].items()}
-        prefill, decode = f"{medians['prefill']:.2f}", f"{1e3 * medians['decode']:.2f}"
-        rows.append([who, prefill, decode, f"{medians['whole']:.2f}", f"{first[who]:.1f}"])
-    lines = [f"{name}: {prompt} prompt tokens and {new} new tokens, greedy, float32", table(rows)]
-    for what, goal in goals.items() if "hugging face" in workers else ():
-        ratios = np.array(times["hugging face"][what]) / np.array(times["longspan"][what])
-        lines.append(
-            f"  {what}: {np.median(ratios):.2f}x (rounds {ratios.min():.2f} to {ratios.max():.2f}; goal {goal}x)"
-        )
+    lines = [f"{name}: {case.prompt} prompt tokens and {case.new} new tokens, greedy, float32"]
+    lines += [report(case, times, first), *ratios(case, times)]
+    if "hugging face" in workers:
+        lines.append(same_answer(workers["longspan"], workers["hugging face"], folder))
+    else:
+        lines.append("  torch and transformers are missing: `make parity` installs them, or give --peer-python")
     read, step = np.median(reads), np.array(times["longspan"]["decode"])
-    shares = bytes_of(sizes) / np.array(reads) / step
+    shares = bytes_of(case.sizes) / np.array(reads) / step
     lines.append(
-        f"  decoding reads {bytes_of(sizes) / 1e6:.0f} MB per token, at {np.median(shares):.2f} of the "
+        f"  decoding reads {bytes_of(case.sizes) / 1e6:.0f} MB per token, at {np.median(shares):.2f} of the "
         f"{read / 1e9:.1f} GB/s of a program that sums all parameters (goal 0.6)"
     )
     for worker in workers.values():
@@ -84,12 +110,51 @@ def compare(name: str, rounds: int, python: str | None) -> str:
     return "\n".join(lines)
 
 
+def report(case: Case, times: dict[str, dict[str, list[float]]], first: dict[str, tuple[float, float]]) -> str:
+    """The medians of each implementation, and the compile time of ours."""
+    rows = [["", "prefill, s", "decode, ms per token", "tokens per s", "whole, s", "first calls, s"]]
+    for who, seconds in times.items():
+        prefill, decode, whole = (float(np.median(seconds[what])) for what in ("prefill", "decode", "whole"))
+        steps = [f"{1e3 * decode:.2f}", f"{1 / decode:.0f}"]
+        rows.append([who, f"{prefill:.3f}", *steps, f"{whole:.2f}", f"{sum(first[who]):.1f}"])
+    ours = times["longspan"]
+    compiling = sum(first["longspan"]) - float(np.median(ours["prefill"])) - float(np.median(ours["whole"]))
+    return f"{table(rows)}\n  compile time of longspan: {compiling:.1f} s"
+
+
+def ratios(case: Case, times: dict[str, dict[str, list[float]]]) -> list[str]:
+    lines = []
+    for what, goal in case.goals.items() if "hugging face" in times else ():
+        found = np.array(times["hugging face"][what]) / np.array(times["longspan"][what])
+        lines.append(f"  {what}: {np.median(found):.2f}x (rounds {found.min():.2f} to {found.max():.2f}; goal {goal}x)")
+    return lines
+
+
+def same_answer(longspan: "DecoderWorker", peer: "DecoderWorker", folder: Path) -> str:
+    """Compares the tokens of both answers, and the logits of the prompt's last token."""
+    longspan.ask("answer")
+    peer.ask("answer")
+    ours, theirs = (np.load(folder / f"{kind}.npz") for kind in ("ours", "theirs"))
+    distance = np.abs(ours["logits"] - theirs["logits"]).max() / np.abs(theirs["logits"]).max()
+    same = int(np.cumprod(ours["tokens"] == theirs["tokens"]).sum())
+    if distance > 1e-4:
+        raise RuntimeError(f"The logits differ from Hugging Face's by {distance:.1e} of the greatest one.")
+    return (
+        f"  the first {same} of {len(ours['tokens'])} tokens equal Hugging Face's, and the logits differ by at most "
+        f"{distance:.0e} of the greatest one"
+    )
+
+
 def bytes_of(sizes: dict[str, int]) -> int:
     """The bytes that a step must read: weight matrices, and the keys and values of the window."""
-    wide, inner, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    wide, head = sizes["hidden_size"], sizes["head_dim"]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    layer = wide * head * (2 * heads + 2 * kv_heads) + 3 * wide * inner
-    cache = sizes["sliding_window"] * kv_heads * head * 2
+    if "num_experts" in sizes:
+        inner = sizes["moe_intermediate_size"] * sizes["num_experts_per_tok"]
+    else:
+        inner = sizes["intermediate_size"]
+    layer = wide * head * (2 * heads + 2 * kv_heads) + 3 * wide * inner + wide * sizes.get("num_experts", 0)
+    cache = sizes.get("sliding_window", 0) * kv_heads * head * 2
     return 4 * (sizes["num_hidden_layers"] * (layer + cache) + wide * sizes["vocab_size"])
 
 
@@ -109,31 +174,36 @@ class DecoderWorker(Worker):
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def work(kind: str, name: str) -> None:
-    sizes, prompt, new, _ = CASES[name]
-    ids = np.random.default_rng(0).integers(0, sizes["vocab_size"], prompt)
-    run, bandwidth = {"ours": ours, "theirs": theirs}.get(kind, llama)(sizes, ids, new, kind)
-    for line in sys.stdin:
-        if line.strip() == "peak":
+def work(kind: str, name: str, folder: str) -> None:
+    case = CASES[name]
+    ids = np.random.default_rng(0).integers(0, case.sizes["vocab_size"], case.prompt)
+    run, others = {"ours": ours, "theirs": theirs}.get(kind, llama)(case, ids, kind, Path(folder))
+    for line in map(str.strip, sys.stdin):
+        if line == "peak":
             print(0.0, flush=True)
             return
-        if line.strip() == "bandwidth":
-            print(bandwidth(), flush=True)
-            continue
-        start = time.perf_counter()
-        run(int(line))
-        print(time.perf_counter() - start, flush=True)
+        if line == "ready":
+            print(0.0, flush=True)
+        elif line in others:
+            print(others[line](), flush=True)
+        else:
+            start = time.perf_counter()
+            run(int(line))
+            print(time.perf_counter() - start, flush=True)
 
 
-def ours(sizes, ids, new: int, _: str):
+def ours(case: Case, ids, _: str, folder: Path):
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     import longspan as ls
-    from longspan import models
+    from longspan import hf, models
 
-    model = models.CausalLM(models.MistralConfig(**sizes), rngs=nnx.Rngs(0))
+    config = {"mistral": models.MistralConfig, "qwen3_moe": models.Qwen3MoeConfig}[case.family]
+    model = models.CausalLM(config(**case.sizes), rngs=nnx.Rngs(0))
+    with warnings.catch_warnings(action="ignore"):  # there is no tokenizer
+        hf.save(model, folder)
     arrays = jax.tree.leaves(nnx.state(model))
     total = jax.jit(lambda arrays: sum(jnp.sum(x) for x in arrays))
 
@@ -146,33 +216,51 @@ def ours(sizes, ids, new: int, _: str):
             seconds.append(time.perf_counter() - start)
         return sum(x.nbytes for x in arrays) / float(np.median(seconds))
 
-    def run(count: int) -> None:
-        ls.generate(model, [ids], max_new_tokens=count, max_length=len(ids) + new, stop_tokens=())
+    def run(count: int) -> np.ndarray:
+        length = case.prompt + case.new
+        (tokens,) = ls.generate(model, [ids], max_new_tokens=count, max_length=length, stop_tokens=())
+        return tokens
 
-    return run, bandwidth
+    def answer() -> float:
+        logits = nnx.jit(lambda model, ids: model(ids).logits[0, -1])(model, ids[None])
+        np.savez(folder / "ours.npz", logits=logits, tokens=run(case.new))
+        return 0.0
+
+    return run, dict(answer=answer, bandwidth=bandwidth)
 
 
-def theirs(sizes, ids, new: int, _: str):
+def theirs(case: Case, ids, _: str, folder: Path):
     import torch
     import transformers
 
-    config = transformers.MistralConfig(**sizes, eos_token_id=None, bos_token_id=None)
-    model = transformers.MistralForCausalLM(config).eval()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.generation_config.eos_token_id = None
     prompt = torch.from_numpy(ids[None])
 
-    def run(count: int) -> None:
+    def run(count: int) -> np.ndarray:
         with torch.no_grad():
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
+            answer = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False
+            )
+        return answer[0, len(ids) :].numpy()
 
-    return run, None
+    def answer() -> float:
+        with torch.no_grad():
+            logits = model(prompt, logits_to_keep=1).logits[0, 0].numpy()
+        np.savez(folder / "theirs.npz", logits=logits, tokens=run(case.new))
+        return 0.0
+
+    return run, dict(answer=answer)
 
 
-def llama(sizes, ids, new: int, kind: str):
+def llama(case: Case, ids, kind: str, _: Path):
     import llama_cpp
 
     path = Path(tempfile.mkdtemp()) / "random.gguf"
-    write_gguf(path, sizes, kind.removeprefix("llama-"))
-    model = llama_cpp.Llama(str(path), n_ctx=len(ids) + new, n_threads=2, n_threads_batch=2, verbose=False)
+    write_gguf(path, case.sizes, kind.removeprefix("llama-"))
+    threads, length = int(os.environ["OMP_NUM_THREADS"]), case.prompt + case.new
+    model = llama_cpp.Llama(str(path), n_ctx=length, n_threads=threads, n_threads_batch=threads, verbose=False)
     path.unlink()
     path.parent.rmdir()
 
@@ -181,10 +269,10 @@ def llama(sizes, ids, new: int, kind: str):
         model.eval(ids.tolist())
         for _ in range(count - 1):
             # Not `model.scores`, which is filled only if the logits of all tokens are requested.
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), (sizes["vocab_size"],))
+            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), (case.sizes["vocab_size"],))
             model.eval([int(logits.argmax())])
 
-    return run, None
+    return run, {}
 
 
 def write_gguf(path: Path, sizes: dict[str, int], kind: str) -> None:
