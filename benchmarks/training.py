@@ -1,6 +1,6 @@
 """Training steps: beside Hugging Face's by turns, and the loop of `ls.train.fit` beside its bare compiled step.
 
-    python -m benchmarks.training                 # all of it, about six minutes on two quiet cores
+    python -m benchmarks.training                 # all of it, 10 to 25 minutes on two quiet cores
     python -m benchmarks.training decoder         # 8 layers of 512, window 512, 8192 packed tokens
     python -m benchmarks.training longformer      # fine-tuning longformer-base on 4096 tokens
     python -m benchmarks.training loop            # the decoder's loop, and saving every 20 steps
@@ -106,7 +106,7 @@ def work(kind: str, name: str) -> None:
         print(runs[what](), flush=True)
 
 
-LOOP_STEPS = 5
+LOOP_STEPS = 3
 
 
 def packed_batch():
