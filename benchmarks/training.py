@@ -4,6 +4,7 @@
     python -m benchmarks.training decoder         # 8 layers of 512, window 512, 8192 packed tokens
     python -m benchmarks.training longformer      # fine-tuning longformer-base on 4096 tokens
     python -m benchmarks.training loop            # the decoder's loop, and saving every 20 steps
+    python -m benchmarks.training loss            # `ls.chunked_cross_entropy` and the plain loss, value and gradients
 
 Every implementation has its own process, so that its peak memory is known. A process waits while another one runs. All
 steps are AdamW in float32, without clipping and without dropout.
@@ -28,17 +29,20 @@ LONGEST = 2048  # tokens of a document
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
 GOALS = dict(decoder=2.0, longformer=2.0)
 LOOP_GOAL, SAVING_GOAL, SAVE_EVERY = 1.03, 1.05, 20
+LOSS_GOAL, LOSS_MEMORY_GOAL, FEATURES = 1.35, 1 / 8, 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=[*GOALS, "loop"])
+    parser.add_argument("cases", nargs="*", default=[*GOALS, "loop", "loss"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-python", default=peer_python(), help="an interpreter with torch and transformers")
     options = parser.parse_args()
     for name in options.cases:
         if name == "loop":
             print(loop(options.rounds), flush=True)
+        elif name == "loss":
+            print(loss_alone(options.rounds), flush=True)
         else:
             print(compare(name, options.rounds, options.peer_python), flush=True)
 
@@ -88,6 +92,51 @@ def loop(rounds: int) -> str:
         f"(goal {LOOP_GOAL})\n  one checkpoint costs {np.median(extra):.2f} s: saving every {SAVE_EVERY} steps takes "
         f"{saving:.3f} of never (goal {SAVING_GOAL})"
     )
+
+
+def loss_alone(rounds: int) -> str:
+    """Time at 2,048 tokens and 32,000 words, temporary memory of the compiled program at 8,192 and 128,256."""
+    import jax
+
+    import longspan as ls
+
+    losses = dict(chunked=ls.chunked_cross_entropy, plain=plain_cross_entropy)
+    programs = {name: jax.jit(jax.value_and_grad(loss, (0, 1))) for name, loss in losses.items()}
+    rng = np.random.default_rng(0)
+    hidden, weights = (rng.normal(size=(n, FEATURES)).astype(np.float32) for n in (2048, 32000))
+    operands = jax.device_put((hidden, weights * 0.03, rng.integers(0, 32000, 2048).astype(np.int32)))
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for program in programs.values():
+        jax.block_until_ready(program(*operands))
+    for _ in range(rounds):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*operands))
+            times[name].append(time.perf_counter() - start)
+    ratio = np.median([a / b for a, b in zip(times["chunked"], times["plain"], strict=True)])
+    memory = {name: loss_memory(program) for name, program in programs.items()}
+    return (
+        f"chunked_cross_entropy, value and gradients, float32\n"
+        f"  2,048 tokens, 32,000 words: {np.median(times['chunked']):.2f} s, {ratio:.2f} of the plain loss's time "
+        f"(goal {LOSS_GOAL})\n"
+        f"  8,192 tokens, 128,256 words: {memory['chunked'] / 2**20:.0f} MiB of temporary memory, "
+        f"1/{memory['plain'] / memory['chunked']:.0f} of the plain loss's (goal 1/{1 / LOSS_MEMORY_GOAL:.0f})"
+    )
+
+
+def loss_memory(program) -> int:
+    """The temporary memory of a compiled loss, in bytes."""
+    import jax
+
+    large = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((8192, FEATURES), (128256, FEATURES))]
+    labels = jax.ShapeDtypeStruct((8192,), np.int32)
+    return program.lower(*large, labels).compile().memory_analysis().temp_size_in_bytes
+
+
+def plain_cross_entropy(hidden, weights, labels):
+    import optax
+
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ weights.T, labels).mean()
 
 
 class TrainingWorker(Worker):
