@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,6 +270,39 @@ def test_a_run_with_other_texts_another_model_or_other_options_is_not_resumed(ru
     assert sorted((tmp_path / "v.npy.parts").iterdir()) == parts and not (tmp_path / "v.npy").exists()
 
 
+def test_a_damaged_part_is_found_before_anything_is_computed(run, unfinished, tmp_path):
+    command, _, _ = unfinished
+    folder = tmp_path / "v.npy.parts"
+    part, index = folder / "00001.npy", json.loads((folder / "index.json").read_text())
+    whole = part.read_bytes()
+    for damage in (lambda: part.write_bytes(whole[:-4]), lambda: part.write_bytes(b""), part.unlink):
+        damage()
+        assert_one_line(run(*command, "--resume"), "00001.npy is not the file that index.json lists, with the vectors")
+    np.save(part, np.zeros((1, 6), np.float32))
+    assert_one_line(run(*command, "--resume"), "with the vectors of 2 documents. Delete the folder to start again.")
+    part.write_bytes(whole)
+    index["parts"][0]["file"] = "../other.npy"
+    for content in (index, dict(run=3, parts=[]), [], dict(run={}, parts=3)):
+        (folder / "index.json").write_text(json.dumps(content))
+        assert_one_line(run(*command, "--resume"), "Delete the folder to start again.")
+
+
+def test_a_run_that_was_killed_while_it_deleted_its_parts_starts_again(run, unfinished, monkeypatch, tmp_path):
+    command, _, whole = unfinished
+    parts = tmp_path / "v.npy.parts"
+
+    def killed(folder):
+        (folder / "00000.npy").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert run(*command, "--resume")[0] == 130
+    assert (tmp_path / "v.npy").read_bytes() == whole and (parts / "00001.npy").exists()
+    assert run(*command, "--resume")[0] == 0
+    assert (tmp_path / "v.npy").read_bytes() == whole and not parts.exists()
+
+
 def test_encode_leaves_nothing_half_written_when_interrupted(run, saved, tmp_path, monkeypatch):
     path, out = tmp_path / "a.txt", tmp_path / "vectors.npy"
     path.write_text("w1 w2")
@@ -322,6 +356,18 @@ def test_the_digest_of_a_model_is_that_of_its_files(saved, tmp_path):
     assert digest_of(model) == before
     config = model / "1_Pooling" / "config.json"
     config.write_text(config.read_text().replace("true", "false"))
+    assert digest_of(model) != before
+
+
+def test_the_digest_of_a_model_has_all_folders_of_its_modules(saved, tmp_path):
+    """Whatever their names."""
+    model = tmp_path / "model"
+    hf.save(hf.load_embedder(saved("bert")), model)
+    (model / "1_Pooling").rename(model / "pool")
+    listed = (model / "modules.json").read_text()
+    (model / "modules.json").write_text(listed.replace("1_Pooling", "./pool"))
+    before = digest_of(model)
+    (model / "pool" / "config.json").write_text("{}")
     assert digest_of(model) != before
 
 
