@@ -121,6 +121,24 @@ def test_split_documents_are_normalised_again_and_only_their_beginning_has_the_p
     np.testing.assert_allclose(np.load(out), [mean / np.linalg.norm(mean)], rtol=0, atol=1e-6)
 
 
+def test_a_tokenizer_that_truncates_on_the_left_changes_truncate_but_not_split(run, embedder, tmp_path):
+    """Parts begin at the beginning of the document, where the prompt is."""
+    (directory, loaded), path, out = embedder, tmp_path / "a.txt", tmp_path / "v.npy"
+    path.write_text(text_of(11))
+    command = ("encode", path, "--out", out, "--json", "--prompt-name", "query", "--model")
+    assert run(*command, directory, "--split")[0] == 0
+    right = np.load(out)
+    left = Embedder(
+        loaded.model, loaded.tokenizer, loaded.modules, prompts=loaded.prompts, max_seq_length=9, truncation_side="left"
+    )
+    hf.save(left, tmp_path / "left")
+    assert run(*command, tmp_path / "left", "--split")[0] == 0
+    np.testing.assert_array_equal(np.load(out), right)
+    assert run(*command, tmp_path / "left", "--truncate")[0] == 0
+    np.testing.assert_array_equal(np.load(out), left.embed([text_of(11)], prompt_name="query"))
+    assert np.abs(np.load(out) - loaded.embed([text_of(11)], prompt_name="query")).max() > 1e-3
+
+
 def test_pooling_replaces_the_modules_with_a_printed_line(run, embedder, saved, tmp_path):
     (directory, _), path, out = embedder, tmp_path / "a.txt", tmp_path / "v.npy"
     path.write_text("w1 w2 w3")
