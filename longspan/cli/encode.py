@@ -70,7 +70,12 @@ def encode(
         typer.Option("--split", help="Split documents that are too long, encode the parts, and average their vectors."),
     ] = False,
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Encode only the beginning of documents that are too long.")
+        bool,
+        typer.Option(
+            "--truncate",
+            help="Encode only the beginning of documents that are too long, or their end if the tokenizer's "
+            "truncation_side is left.",
+        ),
     ] = False,
     global_tokens: Annotated[
         int | None,
@@ -188,6 +193,9 @@ class _DocumentEncoder:
         self.embedder, self.prompt, self.size, self.batch_tokens = embedder, prompt, size, batch_tokens
         self.split, self.truncate, self.quiet = split, truncate, quiet
         self.compiled: set[int] = set()
+        if split and embedder.max_seq_length is not None:
+            # The first part begins with the prompt, also if `embed` would keep the end of a long text.
+            embedder.tokenizer.enable_truncation(embedder.max_seq_length, direction="right")
 
     def __call__(self, documents: list[Document]) -> tuple[np.ndarray, int]:
         """The vectors of the documents, and their number of tokens."""

@@ -13,8 +13,7 @@ from longspan.cli.documents import Part
 from longspan.files import atomic_write
 
 PARTS, INDEX = ".parts", "index.json"
-# In the directory and in the folders of its modules. OUT.parts may be in the same directory, and is not one of them.
-MODEL_FILES = ("*.json", "*.safetensors", "[0-9]*_[A-Z]*/*.json", "[0-9]*_[A-Z]*/*.safetensors")
+MODEL_FILES = ("*.json", "*.safetensors")  # in the directory and in the folders of its modules
 
 
 class FinishedPart(NamedTuple):
@@ -61,7 +60,7 @@ class PartFolder:
 
     def add(self, part: Part, vectors: np.ndarray, tokens: int) -> None:
         """Writes the vectors of the next part."""
-        name = f"{len(self.finished):05}.npy"
+        name = _name(len(self.finished))
         with atomic_write(self.folder / name) as new, new.open("wb") as file:
             np.save(file, vectors)
         self.finished.append(FinishedPart(name, len(part.documents), tokens, part.digest))
@@ -85,6 +84,8 @@ class PartFolder:
                 joined[row : row + entry.documents] = np.load(self.folder / entry.file)
                 row += entry.documents
             joined.flush()
+        # Without the index, a folder of which only some files are deleted is not taken for an unfinished run.
+        (self.folder / INDEX).unlink()
         shutil.rmtree(self.folder)
         return shape
 
@@ -113,7 +114,7 @@ class PartFolder:
             return
         try:
             content = json.loads(path.read_text("utf-8"))
-            before, finished = content["run"], [FinishedPart(**entry) for entry in content["parts"]]
+            before, finished = dict(content["run"]), [FinishedPart(**entry) for entry in content["parts"]]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not the index of an unfinished run. Delete the folder to start again."
@@ -124,7 +125,27 @@ class PartFolder:
                 f"{self.folder} was written with another {' and another '.join(changed)}, so its vectors do not belong "
                 "to this run. Give the same model and options, or delete the folder to start again."
             )
+        for number, entry in enumerate(finished):
+            self._check_part(number, entry)
         self.finished = finished
+
+    def _check_part(self, number: int, entry: FinishedPart) -> None:
+        """Raises unless a part that the index lists has a whole file with a vector per document."""
+        path = self.folder / _name(number)
+        try:
+            shape = np.load(path, mmap_mode="r").shape
+        except (OSError, ValueError, EOFError):
+            shape = None
+        if entry.file != path.name or shape != (entry.documents, self.run["dimension"]):
+            raise ValueError(
+                f"{path} is not the file that {INDEX} lists, with the vectors of {entry.documents} documents. Delete "
+                "the folder to start again."
+            )
+
+
+def _name(number: int) -> str:
+    """The file of a part."""
+    return f"{number:05}.npy"
 
 
 def folder_of(out: Path) -> Path:
@@ -133,10 +154,13 @@ def folder_of(out: Path) -> Path:
 
 
 def digest_of(model: Path) -> str:
-    """A hash of a model's files: weights, configs and tokenizer."""
+    """A hash of a model's files: weights, configs and tokenizer, also those of its modules."""
+    from longspan.hf.sentence_modules import listed_modules
+
+    folders = {model, *(model / module.folder for module in listed_modules(model) or ())}
+    paths = {path for folder in folders for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
     found = hashlib.sha256()
-    paths = {path for pattern in MODEL_FILES for path in model.glob(pattern)}
-    for path in sorted(path for path in paths if path.is_file() and not path.parent.name.endswith(PARTS)):
+    for path in sorted(paths):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").digest()
         found.update(str(path.relative_to(model)).encode() + b"\0" + content)

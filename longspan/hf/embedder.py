@@ -18,7 +18,7 @@ from longspan.hf.sentence_modules import (
     transformer_settings,
 )
 from longspan.hf.tensors import CheckpointTensors
-from longspan.hf.tokenizer import limits_of, mark_special, read_tokenizer
+from longspan.hf.tokenizer import apply_settings, limits_of, mark_special, read_tokenizer
 from longspan.models import CausalLM, Embedder, Pooling
 
 
@@ -68,6 +68,7 @@ def _loaded(where: Path, listed: list[SentenceModule] | None, modes: tuple[str, 
     checked_directory(folder)
     tokenizer = read_tokenizer(folder)
     mark_special(tokenizer, folder)
+    apply_settings(tokenizer, folder)
     limits = limits_of(folder / "tokenizer.json")
     size = config_of(read_content(folder)).hidden_size
     modules: tuple[Any, ...] = (Pooling(size, modes or ("mean",)),)

@@ -82,7 +82,7 @@ class SentenceSettings(NamedTuple):
 
 
 def listed_modules(directory: Path) -> list[SentenceModule] | None:
-    """The entries of `modules.json` in their order; None without this file. Their kinds are not checked."""
+    """The entries of `modules.json` in the file's order; None without this file. Their kinds are not checked."""
     path = directory / LIST
     if not path.exists():
         return None
@@ -90,11 +90,10 @@ def listed_modules(directory: Path) -> list[SentenceModule] | None:
     for entry in entries:
         if not (isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("path", "type"))):
             raise ValueError(f"{path} must list objects with the strings 'path' and 'type', got {str(entry)[:80]}.")
-    if all(type(entry.get("idx")) is int for entry in entries):
-        entries = sorted(entries, key=lambda entry: entry["idx"])
+    _check_order(path, entries)
     for entry in entries:
         _check_inside(directory, path, entry["path"])
-    return [SentenceModule(_kind(entry["type"]), entry["path"].removeprefix(".")) for entry in entries]
+    return [SentenceModule(_kind(entry["type"]), _folder(entry["path"])) for entry in entries]
 
 
 def check_modules(directory: Path, modules: list[SentenceModule] | None) -> None:
@@ -183,6 +182,26 @@ def _list_in(path: Path) -> list[Any]:
     return content
 
 
+def _check_order(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Refuses lists that sentence-transformers reads differently: it ignores `idx`, and keeps one module per name."""
+    numbers = [entry["idx"] for entry in entries if type(entry.get("idx")) is int]
+    if numbers != sorted(numbers):
+        raise ValueError(
+            f"{path} lists modules in another order than their 'idx', {numbers}. sentence-transformers runs them in "
+            "the order of the list. Sort the list, or correct 'idx'."
+        )
+    names = [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path} lists more than one module with the name {name!r:.80}. Give each another name.")
+
+
+def _folder(path: str) -> str:
+    """A module's folder as it is named without `./`; an empty text is the directory itself."""
+    folder = str(PurePosixPath(path))
+    return "" if folder == "." else folder
+
+
 def _kind(name: str) -> str:
     """The class name of a module of sentence-transformers; the full name of any other module."""
     if name.startswith(PACKAGE):
@@ -224,7 +243,7 @@ def _pooling(path: Path, size: int) -> Pooling:
             raise ValueError(f"{path}: {name!r} must be true or false, got {str(value)[:80]}.")
     _check_known(path, content, {*known, *flags})
     modes = content.get("pooling_mode")
-    if modes is None:
+    if "pooling_mode" not in content:
         return Pooling(size, tuple(_old_modes(flags)) or ("mean",), include)
     names = [modes] if isinstance(modes, str) else modes
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

@@ -10,6 +10,15 @@ from longspan.optional import needs
 
 CONFIG = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Hugging Face's tokenizers of these names, and those of these model types, take three settings from `CONFIG`, whatever
+# `tokenizer.json` says: their names in `CONFIG` and in a normalizer, and the values of absent ones.
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
+BERT_TYPES = ("bert", "nomic_bert")
+BERT_SETTINGS = (
+    ("do_lower_case", "lowercase", True),
+    ("tokenize_chinese_chars", "handle_chinese_chars", True),
+    ("strip_accents", "strip_accents", None),
+)
 
 
 class TokenizerLimits(NamedTuple):
@@ -50,6 +59,30 @@ def mark_special(tokenizer: Any, directory: Path) -> None:
                 tokenizer.add_special_tokens([token])
 
 
+def apply_settings(tokenizer: Any, directory: Path) -> None:
+    """Applies the settings of `tokenizer_config.json` that replace those of `tokenizer.json` in Hugging Face."""
+    from tokenizers import models, normalizers
+
+    path = directory / CONFIG
+    content = _content(path)
+    if _flag(path, content, "split_special_tokens", False):
+        raise ValueError(
+            f"{path} has split_special_tokens=true, but Longspan always reads a special token in a text as one token. "
+            "Set it to false."
+        )
+    name = content.get("tokenizer_class")
+    is_bert = str(name).removesuffix("Fast") in BERT_CLASSES
+    if name is None:
+        is_bert = _content(directory / "config.json").get("model_type") in BERT_TYPES
+    normalizer = tokenizer.normalizer
+    if not (is_bert and isinstance(tokenizer.model, models.WordPiece)):
+        return
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        for key, ours, default in BERT_SETTINGS:
+            setattr(normalizer, ours, _flag(path, content, key, default))
+        tokenizer.normalizer = normalizer
+
+
 def limits_of(tokenizer_json: Path) -> TokenizerLimits:
     """The maximum length and the side that is truncated, of the files next to a `tokenizer.json`."""
     path = tokenizer_json.parent / CONFIG
@@ -74,6 +107,14 @@ def length_in(path: Path, content: dict[str, Any], key: str) -> int | None:
     if length > MAX_INT32:
         return None
     return int(length)
+
+
+def _flag(path: Path, content: dict[str, Any], key: str, default: bool | None) -> bool | None:
+    """A setting that is true or false, or null if that is the default."""
+    value = content.get(key, default)
+    if not (isinstance(value, bool) or value is default):
+        raise ValueError(f"{path}: {key!r} must be true or false, got {str(value)[:80]}.")
+    return value
 
 
 def _content(path: Path) -> dict[str, Any]:

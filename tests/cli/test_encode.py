@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,24 @@ def test_split_documents_are_normalised_again_and_only_their_beginning_has_the_p
     (second,) = loaded.embed([text_of(6, 5)])
     mean = (9 * first + 8 * second) / 17
     np.testing.assert_allclose(np.load(out), [mean / np.linalg.norm(mean)], rtol=0, atol=1e-6)
+
+
+def test_a_tokenizer_that_truncates_on_the_left_changes_truncate_but_not_split(run, embedder, tmp_path):
+    """Parts begin at the beginning of the document, where the prompt is."""
+    (directory, loaded), path, out = embedder, tmp_path / "a.txt", tmp_path / "v.npy"
+    path.write_text(text_of(11))
+    command = ("encode", path, "--out", out, "--json", "--prompt-name", "query", "--model")
+    assert run(*command, directory, "--split")[0] == 0
+    right = np.load(out)
+    left = Embedder(
+        loaded.model, loaded.tokenizer, loaded.modules, prompts=loaded.prompts, max_seq_length=9, truncation_side="left"
+    )
+    hf.save(left, tmp_path / "left")
+    assert run(*command, tmp_path / "left", "--split")[0] == 0
+    np.testing.assert_array_equal(np.load(out), right)
+    assert run(*command, tmp_path / "left", "--truncate")[0] == 0
+    np.testing.assert_array_equal(np.load(out), left.embed([text_of(11)], prompt_name="query"))
+    assert np.abs(np.load(out) - loaded.embed([text_of(11)], prompt_name="query")).max() > 1e-3
 
 
 def test_pooling_replaces_the_modules_with_a_printed_line(run, embedder, saved, tmp_path):
@@ -269,6 +288,39 @@ def test_a_run_with_other_texts_another_model_or_other_options_is_not_resumed(ru
     assert sorted((tmp_path / "v.npy.parts").iterdir()) == parts and not (tmp_path / "v.npy").exists()
 
 
+def test_a_damaged_part_is_found_before_anything_is_computed(run, unfinished, tmp_path):
+    command, _, _ = unfinished
+    folder = tmp_path / "v.npy.parts"
+    part, index = folder / "00001.npy", json.loads((folder / "index.json").read_text())
+    whole = part.read_bytes()
+    for damage in (lambda: part.write_bytes(whole[:-4]), lambda: part.write_bytes(b""), part.unlink):
+        damage()
+        assert_one_line(run(*command, "--resume"), "00001.npy is not the file that index.json lists, with the vectors")
+    np.save(part, np.zeros((1, 6), np.float32))
+    assert_one_line(run(*command, "--resume"), "with the vectors of 2 documents. Delete the folder to start again.")
+    part.write_bytes(whole)
+    index["parts"][0]["file"] = "../other.npy"
+    for content in (index, dict(run=3, parts=[]), [], dict(run={}, parts=3)):
+        (folder / "index.json").write_text(json.dumps(content))
+        assert_one_line(run(*command, "--resume"), "Delete the folder to start again.")
+
+
+def test_a_run_that_was_killed_while_it_deleted_its_parts_starts_again(run, unfinished, monkeypatch, tmp_path):
+    command, _, whole = unfinished
+    parts = tmp_path / "v.npy.parts"
+
+    def killed(folder):
+        (folder / "00000.npy").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert run(*command, "--resume")[0] == 130
+    assert (tmp_path / "v.npy").read_bytes() == whole and (parts / "00001.npy").exists()
+    assert run(*command, "--resume")[0] == 0
+    assert (tmp_path / "v.npy").read_bytes() == whole and not parts.exists()
+
+
 def test_encode_leaves_nothing_half_written_when_interrupted(run, saved, tmp_path, monkeypatch):
     path, out = tmp_path / "a.txt", tmp_path / "vectors.npy"
     path.write_text("w1 w2")
@@ -322,6 +374,18 @@ def test_the_digest_of_a_model_is_that_of_its_files(saved, tmp_path):
     assert digest_of(model) == before
     config = model / "1_Pooling" / "config.json"
     config.write_text(config.read_text().replace("true", "false"))
+    assert digest_of(model) != before
+
+
+def test_the_digest_of_a_model_has_all_folders_of_its_modules(saved, tmp_path):
+    """Whatever their names."""
+    model = tmp_path / "model"
+    hf.save(hf.load_embedder(saved("bert")), model)
+    (model / "1_Pooling").rename(model / "pool")
+    listed = (model / "modules.json").read_text()
+    (model / "modules.json").write_text(listed.replace("1_Pooling", "./pool"))
+    before = digest_of(model)
+    (model / "pool" / "config.json").write_text("{}")
     assert digest_of(model) != before
 
 

@@ -81,10 +81,10 @@ def test_our_advice_converts_a_pickle(tmp_path, monkeypatch):
     peer.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(peer.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="convert it once:\n") as error:
+    with pytest.raises(ValueError, match="Convert it once where torch is installed:\n") as error:
         hf.load(tmp_path)
     monkeypatch.chdir(tmp_path)
-    exec(str(error.value).split("convert it once:\n")[1], {})
+    exec(str(error.value).split("Convert it once where torch is installed:\n")[1], {})
     case = next(iter(peers.cases("bertForMaskedLM")))
     compare("bertForMaskedLM", case, call(hf.load(tmp_path), case), peers.run(peer, case, gradients=False))
 

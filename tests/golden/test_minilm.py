@@ -1,5 +1,7 @@
 """A real checkpoint, all-MiniLM-L6-v2: its embeddings agree with Hugging Face, and it can be extended."""
 
+import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -70,6 +72,22 @@ def test_vectors_are_those_of_sentence_transformers(embedder, tmp_path):
     np.testing.assert_allclose(embedder.embed(texts), want, rtol=0, atol=1e-5)
     hf.save(embedder, tmp_path)
     np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(texts), want)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("changes", [dict(do_lower_case=False), dict(strip_accents=False), dict(do_lower_case=None)])
+def test_the_tokenizer_follows_its_config_as_in_sentence_transformers(changes, tmp_path):
+    """The opposite of `tokenizer.json`, and a missing key (None)."""
+    from sentence_transformers import SentenceTransformer
+
+    where = Path(shutil.copytree(minilm.directory(), tmp_path / "model"))
+    path = where / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    texts = ["Wie SPÄT ist es?", "ÉCOLE"]
+    want = SentenceTransformer(str(where), device="cpu").encode(texts)
+    np.testing.assert_allclose(hf.load_embedder(where).embed(texts), want, rtol=0, atol=1e-5)
 
 
 def test_cats_are_closer_to_kittens_than_to_revenue(model):

@@ -6,6 +6,8 @@ import shutil
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, normalizers
+from tokenizers import models as tokenizer_models
 
 from longspan import hf
 from longspan.hf.sentence_modules import listed_modules, sentence_settings, transformer_settings
@@ -90,7 +92,11 @@ RUN = {
     "no mode is mean": (PLAIN | dict(pooling=MEAN | dict(pooling_mode_mean_tokens=False)), "mean pooling, size=6"),
     "only the size": (PLAIN | dict(pooling=dict(word_embedding_dimension=6)), "mean pooling, size=6"),
     "two modes": (PLAIN | dict(pooling=CLS | dict(pooling_mode_mean_tokens=True)), "cls and mean pooling, size=12"),
-    "out of order": (PLAIN | dict(modules=PLAIN["modules"][::-1]), "mean pooling, size=6"),
+    "folders with a dot": (PLAIN | dict(modules=[PLAIN["modules"][0] | dict(path="."),
+                                                 PLAIN["modules"][1] | dict(path="./1_Pooling/")]),
+                           "mean pooling, size=6"),
+    "a folder that begins with a dot": (dict(modules=[PLAIN["modules"][0], PLAIN["modules"][1] | dict(path=".hidden")],
+                                             pooling=CLS) | {".hidden/config.json": MEAN}, "mean pooling, size=6"),
     "dense": (WITH_DENSE, "mean pooling, Dense 6 to 4, tanh, size=4"),
     "length": (PLAIN | dict(bert=dict(max_seq_length=40)), "max_seq_length=40)"),
     "longer than the model": (PLAIN | dict(bert=dict(max_seq_length=400)), "max_seq_length=90)"),
@@ -112,6 +118,10 @@ def test_settings_that_are_run(name, load):
 
 
 REFUSED = {
+    "out of order": (PLAIN | dict(modules=PLAIN["modules"][::-1]),
+                     "modules.json lists modules in another order than their 'idx', [1, 0]."),
+    "one name": (PLAIN | dict(modules=[module | dict(name="0") for module in PLAIN["modules"]]),
+                 "modules.json lists more than one module with the name '0'."),
     "two poolings": (PLAIN | dict(modules=listed("Transformer", "Pooling", "Pooling")),
                      "lists Pooling (2_Pooling) where Longspan supports only Dense or Normalize"),
     "no pooling": (dict(modules=listed("Transformer")), "modules.json has 1 modules"),
@@ -131,6 +141,8 @@ REFUSED = {
                  "has 'pooling_mode_median_tokens', which is not a pooling mode. The modes are pooling_mode_cls_token"),
     "mode's type": (PLAIN | dict(pooling=dict(embedding_dimension=6, pooling_mode=7)),
                     "'pooling_mode' must be a name or a list of names, got 7."),
+    "null mode": (PLAIN | dict(pooling=dict(embedding_dimension=6, pooling_mode=None)),
+                  "'pooling_mode' must be a name or a list of names, got None."),
     "no modes": (PLAIN | dict(pooling=dict(embedding_dimension=6, pooling_mode=[])),
                  "must be a name or a list of names"),
     "flag": (PLAIN | dict(pooling=MEAN | dict(pooling_mode_max_tokens="no")), "must be true or false, got no."),
@@ -181,6 +193,9 @@ REFUSED = {
             "'truncate_dim' must be a number of features, at least 1, got 0."),
     "large dim": (PLAIN | dict(settings=dict(truncate_dim=7)),
                   "`truncate_dim` must be a number of features from 1 to 6"),
+    "not a flag": (PLAIN | dict(tokenizer=dict(split_special_tokens="no")),
+                   "tokenizer_config.json: 'split_special_tokens' must be true or false, got no."),
+    "special tokens": (PLAIN | dict(tokenizer=dict(split_special_tokens=True)), "has split_special_tokens=true, but"),
     "side": (PLAIN | dict(tokenizer=dict(truncation_side="middle")), "'truncation_side'='middle' is not one of"),
     "modules": (dict(modules="[{"), "modules.json is not JSON. Download or save it again."),
     "deep": (dict(modules="[" * 100_000), "modules.json is not JSON"),
@@ -202,6 +217,42 @@ def test_everything_else_is_refused_by_name(name, load, tmp_path):
         load(**files)
     assert words in str(caught.value) and len(str(caught.value)) < 1000
     assert str(tmp_path) in str(caught.value) or name in ("no room", "similarity", "large dim")
+
+
+LETTERS = {"[UNK]": 0, "a": 1, "A": 2, "é": 3, "É": 4, "e": 5}
+WORDPIECE = Tokenizer(tokenizer_models.WordPiece(LETTERS, unk_token="[UNK]"))
+OF_BERT = dict(tokenizer_class="BertTokenizer")
+NORMALIZED_IDS = {
+    "lower case": (OF_BERT | dict(do_lower_case=True), [1, 5, 5]),
+    "the default is lower case": (OF_BERT, [1, 5, 5]),
+    "cased": (dict(tokenizer_class="BertTokenizerFast", do_lower_case=False), [2, 4, 3]),
+    "cased without accents": (OF_BERT | dict(do_lower_case=False, strip_accents=True), [2, 0, 5]),
+    "accents": (OF_BERT | dict(strip_accents=False), [1, 3, 3]),
+    "no class, but a bert": ({}, [1, 5, 5]),
+    "the file as it is": (dict(tokenizer_class="PreTrainedTokenizerFast", do_lower_case=True), [2, 4, 3]),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED_IDS)
+def test_berts_tokenizer_takes_its_settings_from_its_config(name, load, tmp_path):
+    """As in Hugging Face, whatever `tokenizer.json` says, which has lowercase=false here."""
+    load(**PLAIN)
+    config, want = NORMALIZED_IDS[name]
+    WORDPIECE.normalizer = normalizers.BertNormalizer(lowercase=False)
+    WORDPIECE.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, tokenizer=config)
+    found = hf.load_embedder(tmp_path).tokenize(["A", "É", "é"])
+    assert [ids.tolist() for ids, *_ in found] == [[number] for number in want]
+
+
+def test_a_setting_of_berts_tokenizer_is_true_or_false(load, tmp_path):
+    load(**PLAIN)
+    WORDPIECE.normalizer = normalizers.BertNormalizer()
+    WORDPIECE.save(str(tmp_path / "tokenizer.json"))
+    for key in ("do_lower_case", "tokenize_chinese_chars"):
+        write(tmp_path, tokenizer=OF_BERT | {key: None})
+        with pytest.raises(ValueError, match=f"tokenizer_config.json: '{key}' must be true or false, got None"):
+            hf.load_embedder(tmp_path)
 
 
 def test_a_file_that_is_not_utf8_is_named(load, tmp_path):
@@ -227,6 +278,17 @@ def test_a_directory_without_a_tokenizer_or_a_model_is_refused(load, tmp_path):
         hf.load_embedder(tmp_path)
     with pytest.raises(FileNotFoundError, match="is not a directory, and Longspan does not download"):
         hf.load_embedder(tmp_path / "nowhere")
+
+
+def test_a_folder_with_a_dot_is_not_an_absolute_one(tmp_path):
+    """`./other` without its dot would be `/other`."""
+    outside, inside = tmp_path / "other", tmp_path / "model"
+    write(outside, **{"config.json": MEAN})
+    modules = listed("Transformer", "Pooling")
+    modules[1]["path"] = f".{outside}"
+    write(inside, modules=modules)
+    (folder,) = (module.folder for module in listed_modules(inside) if module.kind == "Pooling")
+    assert folder == str(outside).lstrip("/") and not (inside / folder).exists()
 
 
 @pytest.mark.parametrize(
