@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.encoders import Worker, peer_python
+from benchmarks.measure import seconds as seconds_of
 from benchmarks.measure import table
 
 SMALL = dict(
@@ -105,6 +106,12 @@ def compare(name: str, rounds: int, python: str | None, folder: Path) -> str:
         f"  decoding reads {bytes_of(case.sizes) / 1e6:.0f} MB per token, at {np.median(shares):.2f} of the "
         f"{read / 1e9:.1f} GB/s of a program that sums all parameters (goal 0.6)"
     )
+    if "num_experts" in case.sizes:
+        ragged, grouped = workers["longspan"].ask("ragged_dot"), workers["longspan"].ask("grouped_products")
+        lines.append(
+            f"  the prompt's products with the experts of one matrix: {1e3 * grouped:.1f} ms by `grouped_products`, "
+            f"{1e3 * ragged:.1f} ms by `jax.lax.ragged_dot`"
+        )
     for worker in workers.values():
         worker.finish()
     return "\n".join(lines)
@@ -114,9 +121,10 @@ def report(case: Case, times: dict[str, dict[str, list[float]]], first: dict[str
     """The medians of each implementation, and the compile time of ours."""
     rows = [["", "prefill, s", "decode, ms per token", "tokens per s", "whole, s", "first calls, s"]]
     for who, seconds in times.items():
-        prefill, decode, whole = (float(np.median(seconds[what])) for what in ("prefill", "decode", "whole"))
+        medians = {what: float(np.median(each)) for what, each in seconds.items()}
+        decode, whole = medians["decode"], medians["whole"]
         steps = [f"{1e3 * decode:.2f}", f"{1 / decode:.0f}"]
-        rows.append([who, f"{prefill:.3f}", *steps, f"{whole:.2f}", f"{sum(first[who]):.1f}"])
+        rows.append([who, f"{medians['prefill']:.3f}", *steps, f"{whole:.2f}", f"{sum(first[who]):.1f}"])
     ours = times["longspan"]
     compiling = sum(first["longspan"]) - float(np.median(ours["prefill"])) - float(np.median(ours["whole"]))
     return f"{table(rows)}\n  compile time of longspan: {compiling:.1f} s"
@@ -134,7 +142,7 @@ def same_answer(longspan: "DecoderWorker", peer: "DecoderWorker", folder: Path) 
     """Compares the tokens of both answers, and the logits of the prompt's last token."""
     longspan.ask("answer")
     peer.ask("answer")
-    ours, theirs = (np.load(folder / f"{kind}.npz") for kind in ("ours", "theirs"))
+    ours, theirs = np.load(folder / "ours.npz"), np.load(folder / "theirs.npz")
     distance = np.abs(ours["logits"] - theirs["logits"]).max() / np.abs(theirs["logits"]).max()
     same = int(np.cumprod(ours["tokens"] == theirs["tokens"]).sum())
     if distance > 1e-4:
@@ -226,7 +234,33 @@ def ours(case: Case, ids, _: str, folder: Path):
         np.savez(folder / "ours.npz", logits=logits, tokens=run(case.new))
         return 0.0
 
-    return run, dict(answer=answer, bandwidth=bandwidth)
+    return run, dict(answer=answer, bandwidth=bandwidth) | expert_products(case)
+
+
+def expert_products(case: Case) -> dict:
+    """Functions that return the seconds of the products of a prompt's tokens with their experts, in two ways."""
+    import jax
+
+    from longspan.models.decoders.grouped import grouped_products
+
+    if "num_experts" not in case.sizes:
+        return {}
+    rng, count = np.random.default_rng(0), case.sizes["num_experts"]
+    pairs = case.prompt * case.sizes["num_experts_per_tok"]
+    inputs, outputs = case.sizes["hidden_size"], case.sizes["moe_intermediate_size"]
+    rows = jax.device_put(rng.standard_normal((pairs, inputs)).astype(np.float32))
+    matrices = jax.device_put(rng.standard_normal((count, inputs, outputs)).astype(np.float32))
+    chosen = jax.device_put(np.bincount(rng.integers(0, count, pairs), minlength=count).astype(np.int32))
+
+    def timed(products) -> float:
+        run = jax.jit(products)
+        jax.block_until_ready(run(rows, matrices, chosen))
+        return float(np.median([seconds_of(lambda: run(rows, matrices, chosen)) for _ in range(5)]))
+
+    return {
+        "ragged_dot": lambda: timed(jax.lax.ragged_dot),
+        "grouped_products": lambda: timed(lambda x, matrices, sizes: grouped_products(x, [matrices], sizes)[0]),
+    }
 
 
 def theirs(case: Case, ids, _: str, folder: Path):

@@ -142,6 +142,18 @@ def test_a_decoder_in_another_order_scales_queries_by_their_positions_in_documen
     np.testing.assert_allclose(got, want[:, at], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str)
+def test_a_mixture_of_experts_on_devices_equals_one(kind):
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(kind,), devices=jax.devices()[:4])
+    sizes = dict(moe_intermediate_size=5, num_experts=6, num_experts_per_tok=2, initializer_range=0.5)
+    model = models.CausalLM(models.Qwen3MoeConfig(**DECODER, **sizes), rngs=nnx.Rngs(0))
+    want = model(TEXT).logits
+    for given in (dict(input_ids=TEXT), ls.parallel.shard_batch(dict(input_ids=TEXT), mesh)):
+        got = model(**given, mesh=mesh).logits
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_a_decoder_with_a_cache_and_a_mesh_is_refused():
     model = models.CausalLM(models.LlamaConfig(**DECODER), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`cache` and `mesh` were both given"):

@@ -119,6 +119,47 @@ def test_a_model_sums_over_devices_and_gathers_nothing(name, kind, engine, auto_
     assert_close(grads, want_grads)
 
 
+def spec_of_experts(path, x):
+    """Experts are split by their number, all other parameters as in `spec_of`."""
+    owners = {getattr(key, "key", None) for key in path}
+    return P(None, "y") if "experts" in owners else spec_of(path, x)
+
+
+MIXTURES = {
+    "qwen3_moe": lambda: models.Qwen3MoeConfig(
+        **DECODER, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, initializer_range=0.3
+    ),
+    "gpt_oss": lambda: models.GptOssConfig(
+        **DECODER, num_local_experts=6, num_experts_per_tok=2, head_dim=4, sliding_window=5, initializer_range=0.3
+    ),
+}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "name, kind, spec",
+    [("qwen3_moe", EXPLICIT, spec_of), ("gpt_oss", AUTO, spec_of_experts)],
+    ids=["hidden", "experts"],
+)
+def test_a_mixture_of_experts_on_devices_equals_one(name, kind, spec):
+    """With the hidden units of experts or the experts themselves on several devices, and rows on others."""
+    mesh, (graph, state) = mesh_of(kind), nnx.split(models.CausalLM(MIXTURES[name](), rngs=nnx.Rngs(0)))
+
+    def value(state, inputs):
+        logits = nnx.merge(graph, state)(**inputs).logits
+        logits = jnp.where(inputs["attention_mask"][..., None] > 0, logits, 0)
+        return jnp.sum(logits**3), logits
+
+    step = jax.jit(jax.value_and_grad(value, has_aux=True))
+    there = placed(mesh, state, spec), placed(mesh, INPUTS, lambda *_: P("x"))
+    kernels = [x for path, x in jax.tree_util.tree_leaves_with_path(there[0]) if "down" in str(path) and x.ndim == 4]
+    assert kernels and all(not x.sharding.is_fully_replicated for x in kernels)
+    got, grads = step(*there)
+    want, want_grads = step(state, INPUTS)
+    assert_close(got, want)
+    assert_close(grads, want_grads)
+
+
 @pytest.mark.check
 @pytest.mark.parametrize("kind", [pytest.param(AUTO, marks=pytest.mark.slow), EXPLICIT], ids=str)
 def test_a_cached_decoder_gathers_nothing(kind):

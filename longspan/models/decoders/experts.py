@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from longspan.array_types import statistics_dtype
+from longspan.axes import explicit_mesh, on_auto_axes, spec_entries
 from longspan.models.activations import ACTIVATIONS
 from longspan.models.decoders.family import DecoderConfig
 from longspan.models.decoders.grouped import grouped_products
@@ -43,6 +45,13 @@ class MixtureOfExperts(nnx.Module):
             at: of a stack of layers that is read in place, the index of this one; otherwise None.
             layer: the same index. It is used if the experts are a stack and the router is not.
         """
+        if explicit_mesh(x) is None:
+            return self._apply(x, at, layer)
+        # Tokens of all rows are sorted together, which explicit axes do not express.
+        graph, state = nnx.split(self)
+        return on_auto_axes(_call_merged, _output_spec, (graph,), (state, x, at, layer))
+
+    def _apply(self, x: jax.Array, at: Any, layer: Any) -> jax.Array:
         (logits,) = linear_each([self.router], x, at)
         chosen, weights = route(self.mixture, logits.reshape(-1, self.mixture.count))
         pairs = sort_by_expert(chosen, self.mixture.count)
@@ -51,6 +60,15 @@ class MixtureOfExperts(nnx.Module):
         wide = statistics_dtype(x.dtype)
         total = jnp.sum(y.astype(wide) * weights.astype(wide)[..., None], axis=1)
         return total.astype(x.dtype).reshape(x.shape)
+
+
+def _call_merged(graph: Any, state: Any, x: jax.Array, at: Any, layer: Any) -> jax.Array:
+    return nnx.merge(graph, state)._apply(x, at, layer)
+
+
+def _output_spec(graph: Any, operands: tuple, y: jax.Array) -> P:
+    _, x, _, _ = operands
+    return P(*spec_entries(x))
 
 
 class Pairs(NamedTuple):
