@@ -177,12 +177,19 @@ def _start(options: dict[str, Any]) -> int:
     run: Path = options.pop("out")
     settings = _settings(options, run)
     others = _import_library(settings)
-    from longspan.cli.train.run import check_out, create, prepare
+    from longspan.cli.train.run import BAD_INPUT, check_out, create, discard_empty, prepare
 
     check_out(run, others)
     inputs, batches = prepare(settings)
     create(run, RunFile(inputs.settings, inputs.digests), others)
-    return _train(run, inputs, batches)
+    try:
+        code = _train(run, inputs, batches)
+    except Exception:
+        discard_empty(run)
+        raise
+    if code == BAD_INPUT:
+        discard_empty(run)
+    return code
 
 
 def _resume(run: Path, options: dict[str, Any]) -> int:
@@ -206,7 +213,7 @@ def _train(run: Path, inputs: Any, batches: Any) -> int:
 
     processes = inputs.settings.processes
     if not is_worker():
-        tell_changes(inputs)
+        tell_changes(inputs, bool(batches.held_out))
     if processes > 1 and not is_worker():
         from longspan.train.supervisor import supervise
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from longspan.cli.train.batches import TrainBatches, make_batches
 from longspan.cli.train.inputs import TrainInputs, read_inputs
 from longspan.cli.train.settings import RUN_FILE, RunFile, TrainSettings, is_worker
 
-DISK_FULL, INTERRUPTED = 4, 130
+BAD_INPUT, DISK_FULL, INTERRUPTED = 2, 4, 130
 MODEL, BEST = "model", "best"
 
 
@@ -38,6 +39,23 @@ def create(run: Path, file: RunFile, others: bool = False) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(RUN_FILE)
+
+
+def discard_empty(run: Path) -> None:
+    """Removes the folder of a run that has made no step, so that a corrected command can name it again."""
+    from longspan.train.checkpoints import CHECKPOINTS, checkpoint_steps
+    from longspan.train.report import METRICS
+    from longspan.train.supervisor import WORKERS
+
+    metrics = run / METRICS
+    if checkpoint_steps(run / CHECKPOINTS) or (metrics.exists() and metrics.stat().st_size):
+        return
+    with suppress(OSError):  # the folder stays if anything else is in it
+        for name in (RUN_FILE, METRICS, WORKERS):
+            (run / name).unlink(missing_ok=True)
+        for folder in (run / CHECKPOINTS, run):
+            if folder.is_dir():
+                folder.rmdir()
 
 
 def _is_first() -> bool:
