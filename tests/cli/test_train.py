@@ -1,5 +1,6 @@
 """`longspan train`: its folder, its tasks, and one line for every wrong input."""
 
+import errno
 import json
 import shutil
 
@@ -218,6 +219,19 @@ def test_a_folder_that_cannot_be_written_is_one_line(run, saved, texts, tmp_path
     message = f"{out} cannot be created: {tmp_path} is not writable. Name another --out."
     assert_one_line(run("train", saved("bert"), "--data", texts, "--out", out), message)
     assert not out.parent.exists()
+
+
+def test_a_disk_that_is_full_at_the_start_is_exit_code_4(run, saved, texts, tmp_path, monkeypatch):
+    def full(self, path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("longspan.cli.train.settings.RunFile.write", full)
+    out = tmp_path / "run"
+    code, _, err = run("train", saved("bert"), "--data", texts, "--out", out)
+    assert (code, err) == (
+        4,
+        f"longspan train: The disk is full: {out / 'run.json'} could not be written. Free some space.\n",
+    )
 
 
 def test_held_out_examples_without_a_token_are_left_out(run, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,16 @@ def check_out(run: Path, others: bool = False) -> None:
 
 def create(run: Path, file: RunFile, others: bool = False) -> None:
     """Creates the folder with its `run.json`. With several processes, all of them wait for it."""
+    from longspan.train.disk import DiskFull, is_full
+
     if not is_worker() and (not others or _is_first()):
-        run.mkdir(parents=True, exist_ok=True)
-        file.write(run)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            file.write(run)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise DiskFull(f"The disk is full: {run / RUN_FILE} could not be written. Free some space.") from error
     if others:
         from jax.experimental import multihost_utils
 
@@ -91,22 +99,22 @@ def check_steps(run: Path, settings: TrainSettings) -> None:
         raise ValueError(f"--steps {settings.steps}: {run} already has {done} steps. Give at least {done}.")
 
 
-def train_in(run: Path, inputs: TrainInputs, batches: TrainBatches) -> int:
-    """Trains in this process, from the last checkpoint if there is one, and returns the exit code."""
+def exit_code(run: Path, work: Callable[[], int]) -> int:
+    """The exit code of a function that trains; the ends of a run that are not errors of the input have their own."""
     from longspan.train import DiskFull, Interrupted
 
     try:
-        _train(run, inputs, batches)
+        return work()
     except DiskFull as error:
         say(f"longspan train: {error}")
         return DISK_FULL
     except Interrupted as stopped:
         say(f"longspan train: interrupted; step {stopped.step} is saved. Continue with: longspan train --resume {run}")
         return INTERRUPTED
-    return 0
 
 
-def _train(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
+def train_in(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
+    """Trains in this process, from the last checkpoint if there is one, and writes the results."""
     import jax
 
     from longspan.cli.train.objective import make_model, make_task
