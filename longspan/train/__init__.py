@@ -35,4 +35,4 @@ from longspan.train.tasks import CausalLMTraining as CausalLMTraining
 from longspan.train.tasks import ClassificationTraining as ClassificationTraining
 from longspan.train.tasks import EmbeddingTraining as EmbeddingTraining
 from longspan.train.tasks import MaskedLMTraining as MaskedLMTraining
-from longspan.train.tokenized import tokenized as tokenized
+from longspan.train.tokenizing import tokenized as tokenized

@@ -93,9 +93,9 @@ class Evaluations:
 
 
 def _mean(pairs: list[tuple[Any, Any]]) -> float:
-    """The mean of (value, weight) pairs by their weights."""
+    """The mean of (value, weight) pairs by their weights; NaN if no weight is positive."""
     values, weights = np.array([[float(x) for x in pair] for pair in pairs]).T
     total = weights.sum()
     if not total:
-        return 0.0
+        return math.nan
     return float((values * weights).sum() / total)

@@ -262,15 +262,19 @@ class _Loop:
         check_batch(batch, self.mesh, self.accumulate)
         placed = place_batch(batch, self.mesh)
         shapes = str(jax.tree.map(np.shape, batch))
-        new = shapes not in self.compiled_for
+        if shapes in self.compiled_for:
+            return self._dispatch(placed, interrupts)
         self.compiled_for.add(shapes)
-        start = time.perf_counter()
-        if new:
-            self.progress.compiling(f"the training step for {_words(batch)}")
+        self._read_pending()  # the seconds of the step before are its own, not those of compiling
+        start, what = time.perf_counter(), f"the training step for {_words(batch)}"
+        self.progress.compiling(what)
+        output = self._dispatch(placed, interrupts)
+        self.clock = time.perf_counter()
+        self.progress.compiled(what, self.clock - start)
+        return output
+
+    def _dispatch(self, placed: Any, interrupts: Interrupts) -> StepOutput:
         self.state, output = self.program(self.state, placed, self._stop_flag(interrupts))
-        if new:
-            self.clock = time.perf_counter()
-            self.progress.compiled(f"the training step for {_words(batch)}", self.clock - start)
         return output
 
     def _stop_flag(self, interrupts: Interrupts) -> Any:

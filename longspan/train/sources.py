@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 JSON_LINES = (".jsonl", ".ndjson")
+UTF_8 = "utf-8-sig"  # without the byte order mark that programs on Windows write
 PAIR_FIELDS = ("anchor", "positive", "negative")
 # Folders of the standard library that are left out: tests, generated data, and packages that are installed there.
 NO_SOURCES = frozenset(("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"))
@@ -32,7 +33,7 @@ def read_examples(path: str | os.PathLike, fields: Fields = Fields(), *, pairs: 
     """The examples of a folder or a file of JSON lines, in the order of their names, read one by one.
 
     In a folder every file is a document; hidden files are left out, and files of JSON lines are read by line. The label
-    of a document is the name of the subfolder that it is in.
+    of a document is the name of the subfolder that it is in. A byte order mark at the start is not a part of the text.
 
     Args:
         path: a folder, or a file of JSON lines.
@@ -86,13 +87,13 @@ def _text_file(file: Path, root: Path, pairs: bool) -> Example:
             '{"anchor": ..., "positive": ...} per line.'
         )
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = file.read_bytes().decode(UTF_8)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text, at byte {error.start}. Remove it from the folder.") from error
     parts = file.relative_to(root).parts
     label = None
     if len(parts) > 1:
-        label = parts[0]
+        label = _unicode(parts[0], "label", str(file))  # a folder's name may be any bytes
     return Example(str(file), dict(text=text), label)
 
 
@@ -105,7 +106,7 @@ def _json_lines(file: Path, fields: Fields, pairs: bool) -> Iterator[Example]:
 
 def _object(raw: bytes, place: str) -> dict[str, Any]:
     try:
-        content = json.loads(raw.decode("utf-8"))
+        content = json.loads(raw.decode(UTF_8))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(content, dict):
@@ -133,10 +134,22 @@ def _string(content: dict[str, Any], key: str, place: str) -> str:
         raise ValueError(f"{place} has no field {key!r}, only {', '.join(map(repr, content)) or 'none'}.{hint}")
     if not isinstance(content[key], str):
         raise ValueError(f"{place}: {key!r} must be a string, got {str(content[key])[:80]!r}.")
-    return content[key]
+    return _unicode(content[key], key, place)
 
 
 def _label(value: Any, key: str, place: str) -> str:
     if not isinstance(value, str | int) or value == "":
         raise ValueError(f"{place}: {key!r} must be a string or an int, got {str(value)[:80]!r}.")
-    return str(value)
+    return _unicode(str(value), key, place)
+
+
+def _unicode(text: str, key: str, place: str) -> str:
+    """The text. Raises for half of a surrogate pair, which JSON can hold, but no tokenizer and no file."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: {key!r} is not valid Unicode, at character {error.start}: {text[error.start]!r}. Write the "
+            "character whole."
+        ) from None
+    return text

@@ -12,6 +12,7 @@ from typing import Any
 
 from longspan.checks import check_static_size
 from longspan.train.checkpoints import CHECKPOINTS, checkpoint_steps
+from longspan.train.disk import DiskFull, disk_errors
 from longspan.train.interrupts import SIGNALS
 from longspan.train.processes import WorkerSettings
 from longspan.train.report import say
@@ -67,7 +68,11 @@ def supervise(
     with _Workers(command, processes, heartbeat_seconds, address) as workers:
         while True:
             before = checkpoint_steps(folder)[:1]
-            workers.start(out)
+            try:
+                workers.start(out)
+            except DiskFull as error:
+                say(str(error))
+                return DISK_FULL
             rank, code = workers.wait()
             if code in FINAL:
                 return code
@@ -114,10 +119,11 @@ class _Workers:
                     self.command, env=os.environ | settings.environment(), stdin=subprocess.PIPE, start_new_session=True
                 )
             )
-        out.mkdir(parents=True, exist_ok=True)
         part = out / f"{WORKERS}.part"
-        part.write_text(json.dumps({str(rank): one.pid for rank, one in enumerate(self.running)}) + "\n", "utf-8")
-        os.replace(part, out / WORKERS)
+        with disk_errors(str(out / WORKERS)):
+            out.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({str(rank): one.pid for rank, one in enumerate(self.running)}) + "\n", "utf-8")
+            os.replace(part, out / WORKERS)
 
     def wait(self) -> tuple[int, int]:
         """Waits until all processes are done or one failed, ends the others, and returns its rank and its code."""

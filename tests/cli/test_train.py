@@ -1,5 +1,6 @@
 """`longspan train`: its folder, its tasks, and one line for every wrong input."""
 
+import errno
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 from longspan import hf, models, train
 from longspan.train.embedder_module import TrainableEmbedder
 from longspan.train.sources import standard_library
+from longspan.train.survey import held_out_examples
 from tests.cli import checkpoints
 from tests.cli.asserts import assert_one_line
 from tests.cli.docstrings import docstring_pairs, recalls
@@ -73,7 +75,20 @@ BAD = {
     ),
     "parts of documents": (
         ("MODEL", "--data", "TEXTS", "--out", "RUN", "--length", 15, "--sp", 2, "--truncate"),
-        "Rows of 15 tokens cannot be divided over 2 devices (--sp). Give a --length that is a multiple of 2.",
+        "Rows of 15 tokens cannot be divided over 2 devices (--sp). Short rows have 32, 64 or another power of two of "
+        "tokens, the longest have --length 15. Give another --sp or --length.",
+    ),
+    "buckets of documents": (
+        ("MODEL", "--data", "TEXTS", "--out", "RUN", "--length", 90, "--sp", 3, "--batch", 4),
+        "Rows of 32 tokens cannot be divided over 3 devices (--sp).",
+    ),
+    "a warm-up of all steps": (
+        ("MODEL", "--data", "TEXTS", "--out", "RUN", "--steps", 5, "--warm-up", 5),
+        "--warm-up 5 must be less than the 5 steps of the run. Warm up for fewer.",
+    ),
+    "patience without evaluations": (
+        ("MODEL", "--data", "TEXTS", "--out", "RUN", "--patience", 2, "--hold-out", 0),
+        "--patience 2 needs evaluations, but no example is held out. Give a larger --hold-out, or leave out",
     ),
     "processes without devices": (
         ("MODEL", "--data", "TEXTS", "--out", "RUN", "--processes", 2, "--dp", 3),
@@ -134,6 +149,7 @@ def bad_data(folder):
     (folder / "no-json.jsonl").write_text('{"text": "w1", "label": "a"}\n{"text": "w2"\n')
     write_lines(folder / "plain.jsonl", [dict(text="w1"), dict(text="w2")])
     write_lines(folder / "pairs.jsonl", [dict(anchor="w1", positive="w2")] * 4)
+    write_lines(folder / "few-pairs.jsonl", [dict(anchor="w1", positive="w2")] * 4)
     write_lines(folder / "labels.jsonl", [lines[0], dict(text="w3 w4 w5 w6", label="b")] * 4)
     return folder
 
@@ -156,6 +172,7 @@ BAD_DATA = {
         ("--split",),
         "--split was given, but the parts of an anchor do not belong to the parts of its positive. Give --truncate.",
     ),
+    "few-pairs.jsonl": (("--batch", 4), "A batch of 4 pairs is more than the 3 pairs to train on. Give a smaller"),
     "labels.jsonl": (("--length", 4), "has 6 tokens, but a text may have at most 4 (--length, and the model's limit)."),
 }
 
@@ -179,6 +196,11 @@ def test_a_model_that_cannot_be_used_is_one_line(run, saved, texts, tmp_path):
         shutil.copytree(saved("bert"), copy)
         (copy / name).unlink()
         assert_one_line(run("train", copy, *options), f"{copy} {message}")
+    copy = tmp_path / "weights"
+    shutil.copytree(saved("bert"), copy)
+    (copy / "model.safetensors").unlink()
+    assert_one_line(run("train", copy, *options), f"{copy} has neither model.safetensors nor model.safetensors.index")
+    assert not (tmp_path / "run").exists(), "the same command can be given again"
     copy = tmp_path / "labels"
     shutil.copytree(saved("bert"), copy)
     config = json.loads((copy / "config.json").read_text("utf-8"))
@@ -191,6 +213,47 @@ def test_a_model_that_cannot_be_used_is_one_line(run, saved, texts, tmp_path):
     assert_one_line(run("train", copy, *options), "The tokenizer has token 255, but the model has only 31 tokens.")
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(run, saved, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("longspan.cli.train.run.os.access", lambda path, mode: path != tmp_path)
+    out = tmp_path / "runs" / "one"
+    message = f"{out} cannot be created: {tmp_path} is not writable. Name another --out."
+    assert_one_line(run("train", saved("bert"), "--data", texts, "--out", out), message)
+    assert not out.parent.exists()
+
+
+def test_a_disk_that_is_full_at_the_start_is_exit_code_4(run, saved, texts, tmp_path, monkeypatch):
+    def full(self, path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("longspan.cli.train.settings.RunFile.write", full)
+    out = tmp_path / "run"
+    code, _, err = run("train", saved("bert"), "--data", texts, "--out", out)
+    assert (code, err) == (
+        4,
+        f"longspan train: The disk is full: {out / 'run.json'} could not be written. Free some space.\n",
+    )
+
+
+def test_held_out_examples_without_a_token_are_left_out(run, tmp_path, monkeypatch):
+    """Of three documents, the one that is held out is empty; a masked LM has no target in short texts."""
+    monkeypatch.setattr(train, "fit", lambda *_, **options: _stop_without_evaluations(options))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(dict(model_type="bert", **checkpoints.SMALL)))
+    for name, held_out in (("empty", ""), ("short", "a")):
+        texts = ["some text of some bytes"] * 3
+        texts[min(held_out_examples(3, 0.1, 512, 0))] = held_out
+        data = write_lines(tmp_path / f"{name}.jsonl", [dict(text=text) for text in texts])
+        code, _, err = run("train", "--new", config, "--data", data, "--out", tmp_path / name)
+        assert code == 130, err
+        assert "no example is held out, so the model is not evaluated." in err
+        assert ("examples without a token: 1. They are left out." in err) == (name == "empty")
+
+
+def _stop_without_evaluations(options):
+    assert "eval_batches" not in options
+    raise train.Interrupted(0)
+
+
 @pytest.mark.parametrize("left", [None, "full", "interrupted"])
 def test_the_end_of_a_run_decides_the_exit_code(run, saved, texts, tmp_path, monkeypatch, left):
     ends = dict(full=train.DiskFull("The disk is full: x could not be written."), interrupted=train.Interrupted(7))
@@ -199,6 +262,7 @@ def test_the_end_of_a_run_decides_the_exit_code(run, saved, texts, tmp_path, mon
         assert options["resume"] and options["steps"] == 5
         if left is not None:
             raise ends[left]
+        (options["out"] / "metrics.jsonl").write_text('{"step": 1, "loss": null, "loss_hex": "nan"}\n')
         raise FloatingPointError("The loss of step 1 is nan.")
 
     monkeypatch.setattr(train, "fit", fit)

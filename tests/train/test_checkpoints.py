@@ -244,3 +244,9 @@ def test_metrics_of_evaluations_are_weighted_means(tmp_path):
     held_out = [dict(value=np.full(2, v, np.float32), weight=np.full(2, w, np.float32)) for v, w in ((1, 3), (5, 1))]
     fitted(steps=1, out=tmp_path, eval_batches=held_out, eval_every=1, evaluate=evaluate)
     assert metrics(tmp_path)[-1] == dict(step=1, eval_loss=3.0, accuracy=2.0)
+
+
+def test_a_loss_of_held_out_batches_without_targets_is_unknown_and_not_the_best(tmp_path):
+    evaluate = lambda model, batch: dict(eval_loss=(0.0, 0.0))  # noqa: E731
+    _, result = fitted(steps=1, out=tmp_path, eval_batches=[batches(0)], eval_every=1, evaluate=evaluate)
+    assert metrics(tmp_path)[-1] == dict(step=1, eval_loss=None) and result.best_step is None

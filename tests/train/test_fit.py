@@ -153,6 +153,21 @@ def test_a_step_compiles_once_per_shape():
     assert seen == ["the training step for 4 x 5", "the training step for 6 x 5"]
 
 
+def test_compiling_for_another_shape_does_not_hide_the_seconds_of_the_step_before(tmp_path):
+    """A step is read before the next program is compiled, so its seconds are its own."""
+    events = []
+
+    class Events(Quiet):
+        def compiling(self, what):
+            events.append(what.removeprefix("the training step for "))
+
+        def step(self, record):
+            events.append(record["step"])
+
+    fitted(steps=3, batches=lambda step: rows_of(step, 4 + 2 * (step == 1)), progress=Events())
+    assert events == ["4 x 5", 1, "6 x 5", 2, 3]
+
+
 def test_weights_decay_but_norms_and_biases_do_not():
     model = small()
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))

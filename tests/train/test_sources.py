@@ -8,7 +8,7 @@ import pytest
 
 from longspan.train.byte_level import ByteVocabulary
 from longspan.train.sources import Example, Fields, read_examples, standard_library
-from longspan.train.tokenized import tokenized
+from longspan.train.tokenizing import tokenized
 from tests.cli.checkpoints import words
 
 
@@ -23,6 +23,17 @@ def test_a_folder_is_read_in_order_with_subfolders_as_labels(tmp_path):
         write(tmp_path / name, text)
     found = [(example.texts["text"], example.label) for example in read_examples(tmp_path)]
     assert found == [("x", "a"), ("one", "b"), ("two", "b")]
+
+
+def test_files_of_windows_are_read_without_their_byte_order_mark(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    write(tmp_path / "a.jsonl", mark + b'{"text": "one", "label": "x"}\r\n{"text": "two\\r\\n", "label": "y"}\r\n')
+    write(tmp_path / "b.txt", mark + "é\r\n".encode())
+    assert [(e.texts["text"], e.label) for e in read_examples(tmp_path)] == [
+        ("one", "x"),
+        ("two\r\n", "y"),
+        ("é\r\n", None),
+    ]
 
 
 def test_json_lines_have_texts_labels_or_pairs(tmp_path):
@@ -51,6 +62,8 @@ def test_json_lines_have_texts_labels_or_pairs(tmp_path):
         ('{"text": 3}', False, "line 1: 'text' must be a string, got '3'."),
         ('{"text": "a", "label": null}', False, "line 1: 'label' must be a string or an int, got 'None'."),
         ('{"text": "a", "label": [1]}', False, "line 1: 'label' must be a string or an int, got '[1]'."),
+        (r'{"text": "a \ud800"}', False, r"line 1: 'text' is not valid Unicode, at character 2: '\ud800'."),
+        (r'{"text": "a", "label": "\udfff"}', False, "line 1: 'label' is not valid Unicode, at character 0"),
         ('{"anchor": "a"}', True, "line 1 has no field 'positive', only 'anchor'."),
         (b'{"text": "\xff"}', False, "line 1 is not JSON ("),
         ("\n \n", False, "has no documents. Give a folder with text files, or a file with JSON lines."),
@@ -139,7 +152,7 @@ def test_long_texts_are_split_truncated_or_kept_whole():
 
 
 def test_examples_are_tokenized_in_groups_and_empty_ones_left_out(monkeypatch):
-    monkeypatch.setattr("longspan.train.tokenized.GROUP_CHARACTERS", 4)
+    monkeypatch.setattr("longspan.train.tokenizing.GROUP_CHARACTERS", 4)
     found = tokenized(words(), sentences("w1", " ", "w2 w3", "w4"), length=9)
     assert found.texts["text"].lengths.tolist() == [3, 4, 3] and (found.empty, found.unlabelled) == (1, "file 0")
     mixed = [

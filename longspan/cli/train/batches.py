@@ -8,8 +8,8 @@ import numpy as np
 
 from longspan.cli.train.inputs import TrainInputs, settings_with
 from longspan.cli.train.settings import TaskName, TrainSettings
-from longspan.train.data import Batch, BucketedBatches, MaskedBatches, PackedBatches
-from longspan.train.tokenized import Examples
+from longspan.train.data import IGNORED, Batch, BucketedBatches, MaskedBatches, PackedBatches
+from longspan.train.tokenizing import Examples
 
 BATCH_TOKENS = 16384  # of a default batch
 MOST_ROWS, LEAST_PAIRS = 32, 16  # of a default batch
@@ -42,26 +42,25 @@ class TrainBatches(NamedTuple):
 def make_batches(inputs: TrainInputs) -> TrainBatches:
     """The batches of the examples, and the settings with values for everything that was left out."""
     settings = inputs.settings
-    parts = settings.dp * settings.fsdp * settings.accumulate
-    rows = settings.batch or _default_rows(inputs, parts)
-    if rows % parts:
-        raise ValueError(
-            f"--batch {rows} cannot be divided into {settings.accumulate} parts (--accumulate) on "
-            f"{settings.dp * settings.fsdp} devices (--dp, --fsdp). Give a multiple of {parts}."
-        )
     assert settings.length is not None and settings.task is not None
-    if settings.length % settings.sp:
-        raise ValueError(
-            f"Rows of {settings.length:,} tokens cannot be divided over {settings.sp} devices (--sp). Give a --length "
-            f"that is a multiple of {settings.sp}."
-        )
+    rows = _rows(inputs)
     batches = _batches(inputs, inputs.examples, rows)
     held_out: tuple[Batch, ...] = ()
     if inputs.held_out is not None:
         held_out = _held_out(inputs, inputs.held_out, rows, settings.dp * settings.fsdp)
+    _check_lengths(settings, batches, held_out)
+    if settings.patience is not None and not held_out:
+        raise ValueError(
+            f"--patience {settings.patience} needs evaluations, but no example is held out. Give a larger --hold-out, "
+            "or leave out --patience."
+        )
     steps = settings.steps
     if steps is None:
         steps = NEW_STEPS if settings.model is None else EPOCHS * batches.steps_per_epoch
+    if settings.warm_up is not None and settings.warm_up >= steps:
+        raise ValueError(
+            f"--warm-up {settings.warm_up:,} must be less than the {steps:,} steps of the run. Warm up for fewer."
+        )
     rate = settings.learning_rate
     if rate is None:
         rate = NEW_RATE if settings.model is None else LEARNING_RATES[TaskName(settings.task)]
@@ -69,6 +68,24 @@ def make_batches(inputs: TrainInputs) -> TrainBatches:
     changes = dict(batch=rows, steps=steps, learning_rate=rate, eval_every=eval_every)
     changes |= dict(save_every=settings.save_every or eval_every)
     return TrainBatches(settings_with(settings, **changes), batches, held_out)
+
+
+def _rows(inputs: TrainInputs) -> int:
+    """The rows of a batch, which can be divided into parts and over devices."""
+    settings = inputs.settings
+    parts = settings.dp * settings.fsdp * settings.accumulate
+    rows = settings.batch or _default_rows(inputs, parts)
+    if rows % parts:
+        raise ValueError(
+            f"--batch {rows} cannot be divided into {settings.accumulate} parts (--accumulate) on "
+            f"{settings.dp * settings.fsdp} devices (--dp, --fsdp). Give a multiple of {parts}."
+        )
+    if settings.task == TaskName.embeddings and rows > inputs.examples.count:
+        raise ValueError(
+            f"A batch of {rows:,} pairs is more than the {inputs.examples.count:,} pairs to train on. Give a smaller "
+            "--batch, or more pairs."
+        )
+    return rows
 
 
 def _default_rows(inputs: TrainInputs, parts: int) -> int:
@@ -107,14 +124,37 @@ def _batches(inputs: TrainInputs, examples: Examples, rows: int) -> Any:
 
 def _held_out(inputs: TrainInputs, examples: Examples, rows: int, devices: int) -> tuple[Batch, ...]:
     """The batches of an evaluation. Pairs are one batch, because every text is searched among all others."""
-    if inputs.settings.task != TaskName.embeddings:
+    task = inputs.settings.task
+    if task == TaskName.causal_lm and examples.texts["text"].lengths.max() < 2:
+        return ()
+    if task != TaskName.embeddings:
         batches = _batches(inputs, examples, rows)
-        return tuple(batches(step) for step in range(min(MOST_EVAL_BATCHES, batches.steps_per_epoch)))
+        chosen = (batches(step) for step in range(min(MOST_EVAL_BATCHES, batches.steps_per_epoch)))
+        # A short text may have no masked token.
+        return tuple(batch for batch in chosen if (batch["labels"] != IGNORED).any())
     whole = examples.count // devices * devices
     if not whole:
         return ()
-    chosen = {name: documents.select(range(whole)) for name, documents in examples.texts.items()}
-    return (_batches(inputs, examples._replace(texts=chosen, labels=examples.labels[:whole]), whole)(0),)
+    texts = {name: documents.select(range(whole)) for name, documents in examples.texts.items()}
+    return (_batches(inputs, examples._replace(texts=texts, labels=examples.labels[:whole]), whole)(0),)
+
+
+def _check_lengths(settings: TrainSettings, batches: Any, held_out: tuple[Batch, ...]) -> None:
+    """Raises unless every row can be divided over the devices of --sp."""
+    if isinstance(batches, MaskedBatches):
+        batches = batches.batches
+    assert settings.length is not None
+    lengths = {settings.length}
+    if isinstance(batches, BucketedBatches):
+        lengths = {length for bucket in batches.buckets for length in bucket.lengths.values()}
+    lengths |= {array.shape[1] for batch in held_out for array in batch.values() if array.ndim > 1}
+    wrong = sorted(length for length in lengths if length % settings.sp)
+    if wrong:
+        raise ValueError(
+            f"Rows of {wrong[0]:,} tokens cannot be divided over {settings.sp} devices (--sp). Short rows have 32, 64 "
+            f"or another power of two of tokens, the longest have --length {settings.length:,}. Give another --sp or "
+            "--length."
+        )
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

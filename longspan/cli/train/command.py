@@ -177,12 +177,17 @@ def _start(options: dict[str, Any]) -> int:
     run: Path = options.pop("out")
     settings = _settings(options, run)
     others = _import_library(settings)
-    from longspan.cli.train.run import check_out, create, prepare
+    from longspan.cli.train.run import BAD_INPUT, check_out, discard_empty, prepare
 
     check_out(run, others)
     inputs, batches = prepare(settings)
-    create(run, RunFile(inputs.settings, inputs.digests), others)
-    return _train(run, inputs, batches)
+    code = BAD_INPUT
+    try:
+        code = _train(run, RunFile(inputs.settings, inputs.digests), inputs, batches, others)
+    finally:
+        if code == BAD_INPUT and not others:
+            discard_empty(run)
+    return code
 
 
 def _resume(run: Path, options: dict[str, Any]) -> int:
@@ -191,29 +196,33 @@ def _resume(run: Path, options: dict[str, Any]) -> int:
     file = file.changed(steps=options["steps"], **{name: options[name] for name in DEVICE_FIELDS})
     file = RunFile(_with_devices(file.settings), file.digests)
     others = _import_library(file.settings)
-    from longspan.cli.train.run import check_same, check_steps, create, prepare
+    from longspan.cli.train.run import check_same, check_steps, prepare
 
     check_steps(run, file.settings)
     inputs, batches = prepare(file.settings)
     check_same(run, file, inputs)
-    create(run, file, others)
-    return _train(run, inputs, batches)
+    return _train(run, file, inputs, batches, others)
 
 
-def _train(run: Path, inputs: Any, batches: Any) -> int:
-    """Trains in this process, or in several that this process supervises."""
+def _train(run: Path, file: RunFile, inputs: Any, batches: Any, others: bool) -> int:
+    """Writes `run.json`, and trains in this process, or in several that this process supervises."""
     from longspan.cli.train.inputs import tell_changes
+    from longspan.cli.train.run import create, exit_code, train_in
 
     processes = inputs.settings.processes
-    if not is_worker():
-        tell_changes(inputs)
-    if processes > 1 and not is_worker():
-        from longspan.train.supervisor import supervise
 
-        return supervise([sys.executable, "-m", "longspan", "train", "--resume", str(run)], processes, run)
-    from longspan.cli.train.run import train_in
+    def work() -> int:
+        create(run, file, others)
+        if not is_worker():
+            tell_changes(inputs, bool(batches.held_out))
+        if processes > 1 and not is_worker():
+            from longspan.train.supervisor import supervise
 
-    return train_in(run, inputs, batches)
+            return supervise([sys.executable, "-m", "longspan", "train", "--resume", str(run)], processes, run)
+        train_in(run, inputs, batches)
+        return 0
+
+    return exit_code(run, work)
 
 
 def _settings(options: dict[str, Any], run: Path | None) -> TrainSettings:

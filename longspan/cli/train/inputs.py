@@ -22,7 +22,7 @@ from longspan.train.data import bucket_length
 from longspan.train.new_model import NewModel
 from longspan.train.sources import Example, Fields, read_examples, standard_library
 from longspan.train.survey import Source, Survey, held_out_examples, part_of
-from longspan.train.tokenized import Examples, TooLong, tokenized
+from longspan.train.tokenizing import Examples, TooLong, tokenized
 
 MOST_HELD_OUT = 512  # examples
 MAX_PACKED = 1024  # the default length of packed rows
@@ -273,20 +273,25 @@ def _tokenized(
 
     def read(inside: bool) -> Examples:
         chosen: Iterable[Example] = part_of(source, kept_out, inside=inside)
-        found = tokenized(start.tokenizer, chosen, **options)
-        if not found.count:
-            raise ValueError(f"No example of {settings.data} has a token: the tokenizer drops all of their text.")
-        _check_ids(found, start)
-        return found
+        return tokenized(start.tokenizer, chosen, **options)
 
     examples = read(False)
+    if not examples.count:
+        raise ValueError(
+            f"No example of {settings.data} that is not held out has a token. Give more text, or --hold-out 0."
+        )
+    _check_ids(examples, start)
     if not kept_out:
         return examples, None
-    return examples, read(True)
+    held_out = read(True)
+    _check_ids(held_out, start)
+    if not held_out.count:
+        return examples._replace(empty=examples.empty + held_out.empty), None
+    return examples, held_out
 
 
 def _check_ids(examples: Examples, start: StartingModel) -> None:
-    largest = max(int(documents.tokens.max(initial=0)) for documents in examples.texts.values())
+    largest = max((int(documents.tokens.max(initial=0)) for documents in examples.texts.values()), default=0)
     if largest >= start.config.vocab_size:
         raise ValueError(
             f"The tokenizer gives token {largest}, but the model has only {start.config.vocab_size} tokens. Give the "
@@ -305,8 +310,8 @@ def _length(settings: TrainSettings, start: StartingModel, examples: Examples, h
     return bucket_length(longest, start.max_tokens)
 
 
-def tell_changes(inputs: TrainInputs) -> None:
-    """Prints what was left out of the data, or changed."""
+def tell_changes(inputs: TrainInputs, evaluated: bool) -> None:
+    """Prints what was left out of the data, or changed, and if the model is not evaluated."""
     parts = [part for part in (inputs.examples, inputs.held_out) if part is not None]
     empty, long = sum(part.empty for part in parts), sum(part.long for part in parts)
     if empty:
@@ -314,5 +319,5 @@ def tell_changes(inputs: TrainInputs) -> None:
     if long:
         done = "truncated" if inputs.settings.truncate else "split"
         say(f"longspan: examples of more than {inputs.settings.length:,} tokens: {long:,}. They are {done}.")
-    if inputs.held_out is None:
+    if not evaluated:
         say("longspan: no example is held out, so the model is not evaluated.")

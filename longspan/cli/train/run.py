@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from longspan.cli.train.batches import TrainBatches, make_batches
 from longspan.cli.train.inputs import TrainInputs, read_inputs
 from longspan.cli.train.settings import RUN_FILE, RunFile, TrainSettings, is_worker
 
-DISK_FULL, INTERRUPTED = 4, 130
+BAD_INPUT, DISK_FULL, INTERRUPTED = 2, 4, 130
 MODEL, BEST = "model", "best"
 
 
@@ -31,13 +33,37 @@ def check_out(run: Path, others: bool = False) -> None:
 
 def create(run: Path, file: RunFile, others: bool = False) -> None:
     """Creates the folder with its `run.json`. With several processes, all of them wait for it."""
+    from longspan.train.disk import DiskFull, is_full
+
     if not is_worker() and (not others or _is_first()):
-        run.mkdir(parents=True, exist_ok=True)
-        file.write(run)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            file.write(run)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise DiskFull(f"The disk is full: {run / RUN_FILE} could not be written. Free some space.") from error
     if others:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(RUN_FILE)
+
+
+def discard_empty(run: Path) -> None:
+    """Removes the folder of a run that has made no step, so that a corrected command can name it again."""
+    from longspan.train.checkpoints import CHECKPOINTS, checkpoint_steps
+    from longspan.train.report import METRICS
+    from longspan.train.supervisor import WORKERS
+
+    metrics = run / METRICS
+    if checkpoint_steps(run / CHECKPOINTS) or (metrics.exists() and metrics.stat().st_size):
+        return
+    with suppress(OSError):  # the folder stays if anything else is in it
+        for name in (RUN_FILE, METRICS, WORKERS):
+            (run / name).unlink(missing_ok=True)
+        for folder in (run / CHECKPOINTS, run):
+            if folder.is_dir():
+                folder.rmdir()
 
 
 def _is_first() -> bool:
@@ -73,22 +99,22 @@ def check_steps(run: Path, settings: TrainSettings) -> None:
         raise ValueError(f"--steps {settings.steps}: {run} already has {done} steps. Give at least {done}.")
 
 
-def train_in(run: Path, inputs: TrainInputs, batches: TrainBatches) -> int:
-    """Trains in this process, from the last checkpoint if there is one, and returns the exit code."""
+def exit_code(run: Path, work: Callable[[], int]) -> int:
+    """The exit code of a function that trains; the ends of a run that are not errors of the input have their own."""
     from longspan.train import DiskFull, Interrupted
 
     try:
-        _train(run, inputs, batches)
+        return work()
     except DiskFull as error:
         say(f"longspan train: {error}")
         return DISK_FULL
     except Interrupted as stopped:
         say(f"longspan train: interrupted; step {stopped.step} is saved. Continue with: longspan train --resume {run}")
         return INTERRUPTED
-    return 0
 
 
-def _train(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
+def train_in(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
+    """Trains in this process, from the last checkpoint if there is one, and writes the results."""
     import jax
 
     from longspan.cli.train.objective import make_model, make_task
