@@ -1,6 +1,6 @@
 // Where two masks differ.
 
-const MAX_COMPARED = 2 ** 27; // pairs that one search reads
+const MAX_COMPARED = 2 ** 25; // pairs that one search reads
 
 // The rule that allows the pairs that exactly one of two rules allows.
 function differenceRule(a, b) {

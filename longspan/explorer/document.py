@@ -27,9 +27,10 @@ A *number* in a program is an int; `["n", i]`, the value of `numbers[i]`; `["v",
 `["d", i]`. All are clipped to ±(2**30 - 1) where they are read. Only the last is not static: `_by_distance`,
 `hull_of_equals` and the clipping of array entries depend on this, see `masks/terms.py` and `masks/compare.py`.
 
-An entry of `numbers` is `{value, start, stop, leaf, field, least, greatest, fixed}`. `text[start:stop]` is its place in
-`mask.text`, in UTF-16 code units as JavaScript counts; `leaf` is the index of its leaf, from left to right; `least` and
-`greatest` are the legal values. `fixed` is null, or the reason why the page cannot change it.
+An entry of `numbers` is `{value, start, stop, leaf, rule, field, least, greatest, fixed, high}`.
+`text[start:stop]` is its place in `mask.text`, in UTF-16 code units as JavaScript counts; `leaf` is the index of its
+leaf, from left to right, `rule` the leaf's name, `field` that of the number. `least` and `greatest` are the legal
+values, and a slider ends at `high` at the latest. `fixed` is null, or the reason why the page cannot change it.
 
 An entry of `derived` is `[operation, number, ...]`, where the operations are those of `OPERATIONS` in `numbers.js`, on
 ints; bools are 0 and 1.
@@ -86,6 +87,7 @@ from longspan.masks.sides import as_positions
 from longspan.version import __version__
 
 FORMAT = 1
+MUST_BE_TEXTS = "`tokens` must be a list of strings, or a pair of such lists for queries and keys"
 # One batch row and one head of a call, per head: the sizes that FLOPs and bytes are printed for.
 SIZES = dict(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=2, dtype="bfloat16")
 
@@ -128,9 +130,12 @@ def document(
     if other is not None:
         compared = lowered(Expression(masks[1], head_shown), nodes, operations, constant=True)
     if heads > 1:
-        notes.append(f"This page shows head {head_shown} of {heads}. The cache and the devices are those of all heads.")
+        notes.append(
+            f"This page shows head {head_shown} of {heads}, counted from 0. The cache and the devices are those of all "
+            "heads."
+        )
     if rows > 1:
-        notes.append(f"This page shows batch row {batch} of {rows}.")
+        notes.append(f"This page shows batch row {batch} of {rows}, counted from 0.")
     notes += nodes.notes
     return dict(
         format=FORMAT,
@@ -201,11 +206,11 @@ def _tokens(tokens: Any, q_len: int, kv_len: int) -> dict[str, list[str]] | None
     if not (isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(side, str) for side in tokens)):
         sides = (tokens, tokens)
     for side, count, name in zip(sides, (q_len, kv_len), ("queries", "keys"), strict=True):
-        if not isinstance(side, Sequence) or isinstance(side, str) or not all(isinstance(t, str) for t in side):
-            raise TypeError(
-                "`tokens` must be a list of strings, or a pair of such lists for queries and keys, got "
-                f"{type(side).__name__}."
-            )
+        if not isinstance(side, Sequence) or isinstance(side, str):
+            raise TypeError(f"{MUST_BE_TEXTS}, got {type(side).__name__}.")
+        others = [(type(text).__name__, index) for index, text in enumerate(side) if not isinstance(text, str)]
+        if others:
+            raise TypeError(f"{MUST_BE_TEXTS}, got {others[0][0]} at index {others[0][1]} of the {name}.")
         if len(side) != count:
             raise ValueError(f"`tokens` must have one string for each of the {count:,} {name}, got {len(side):,}.")
     return dict(q=list(sides[0]), kv=list(sides[1]))

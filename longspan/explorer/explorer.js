@@ -45,8 +45,8 @@ function makeExplorer(page) {
       return whyPair(page, shown, compared, q, k, textOf);
     },
     tiles(qTile = 128, kvTile = qTile) {
-      checkInt("q_tile", qTile, 1, 2 ** 30);
-      checkInt("kv_tile", kvTile, 1, 2 ** 30);
+      checkInt("q_tile", qTile, 1, FAR);
+      checkInt("kv_tile", kvTile, 1, FAR);
       return { q_tile: qTile, kv_tile: kvTile, ...countTiles(shown, qTile, kvTile) };
     },
     tileKinds: (qTile, kvTile) => tileKinds(shown, qTile, kvTile),
@@ -77,16 +77,24 @@ function expressionText(page, numbers) {
   let text = "";
   let at = 0;
   page.numbers.forEach(({ start, stop }, i) => {
-    text += page.mask.text.slice(at, start) + numbers[i];
+    text += page.mask.text.slice(at, start) + numberText(page, numbers, i);
     at = stop;
   });
   return text + page.mask.text.slice(at);
 }
 
+// The document's own text of a number that did not change: JavaScript prints an int beyond 2**53 differently.
+function numberText(page, numbers, i) {
+  const { value, start, stop } = page.numbers[i];
+  return numbers[i] === value ? page.mask.text.slice(start, stop) : String(numbers[i]);
+}
+
 // Where a part of the document's expression is in the text with other numbers.
 function shifted(page, numbers, start, stop) {
   const moved = (place) =>
-    page.numbers.reduce((to, n, i) => (n.stop <= place ? to + String(numbers[i]).length - (n.stop - n.start) : to), place);
+    page.numbers.reduce((to, { start, stop }, i) => {
+      return stop <= place ? to + numberText(page, numbers, i).length - (stop - start) : to;
+    }, place);
   return [moved(start), moved(stop)];
 }
 
@@ -114,7 +122,8 @@ function whyPair(page, shown, compared, q, k, textOf) {
 
 function checkInt(name, value, least, greatest) {
   if (!Number.isInteger(value) || value < least || value > greatest) {
-    throw new RangeError(`${name} must be an integer from ${least} to ${greatest}, got ${value}.`);
+    const got = typeof value === "string" ? JSON.stringify(value) : String(value);
+    throw new RangeError(`${name} must be an integer from ${least} to ${greatest}, got ${got}.`);
   }
 }
 

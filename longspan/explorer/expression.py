@@ -149,17 +149,18 @@ class Expression:
         least, greatest = -FAR, FAR
         if place.fixed is None:
             least = self._least(index)
-        entry = dict(
+        return dict(
             value=place.value,
             start=place.start,
             stop=place.stop,
             leaf=place.leaf,
+            rule=re.match(r"\w*", repr(self.leaves[place.leaf].mask))[0],  # type: ignore[index]
             field=place.field,
             least=least,
             greatest=greatest,
             fixed=place.fixed,
+            high=min(greatest, max(longest, place.value)),
         )
-        return entry | dict(low=max(least, min(-longest, place.value)), high=min(greatest, max(longest, place.value)))
 
     def _least(self, index: int) -> int:
         """The least legal value, found by making the leaf with others."""

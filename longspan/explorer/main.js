@@ -79,8 +79,9 @@ class App {
       byId(`tab-${name}`).tabIndex = isShown ? 0 : -1;
     }
     this.map.setMode(state.panel === "diff" && page.other ? "difference" : "mask");
-    byId("legend").dataset.panel = this.legend;
+    this.map.hasEdges = state.panel !== "tiles"; // they look like the grid of tiles
     this.showPanel();
+    byId("legend").dataset.panel = this.legend;
     this.map.redraw();
   }
 
@@ -88,6 +89,7 @@ class App {
   get legend() {
     const { panel } = this.state;
     if (panel === "diff" && !this.page.other) return "cell";
+    if (["cache", "devices"].includes(panel) && !this.explorer.isInitial) return "cell";
     return panel === "devices" && this.panels.devices.device === null ? "cell" : panel;
   }
 
@@ -237,7 +239,12 @@ function startPage() {
     cache: explorer.cache,
     devices: explorer.devices,
     diff: explorer.diff,
-    set: (changes) => app.change(changes),
+    // Also takes what `state` returned, of which `expression` and `shown` follow from the rest.
+    set(changes) {
+      if (!isObject(changes)) throw new RangeError("set takes an object, for example {q: 5, k: 3}.");
+      const { expression, shown, ...chosen } = changes;
+      app.change(chosen);
+    },
     place: (q, k) => app.map.placeOf(q, k),
     get state() {
       return app.shown;

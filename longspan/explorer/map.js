@@ -25,6 +25,7 @@ class MaskMap {
     this.target = null; // the zoom that the view approaches
     this.cell = null; // the selected cell
     this.hover = null;
+    this.hasEdges = true; // whether lines between documents are drawn
     this.isScheduled = false;
     this.isMoved = true;
     this.lastMove = 0;
@@ -118,7 +119,7 @@ class MaskMap {
     this.raster.paint(context, view, density, origin);
     context.setTransform(density, 0, 0, density, 0, 0);
     this.drawGrid();
-    axes.drawEdges(context, view, ink);
+    if (this.hasEdges) axes.drawEdges(context, view, ink);
     this.overlay(context, view, origin, ink);
     for (const cell of [this.cell, this.hover]) {
       if (cell) drawCell(context, view, cell, origin, ink, cell === this.cell);

@@ -49,9 +49,9 @@ def evaluated(mask: Mask, plane: ShownPlane) -> tuple[np.ndarray, np.ndarray, in
     """(some, every, q_cell, kv_cell, note): whether any and all pairs of each cell are allowed."""
     pairs = plane.q_len * plane.kv_len
     bounded = not mask.unbounded()
-    skipped = " It has no bounds, so engines skip no tile because of it."
+    skipped = " The rule has no bounds, so engines skip no tile because of it."
     if bounded:
-        skipped = " Engines skip tiles by its bounds, and may visit more tiles than the pairs need."
+        skipped = " Engines skip tiles by the rule's bounds, and may visit more tiles than the pairs need."
     if pairs <= MAX_EXACT:
         q, kv = plane.sides()
         truth = np.broadcast_to(np.asarray(mask.allowed(q.slots(), kv.slots())), (1, 1, plane.q_len, plane.kv_len))

@@ -65,7 +65,7 @@ function drawUnknown(context, view, explorer, [left, top], ink) {
 // The step of a cache: a line at its query, thick over the kept keys.
 function drawStep(context, view, found, [left, top], ink) {
   if (found.error) return;
-  const height = Math.max(3, Math.min(view.scaleY, 12));
+  const height = Math.max(4, Math.min(view.scaleY, 12));
   const y = top + view.yOf(found.step + 0.5) - height / 2;
   if (y < top - height || y > top + view.height) return;
   const bar = ([start, stop], colour) => {
@@ -74,6 +74,8 @@ function drawStep(context, view, found, [left, top], ink) {
     context.fillStyle = colour;
     context.fillRect(left + x0, y, Math.max(x1 - x0, 1.5), height);
   };
+  context.fillStyle = ink.paper; // an edge that separates the step from the picture
+  context.fillRect(left, y - 1, Math.min(view.xOf(found.step + 1), view.width), height + 2);
   bar([0, found.step + 1], ink.evicted);
   for (const span of found.kept) bar(span, ink.kept);
   for (const key of found.pinned) bar([key, key + 1], ink.pinned);

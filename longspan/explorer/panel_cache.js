@@ -45,11 +45,10 @@ function showNote(id, text) {
 
 function cacheFacts(found, page) {
   const steps = found.step + 1;
-  const pinned = found.pinned.map((key) => [key, key + 1]);
   return [
     [kindName("kept", "kept keys"), `${grouped(found.kept_count)} of ${grouped(steps)}: ${spansText(found.kept)}`],
     [kindName("evicted", "evicted keys"), `${grouped(found.evicted_count)}: ${spansText(found.evicted)}`],
-    [kindName("pinned", "pinned keys"), `${grouped(found.pinned.length)}: ${spansText(pinned)}`],
+    [kindName("pinned", "pinned keys"), `${grouped(found.pinned.length)}: ${spansText(spansOfKeys(found.pinned))}`],
     ["slots", `${grouped(found.slots)} for ${counted(page.cache.length, "position")}`],
     ["bytes in use", short(found.used_bytes, "B", 1024)],
     ["allocated", short(found.bytes, "B", 1024)],

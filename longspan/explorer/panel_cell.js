@@ -84,7 +84,7 @@ function treeItem(node) {
   if (node.op === "leaf") {
     return element("li", {}, element("div", {}, truthMark(node.allowed), element("code", {}, node.text)));
   }
-  const words = node.op === "per_head" ? `head ${node.head} of ${node.heads}` : OPERATORS[node.op];
+  const words = node.op === "per_head" ? `head ${node.head}` : OPERATORS[node.op];
   const line = element("div", {}, truthMark(node.allowed), element("span", { class: "operator" }, words));
   return element("li", {}, line, element("ul", {}, ...node.parts.map(treeItem)));
 }

@@ -17,8 +17,8 @@ class DevicesPanel {
     showNote("devices-note", plan.error ?? (isStale ? STALE : ""));
     byId("panel-devices").classList.toggle("stale", isStale);
     byId("devices-found").hidden = Boolean(plan.error);
+    if (plan.error || this.device >= devices) this.device = null;
     if (plan.error) return plan;
-    if (this.device >= devices) this.device = null;
     fillTable(byId("devices-facts"), planFacts(plan));
     byId("devices-list").replaceChildren(...plan.devices.map((device) => this.item(device, page.kv_len, plan)));
     byId("devices-text").replaceChildren(...plan.text.map((line) => element("p", {}, line)));
@@ -33,7 +33,7 @@ class DevicesPanel {
       element("b", {}, `Device ${device.device}`),
       element("span", { class: "strip", "aria-hidden": "true" }, ...deviceStrip(device, length)),
       element("span", {}, `holds ${spansText(device.holds)}`),
-      element("span", {}, computesText(device)),
+      device.pairs === null ? null : element("span", {}, computesText(device)),
       element("span", {}, receivesText(device, plan))
     );
     button.addEventListener("click", () => {
@@ -57,7 +57,6 @@ function planFacts(plan) {
 }
 
 function computesText({ pairs, load }) {
-  if (pairs === null) return "computes a number of pairs that depends on the mask's arrays";
   return `computes ${counted(pairs, "pair")}, ${load.toFixed(2)} of the mean`;
 }
 
@@ -67,8 +66,10 @@ function receivesText(device, plan) {
     const kinds = kind === "queries" ? "queries " : "";
     return `${kinds}${spansText([[start, stop]])} from ${from} by ${stepNames(plan, steps)}`;
   });
+  const listed = lengthOf(device.receives.map(([, start, stop]) => [start, stop]));
+  if (listed < device.received) texts.push(`and ${counted(device.received - listed, "more row")}`);
   for (const [step, rows] of device.others) {
-    texts.push(`${counted(rows, "row")} that are known at run time, by ${stepNames(plan, [step])}`);
+    texts.push(`${counted(rows, "row")} whose tokens are known at run time, by ${stepNames(plan, [step])}`);
   }
   return texts.length ? `receives ${texts.join("; ")}` : "receives nothing";
 }

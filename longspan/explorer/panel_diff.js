@@ -66,8 +66,9 @@ function comparedText({ q, k }, first, second) {
 function differenceText({ same, pair, complete }) {
   if (pair) {
     const { q, k, allowed_by: by } = pair;
-    const place = `query ${grouped(q)}, key ${grouped(k)}`;
-    return `The masks differ. The first differing pair is ${place}: only the ${by} mask allows it.`;
+    const place = `query ${grouped(q)}, key ${grouped(k)}: only the ${by} mask allows it.`;
+    if (complete) return `The masks differ. The first differing pair is ${place}`;
+    return `The masks differ, for example in ${place} The page cannot compare every pair before it.`;
   }
   if (same) return "The masks are the same: they allow the same pairs.";
   return complete ? "No other pair differs." : "No difference was found, but the page cannot compare every pair.";

@@ -60,12 +60,23 @@ function gaps(spans, stop) {
   return found;
 }
 
+// The spans of consecutive keys in a sorted list.
+function spansOfKeys(keys) {
+  const spans = [];
+  for (const key of keys) {
+    const last = spans[spans.length - 1];
+    if (last && last[1] === key) last[1] = key + 1;
+    else spans.push([key, key + 1]);
+  }
+  return spans;
+}
+
 const lengthOf = (spans) => spans.reduce((sum, [start, stop]) => sum + stop - start, 0);
 
 function devicesOf(plans, count, order, stale) {
   if (plans.error) return { count, order, stale, error: plans.error };
-  const byOrder = plans[String(count)];
+  const byOrder = Object.hasOwn(plans, String(count)) ? plans[count] : null;
   if (!byOrder) throw new RangeError(`There are plans for ${Object.keys(plans).join(", ")} devices, not for ${count}.`);
-  if (!byOrder[order]) throw new RangeError(`The order must be ${Object.keys(byOrder).join(" or ")}, got ${order}.`);
-  return { count, order, stale, ...byOrder[order] };
+  if (!Object.hasOwn(byOrder, order)) throw new RangeError(`The order must be ${Object.keys(byOrder).join(" or ")}, got ${order}.`);
+  return { count: Number(count), order, stale, ...byOrder[order] };
 }

@@ -1,6 +1,7 @@
 // The expression with its numbers, and a slider and a field for each number that can change.
 
 const LEAST_REACH = 32; // the greatest value of a slider, at least
+const MOST_LISTED = 6; // entries of a tuple that are listed beside the other numbers
 
 class ExpressionEditor {
   // `onChange(numbers)` is called when the user changes a number.
@@ -9,7 +10,7 @@ class ExpressionEditor {
     this.explorer = explorer;
     this.onChange = onChange;
     this.rows = page.numbers.map((number, index) => this.row(number, index));
-    byId("numbers").replaceChildren(...this.rows.filter((row) => !row.fixed).map((row) => row.root));
+    this.list();
     this.listFixed();
     byId("copy").addEventListener("click", () => this.copy());
     byId("reset").addEventListener("click", () => onChange(page.numbers.map((number) => number.value)));
@@ -44,12 +45,9 @@ class ExpressionEditor {
 
   // "Window left", or "Global indices 2" for the second one of several.
   nameOf(number, index) {
-    const { mask, numbers } = this.page;
-    const leaf = leafOf(mask.tree, number.leaf);
-    const words = [number.field.replace(/_/g, " ")];
-    if (leaf) words.unshift(mask.text.slice(leaf.start).match(/^\w*/)[0]);
-    const isAlike = (other) => other.leaf === number.leaf && other.field === number.field;
-    if (numbers.filter(isAlike).length > 1) words.push(numbers.slice(0, index).filter(isAlike).length + 1);
+    const { numbers } = this.page;
+    const words = [number.rule, number.field.replace(/_/g, " ")];
+    if (numbers.filter(isOfField(number)).length > 1) words.push(numbers.slice(0, index).filter(isOfField(number)).length + 1);
     return words.join(" ");
   }
 
@@ -87,7 +85,7 @@ class ExpressionEditor {
     this.page.numbers.forEach(({ start, stop, value, fixed }, i) => {
       const isChanged = numbers[i] !== value;
       const kind = `literal${isChanged ? " changed" : ""}${fixed === null ? "" : " fixed"}`;
-      const literal = element("span", { class: kind, "data-number": i }, String(numbers[i]));
+      const literal = element("span", { class: kind, "data-number": i }, numberText(this.page, numbers, i));
       parts.push(this.page.mask.text.slice(at, start), literal);
       at = stop;
     });
@@ -106,6 +104,21 @@ class ExpressionEditor {
     byId("expression").querySelector(`[data-number="${index}"]`)?.classList.toggle("marked", isMarked);
   }
 
+  // Long tuples are folded, so that the other numbers stay in sight.
+  list() {
+    const free = this.rows.filter((row) => !row.fixed);
+    const isFolded = ({ number }) => this.page.numbers.filter(isOfField(number)).length > MOST_LISTED;
+    byId("numbers").replaceChildren(...free.filter((row) => !isFolded(row)).map((row) => row.root));
+    const folded = free.filter(isFolded);
+    for (const first of folded.filter(({ number }, i) => i === 0 || !isOfField(number)(folded[i - 1].number))) {
+      const rows = folded.filter(({ number }) => isOfField(number)(first.number)).map((row) => row.root);
+      const { rule, field } = first.number;
+      const summary = element("summary", {}, `${rule} ${field.replace(/_/g, " ")}: ${counted(rows.length, "number")}`);
+      const list = element("div", { class: "number-list" }, ...rows);
+      byId("numbers").after(element("details", { class: "more-numbers" }, summary, list));
+    }
+  }
+
   listFixed() {
     const fixed = this.rows.filter((row) => row.fixed);
     const list = byId("fixed-numbers");
@@ -113,7 +126,8 @@ class ExpressionEditor {
     if (!fixed.length) return;
     for (const { slider, field } of fixed) slider.disabled = field.disabled = true;
     const items = fixed.map(({ root, number }) => element("div", {}, root, element("p", { class: "reason" }, number.fixed)));
-    list.replaceChildren(element("summary", {}, `${counted(fixed.length, "number")} that cannot change here`), ...items);
+    const summary = element("summary", {}, `${counted(fixed.length, "number")} that cannot change here`);
+    list.replaceChildren(summary, element("div", { class: "number-list" }, ...items));
   }
 
   async copy() {
@@ -123,14 +137,8 @@ class ExpressionEditor {
   }
 }
 
-function leafOf(tree, index) {
-  if (tree.op === "leaf") return tree.leaf === index ? tree : null;
-  for (const part of tree.parts) {
-    const found = leafOf(part, index);
-    if (found) return found;
-  }
-  return null;
-}
+// Whether a number is in the same field of the same rule: the entries of a tuple.
+const isOfField = (number) => (other) => other.leaf === number.leaf && other.field === number.field;
 
 // Copies a text. Some browsers allow this only in pages from a server; then the text is selected instead.
 async function copyText(text) {

@@ -16,6 +16,8 @@ FLAGS = (
     "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 TIMEOUT = 60.0  # seconds for one answer
+PANELS = ("cell", "tiles", "cache", "devices", "diff")
+TROUBLE = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")  # events of errors and messages
 
 
 class Browser:
@@ -132,3 +134,18 @@ class Tab:
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         more = dict(captureBeyondViewport=True, clip=size | dict(scale=1)) if whole else {}
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", **more)["data"]))
+
+
+def state(tab):
+    """What the page mirrors in its script `state`."""
+    return json.loads(tab.run("document.getElementById('state').textContent"))
+
+
+def text(tab, name):
+    """The visible text of an element."""
+    return tab.run(f"document.getElementById({name!r}).innerText")
+
+
+def is_shown(tab, name):
+    """Whether an element is visible."""
+    return tab.run(f"document.getElementById({name!r}).checkVisibility()")

@@ -159,8 +159,8 @@ def test_questions_outside_of_the_mask_are_errors():
         "RangeError: q must be an integer from 0 to 3, got 4.",
         "RangeError: k must be an integer from 0 to 2, got 3.",
         "RangeError: q must be an integer from 0 to 3, got -1.",
-        "RangeError: q_tile must be an integer from 1 to 1073741824, got 0.",
-        "RangeError: kv_tile must be an integer from 1 to 1073741824, got 1.5.",
+        "RangeError: q_tile must be an integer from 1 to 1073741823, got 0.",
+        "RangeError: kv_tile must be an integer from 1 to 1073741823, got 1.5.",
     ]
     assert answers[5]["error"] == "There is no other mask."
     assert answers[6] == "Causal()"

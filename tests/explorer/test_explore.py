@@ -99,8 +99,8 @@ def test_a_head_and_a_row_are_selected():
     found = document(mask, 4, batch=1, head=1)
     assert (found["batch"], found["rows"], found["head"], found["heads"]) == (1, 2, 1, 2)
     assert found["notes"] == [
-        "This page shows head 1 of 2. The cache and the devices are those of all heads.",
-        "This page shows batch row 1 of 2.",
+        "This page shows head 1 of 2, counted from 0. The cache and the devices are those of all heads.",
+        "This page shows batch row 1 of 2, counted from 0.",
     ]
     assert document(ls.Causal(), 4, batch=5, head=7)["head"] == 0, "all rows and heads are alike"
 
@@ -132,7 +132,9 @@ WRONG = {
         "head=2 is out of range: the mask has 2 heads, 0 to 1",
     ),
     "text": (dict(tokens="abcd"), TypeError, "`tokens` must be a list of strings, or a pair of such lists"),
-    "ints": (dict(tokens=[1, 2, 3, 4]), TypeError, "`tokens` must be a list of strings"),
+    "ints": (dict(tokens=[1, 2, 3, 4]), TypeError, "must be a list of strings.* got int at index 0 of the queries"),
+    "no text": (dict(tokens=("abcd", ["a"] * 3 + [None])), TypeError, "`tokens` must be a list of strings"),
+    "None": (dict(tokens=(["a"] * 4, ["a"] * 3 + [None])), TypeError, "got NoneType at index 3 of the keys"),
     "few tokens": (dict(tokens=["a"]), ValueError, "`tokens` must have one string for each of the 4 queries, got 1"),
     "few keys": (dict(tokens=(["a"] * 4, ["a"])), ValueError, "one string for each of the 4 keys, got 1"),
     "positions": (dict(q_positions=np.arange(5)), ValueError, "q_positions"),

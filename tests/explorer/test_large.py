@@ -89,7 +89,8 @@ def test_a_users_rule_is_evaluated_in_cells_of_a_long_mask():
     made = document(mask, length)
     assert made["notes"] == [
         "Python evaluated Products(least=900) in cells of 3 x 3 pairs. This page does not know the pairs of a cell "
-        "of which some are allowed. Engines skip tiles by its bounds, and may visit more tiles than the pairs need."
+        "of which some are allowed. Engines skip tiles by the rule's bounds, and may visit more tiles than "
+        "the pairs need."
     ]
     (rows,), (pairs,) = ask(made, ["dense"]), ask(made, ["count"])
     wanted = np.asarray(mask.dense(length))[0, 0]

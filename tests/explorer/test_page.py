@@ -1,6 +1,5 @@
 """The page in a browser: headless Chromium opens it, and the tests use it as people do."""
 
-import json
 import re
 
 import jax
@@ -11,66 +10,22 @@ from hypothesis import given, settings
 
 import longspan as ls
 from longspan.explorer.document import document
-from longspan.explorer.page import page_html
 from longspan.layout import PARTIAL
 from longspan.render.grid import grid_of
 from longspan.testing import masks
 from tests.explorer import example
-from tests.explorer.browser import CHROMIUM, Browser, Tab
+from tests.explorer.browser import CHROMIUM, PANELS, TROUBLE, Tab, is_shown, state, text
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-TROUBLE = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
 T = 96
 MASK, OTHER = example.mask_of()
 DENSE = np.asarray(MASK.dense(T, T))[0, 0]
-PANELS = ("cell", "tiles", "cache", "devices", "diff")
 MILLION = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module")
-def tab(browser):
-    return Tab(browser)
-
-
-@pytest.fixture(scope="module")
-def save(tmp_path_factory):
-    """Writes a document's page, and returns its address."""
-    folder = tmp_path_factory.mktemp("pages")
-
-    def write(found, name):
-        (folder / f"{name}.html").write_text(page_html(found), "utf-8")
-        return (folder / f"{name}.html").as_uri()
-
-    return write
-
-
-@pytest.fixture(scope="module")
-def url(save):
-    return save(example.made(), "example")
 
 
 def narrower(left):
     """The example's mask with another window."""
     return ls.Causal() & (ls.Window(left, 0) | ls.Global((0, 5), rows=False)) & ls.Segments(example.ids())
-
-
-def state(tab):
-    return json.loads(tab.run("document.getElementById('state').textContent"))
-
-
-def text(tab, name):
-    return tab.run(f"document.getElementById({name!r}).innerText")
-
-
-def is_shown(tab, name):
-    return tab.run(f"document.getElementById({name!r}).checkVisibility()")
 
 
 def place(tab, q, k):
@@ -391,57 +346,6 @@ def test_a_page_with_one_mask_says_how_to_compare(tab, save):
     assert "This page shows head 1 of 2" in text(tab, "notes")
 
 
-def test_the_address_stores_the_state(tab, url):
-    address = "#q=20&k=14&zoom=4&tile=64,32&t=70&devices=2&order=zigzag&panel=cache&set.0=9"
-    tab.open(url + address)
-    shown = state(tab)
-    assert {name: shown[name] for name in ("q", "k", "t", "devices", "order", "panel", "set.0", "tile")} == dict(
-        q=20, k=14, t=70, devices=2, order="zigzag", panel="cache", tile=[64, 32], **{"set.0": 9}
-    )
-    assert shown["zoom"] == 4 and not is_shown(tab, "problem")
-    tab.wait(f"location.hash === {address!r}")
-    tab.run("location.hash = '#panel=tiles'")
-    tab.wait("longspan.state.panel === 'tiles'")
-    assert state(tab)["q"] is None and state(tab)["set.0"] == 7
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("q=96&k=3", "q must be an integer from 0 to 95, got 96."),
-        ("q=5", "q and k must be given together."),
-        ("zoom=0", "zoom must be a number from 1, got 0."),
-        ("tile=128", "tile must be two numbers, as in 128,128, got 128."),
-        ("tile=8,x", "tile must be an integer from 1 to 1073741824, got x."),
-        ("t=1e9", "t must be an integer from 0 to 95, got 1e9."),
-        ("devices=3", "devices must be one of 2, 4, 8, 16, got 3."),
-        ("panel=cells", "panel must be one of cell, tiles, cache, devices, diff, got cells."),
-        ("set.9=1", "The index after set. must be an integer from 0 to 3, got 9."),
-        ("set.0=-1", "set.0 must be an integer from 0 to 1073741823, got -1."),
-        (
-            "constructor=1",
-            '"constructor" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.',
-        ),
-        ("<b>=1", '"<b>" is not one of q, k, zoom, tile, t, devices, order, panel, set.0, set.1, and so on.'),
-    ],
-)
-def test_a_bad_address_gives_defaults_and_says_so(tab, url, address, message):
-    tab.open(f"{url}#{address}")
-    assert text(tab, "problem") == f"The address is not valid: {message} The page shows its defaults."
-    shown = state(tab)
-    assert (shown["q"], shown["zoom"], shown["panel"], shown["set.0"]) == (None, 1, "cell", 7)
-
-
-def test_set_raises_errors(tab, url):
-    tab.open(url)
-    message = tab.run("(() => { try { longspan.set({panel: 'x'}); } catch (error) { return String(error); } })()")
-    assert message == "RangeError: panel must be one of cell, tiles, cache, devices, diff, got x."
-    tab.run("longspan.set({q: 9, k: 2, set: {0: 4}, tile: [8, 8]})")
-    assert (state(tab)["q"], state(tab)["set.0"], state(tab)["tile"]) == (9, 4, [8, 8])
-    pairs = int(np.asarray(narrower(4).dense(T, T)).sum())
-    assert tab.run("[longspan.allowed(9, 2), longspan.why(9, 5).allowed, longspan.count()]") == [False, True, pairs]
-
-
 def test_text_from_the_user_is_escaped(browser, tab, save):
     hostile = ["</script><script>alert(1)</script>", "<!--<script>", "<b>\"'&", "\u2028\u2029", "a\0b", "@title@"]
     tokens = hostile + ["x"] * (40 - len(hostile))
@@ -492,4 +396,45 @@ def test_a_narrow_page_does_not_scroll_sideways(tab, url):
     for panel in PANELS:
         tab.run(f"longspan.set({{panel: {panel!r}}})")
         assert tab.run("document.documentElement.scrollWidth") == 400, panel
+        tab.run("scrollTo(0, 1e6)")
+        below = "document.getElementById('keys').getBoundingClientRect().bottom"
+        assert tab.run(f"{below} <= document.querySelector('.tabs').getBoundingClientRect().top"), "they overlap"
     tab.resize(1200, 860)
+
+
+def test_long_tuples_are_folded(tab, save):
+    mask = ls.Global(tuple(range(0, 70, 10)), rows=False) & ls.Causal() & ls.Window(9, 0) | ls.Global((3, 4))
+    tab.open(save(document(mask, 96), "folded"))
+    assert text(tab, "numbers").split("\n") == ["Window left", "Window right", "Global indices 1", "Global indices 2"]
+    assert tab.run("document.querySelector('.more-numbers').innerText") == "Global indices: 7 numbers"
+    assert not is_shown(tab, "slider-6")
+    tab.run("document.querySelector('.more-numbers').open = true")
+    set_input(tab, "slider-6", 61)
+    assert "(0, 10, 20, 30, 40, 50, 61)" in text(tab, "expression")
+
+
+def test_rules_of_other_heads_are_listed_with_their_names(tab, save):
+    tab.open(save(document(ls.PerHead((ls.Causal(1), ls.Window(3, 0))), 40, head=1), "fixed"))
+    tab.run("document.getElementById('fixed-numbers').open = true")
+    lines = [line for line in text(tab, "fixed-numbers").split("\n") if line]
+    assert lines == ["1 number that cannot change here", "Causal offset", "Head 1 does not use this rule."]
+
+
+def test_the_legend_explains_what_is_drawn(tab, url, save):
+    tab.open(f"{url}#panel=cache")
+    assert "kept key" in text(tab, "legend")
+    set_input(tab, "slider-0", 5)
+    assert "kept key" not in text(tab, "legend"), "the plan is of other numbers, and not drawn"
+    mask = ls.Custom(lambda q, k: (q * k) % 7 < 2) & ls.Causal()
+    tab.open(save(document(mask, 3000, other=ls.Causal()), "unknown") + "#panel=diff")
+    assert "not known" in text(tab, "legend")
+
+
+def test_a_difference_after_pairs_that_are_not_known_is_an_example(tab, save):
+    mask = ls.Custom(lambda q, k: (q * k) % 7 < 2) & ls.Causal() | ~ls.Prefix(2000)
+    tab.open(save(document(mask, 3000, other=ls.Causal()), "example_of_a_difference") + "#panel=diff")
+    tab.wait("longspan.state.shown.pair")
+    assert text(tab, "diff-answer") == (
+        "The masks differ, for example in query 0, key 2,000: only the first mask allows it. The page cannot compare "
+        "every pair before it."
+    )
