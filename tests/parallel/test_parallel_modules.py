@@ -157,18 +157,18 @@ ENCODERS = {
     "gemma3_text": lambda: models.EmbeddingGemmaConfig(
         **ENCODER, head_dim=4, sliding_window=6, sliding_window_pattern=2, initializer_range=0.4
     ),
+    "roberta": lambda: models.RobertaConfig(**ENCODER, max_position_embeddings=64),
+    "eurobert": lambda: models.EuroBertConfig(**ENCODER, num_key_value_heads=1, initializer_range=0.4),
+    "nomic_bert": lambda: models.NomicBertConfig(**ENCODER, initializer_range=0.4),
+    "gte": lambda: models.GteConfig(**ENCODER, initializer_range=0.4),
+    "jina_embeddings_v3": lambda: models.JinaEmbeddingsV3Config(**ENCODER, initializer_range=0.4),
 }
+SLOW = ("longformer", "bigbird", "roberta", "nomic_bert", "gte", "jina_embeddings_v3")
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "family",
-    [
-        "bert",
-        "modernbert",
-        "gemma3_text",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird")),
-    ],
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ENCODERS]
 )
 def test_an_encoder_on_devices_equals_one(family):
     encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
