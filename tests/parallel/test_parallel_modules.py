@@ -192,6 +192,16 @@ def test_an_encoder_in_another_order_needs_position_ids():
 
 
 @pytest.mark.check
+def test_padding_stays_with_its_token_in_another_order():
+    encoder, at = models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    mask = np.arange(T)[None] < np.array([[T], [31]])
+    shared = dict(position_ids=at[None], mesh=MESHES["sp4"](), order="zigzag")
+    got = np.asarray(encoder(TEXT[:, at], mask[:, at], **shared).last_hidden_state)
+    want = np.asarray(encoder(TEXT, mask).last_hidden_state)[:, at]
+    np.testing.assert_allclose(got[mask[:, at]], want[mask[:, at]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_modernbert_in_another_order_counts_its_positions(packed):
     """Windows and rotations follow the tokens, not the slots, so no `position_ids` are needed."""
