@@ -169,18 +169,18 @@ ENCODERS = {
     "gemma3_text": lambda: models.EmbeddingGemmaConfig(
         **ENCODER, head_dim=4, sliding_window=6, sliding_window_pattern=2, initializer_range=0.4
     ),
+    "roberta": lambda: models.RobertaConfig(**ENCODER, max_position_embeddings=64),
+    "eurobert": lambda: models.EuroBertConfig(**ENCODER, num_key_value_heads=1, initializer_range=0.4),
+    "nomic_bert": lambda: models.NomicBertConfig(**ENCODER, initializer_range=0.4),
+    "gte": lambda: models.GteConfig(**ENCODER, initializer_range=0.4),
+    "jina_embeddings_v3": lambda: models.JinaEmbeddingsV3Config(**ENCODER, initializer_range=0.4),
 }
+SLOW = ("longformer", "bigbird", "roberta", "nomic_bert", "gte", "jina_embeddings_v3")
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "family",
-    [
-        "bert",
-        "modernbert",
-        "gemma3_text",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("longformer", "bigbird")),
-    ],
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ENCODERS]
 )
 def test_an_encoder_on_devices_equals_one(family):
     encoder = models.Encoder(ENCODERS[family](), rngs=nnx.Rngs(0))
@@ -201,6 +201,16 @@ def test_an_encoder_in_another_order_needs_position_ids():
         encoder(TEXT[:, at], **shared)
     got = encoder(TEXT[:, at], position_ids=at[None], **shared).last_hidden_state
     np.testing.assert_allclose(got, encoder(TEXT).last_hidden_state[:, at], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.check
+def test_padding_stays_with_its_token_in_another_order():
+    encoder, at = models.Encoder(ENCODERS["bert"](), rngs=nnx.Rngs(0)), stored(T, 4, "zigzag")
+    mask = np.arange(T)[None] < np.array([[T], [31]])
+    shared = dict(position_ids=at[None], mesh=MESHES["sp4"](), order="zigzag")
+    got = np.asarray(encoder(TEXT[:, at], mask[:, at], **shared).last_hidden_state)
+    want = np.asarray(encoder(TEXT, mask).last_hidden_state)[:, at]
+    np.testing.assert_allclose(got[mask[:, at]], want[mask[:, at]], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.check

@@ -128,5 +128,8 @@ def _mask(tokens: EncoderTokens) -> Mask | None:
         return None
     if tokens.sharding.mesh is None:
         return Global(kv_flags=tokens.valid, rows=False)
+    if tokens.sharding.order != "contiguous":
+        # Flags are read by position, and `valid` has the order of the slots, by which `Segments` are read.
+        return Segments(segments_of(tokens.valid, None))
     # The same pairs. `Global` on a mesh would send the flagged keys to all devices, as if they were few.
     return kv_flags(tokens.valid)
