@@ -1,9 +1,10 @@
 """Training steps: beside Hugging Face's by turns, and the loop of `ls.train.fit` beside its bare compiled step.
 
-    python -m benchmarks.training                 # all of it, about six minutes on two quiet cores
+    python -m benchmarks.training                 # all of it, about seven minutes on two quiet cores
     python -m benchmarks.training decoder         # 8 layers of 512, window 512, 8192 packed tokens
     python -m benchmarks.training longformer      # fine-tuning longformer-base on 4096 tokens
     python -m benchmarks.training loop            # the decoder's loop, and saving every 20 steps
+    python -m benchmarks.training cross_entropy   # `ls.chunked_cross_entropy` beside the loss of all logits
 
 Every implementation has its own process, so that its peak memory is known. A process waits while another one runs. All
 steps are AdamW in float32, without clipping and without dropout.
@@ -28,17 +29,18 @@ LONGEST = 2048  # tokens of a document
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
 GOALS = dict(decoder=2.0, longformer=2.0)
 LOOP_GOAL, SAVING_GOAL, SAVE_EVERY = 1.03, 1.05, 20
+CROSS_ENTROPY_GOAL, CROSS_ENTROPY_SIZES = 1.35, (2048, 32000, 1024)  # tokens, words, features
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=[*GOALS, "loop"])
+    parser.add_argument("cases", nargs="*", default=[*GOALS, *OTHERS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-python", default=peer_python(), help="an interpreter with torch and transformers")
     options = parser.parse_args()
     for name in options.cases:
-        if name == "loop":
-            print(loop(options.rounds), flush=True)
+        if name in OTHERS:
+            print(OTHERS[name](options.rounds), flush=True)
         else:
             print(compare(name, options.rounds, options.peer_python), flush=True)
 
@@ -90,6 +92,45 @@ def loop(rounds: int) -> str:
     )
 
 
+def cross_entropy(rounds: int) -> str:
+    """Seconds of loss and gradients, with the logits of one chunk in memory and with all of them."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import longspan as ls
+
+    tokens, words, features = CROSS_ENTROPY_SIZES
+    rng = np.random.default_rng(0)
+    hidden, weights = (jnp.asarray(rng.normal(size=(n, features)), jnp.float32) for n in (tokens, words))
+    labels = jnp.asarray(rng.integers(0, words, tokens), jnp.int32)
+
+    def plain(hidden, weights, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ weights.T, labels).mean()
+
+    programs = [jax.jit(jax.value_and_grad(loss, (0, 1))) for loss in (ls.chunked_cross_entropy, plain)]
+    times = []
+    for _ in range(1 + rounds):  # the first round compiles
+        times.append([seconds(lambda program=program: program(hidden, weights, labels)) for program in programs])
+    chunked, whole = np.median(times[1:], axis=0)
+    ratio = np.median([a / b for a, b in times[1:]])
+    return (
+        f"chunked_cross_entropy, loss and gradients of {tokens:,} tokens x {words:,} words\n"
+        f"  {chunked:.2f} s, with all logits {whole:.2f} s: {ratio:.2f} of it (goal {CROSS_ENTROPY_GOAL})"
+    )
+
+
+def seconds(run) -> float:
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+OTHERS = dict(loop=loop, cross_entropy=cross_entropy)
+
+
 class TrainingWorker(Worker):
     """A process that makes a training step for every line that it reads."""
 
@@ -134,11 +175,12 @@ def ours(name: str):
     del model, parameters, others
     program, placed = TrainProgram(HashedGraph(graph), loss, optimizer, 1), place_batch(batch, None)
 
-    def run():
-        start = time.perf_counter()
+    def step():
         held[0], output = program(held[0], placed, np.int32(0))
-        jax.block_until_ready((held[0], output))
-        return time.perf_counter() - start
+        return held[0], output
+
+    def run():
+        return seconds(step)
 
     return dict(run=run, bare=lambda: np.mean([run() for _ in range(LOOP_STEPS)]))
 
@@ -165,7 +207,8 @@ def our_loop(name: str):
         return (times.at[-1] - times.at[0]) / LOOP_STEPS
 
     bare = ours(name)["bare"]
-    return dict(bare=bare, loop=lambda: fit(save_every=1000), saving=lambda: fit(save_every=2, keep=1))
+    # Of the checkpoints after 3 and 6 steps, the first one is written between the two moments.
+    return dict(bare=bare, loop=lambda: fit(save_every=1000), saving=lambda: fit(save_every=3, keep=1))
 
 
 def our_optimizer():
