@@ -214,6 +214,7 @@ def our_loop(name: str):
         return (times.at[-1] - times.at[0]) / LOOP_STEPS
 
     bare = ours(name)["bare"]
+    # Of the checkpoints after 2 and 4 steps, the first one is written between the two moments.
     return dict(bare=bare, loop=lambda: fit(save_every=1000), saving=lambda: fit(save_every=2, keep=1))
 
 

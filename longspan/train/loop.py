@@ -20,7 +20,7 @@ from longspan.train.checkpoints import CHECKPOINTS, Checkpoints, notes_of, resto
 from longspan.train.evaluation import EVAL_LOSS, NO_EVALUATION, BestEvaluation, Evaluations
 from longspan.train.interrupts import Interrupted, Interrupts
 from longspan.train.placement import check_batch, heads_of, place_array, place_batch
-from longspan.train.report import METRICS, MetricsFile, Progress, cut_metrics, finite
+from longspan.train.report import METRICS, MetricsFile, NoProgress, Progress, cut_metrics, finite
 from longspan.train.resume import check_new, find_checkpoint
 from longspan.train.state import from_named_arrays, initial_state, named_arrays, split_model
 from longspan.train.step import StepOutput, TrainProgram, hashable
@@ -118,6 +118,8 @@ def fit(
         (200, True)
     """
     evaluations = Evaluations(loss, eval_batches, eval_every, evaluate, patience)
+    if jax.process_index() > 0:
+        progress = NoProgress()
     loop = _Loop(
         steps=check_static_size("steps", steps, 0),
         save_every=check_static_size("save_every", save_every, 1),
@@ -325,8 +327,7 @@ class _Loop:
     def _write(self, record: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
         if self.metrics is not None:
             self.metrics.write(record)
-        if jax.process_index() == 0:
-            show(record)
+        show(record)
 
     def close(self, model: nnx.Module) -> None:
         """Writes the parameters into the model, and closes the files."""

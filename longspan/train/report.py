@@ -98,6 +98,13 @@ class Progress:
         """The run is over."""
 
 
+class NoProgress(Progress):
+    """Shows nothing: the progress of all processes but the one with rank 0."""
+
+    def note(self, line: str) -> None:
+        """Nothing."""
+
+
 def say(line: str) -> None:
     """Prints one line on stderr, if it is open."""
     if sys.stderr is not None:

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from tests.cli import checkpoints
@@ -50,9 +52,16 @@ def losses(out):
     return [(record["step"], record["loss_hex"]) for record in records(out) if "loss_hex" in record]
 
 
-def test_a_killed_run_continues_with_equal_losses(new, tmp_path):
-    whole = run(*new, "--out", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
+@pytest.fixture(scope="module")
+def whole(new, tmp_path_factory):
+    """The folder of the uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = run(*new, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_killed_run_continues_with_equal_losses(new, whole, tmp_path):
     out = tmp_path / "killed"
     with subprocess.Popen(command(*new, "--out", out), stderr=subprocess.DEVNULL) as process:
         wait_for_step(out, 10, process)
@@ -62,7 +71,7 @@ def test_a_killed_run_continues_with_equal_losses(new, tmp_path):
     again = run("--resume", out)
     assert again.returncode == 0, again.stderr
     assert "resumed from step " in again.stderr
-    assert losses(out) == losses(tmp_path / "whole")
+    assert losses(out) == losses(whole)
     assert [step for step, _ in losses(out)] == list(range(1, 41))
     for name in (
         "config.json",
@@ -72,7 +81,7 @@ def test_a_killed_run_continues_with_equal_losses(new, tmp_path):
         "tokenizer_config.json",
     ):
         for folder in ("model", "best"):
-            assert (out / folder / name).read_bytes() == (tmp_path / "whole" / folder / name).read_bytes()
+            assert (out / folder / name).read_bytes() == (whole / folder / name).read_bytes()
 
 
 def test_an_interrupted_run_saves_its_last_step(new, tmp_path):
@@ -100,3 +109,45 @@ def test_processes_restart_after_one_of_them_dies(new, tmp_path):
     assert "process 1 ended with signal SIGKILL: restarting all 2 processes" in err
     assert [step for step, _ in losses(out)] == list(range(1, 41))
     assert (out / "model" / "model.safetensors").is_file()
+
+
+def on_cluster(port, rank, *arguments):
+    """A process as Open MPI starts it, with two CPU devices."""
+    cluster = dict(
+        OMPI_MCA_orte_hnp_uri="1531576320.0;tcp://127.0.0.1:34911",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_RANK=str(rank),
+        OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+        JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
+        JAX_NUM_CPU_DEVICES="2",
+    )
+    return subprocess.Popen(command(*arguments), env=os.environ | cluster, stderr=subprocess.PIPE, text=True)
+
+
+def test_processes_of_a_cluster_share_the_batch(new, whole, tmp_path):
+    out = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = [on_cluster(port, rank, *new, "--out", out) for rank in range(2)]
+    told = [process.communicate(timeout=SECONDS)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert json.loads((out / "run.json").read_text("utf-8"))["arguments"]["dp"] == 4
+    values = [[float.fromhex(loss) for _, loss in losses(folder)] for folder in (out, whole)]
+    np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
+    assert (out / "best" / "model.safetensors").is_file() and "step 40 of 40" in told[0]
+    assert not any(word in told[1] for word in ("compil", "step", "longspan train:")), told[1]
+    wrong = {
+        "--dp · --fsdp · --tp · --sp = 2 devices, but the 2 processes of the cluster have 4.": (
+            "--resume",
+            out,
+            "--dp",
+            2,
+        ),
+        f"{out} exists and is not empty.": (*new, "--out", out),
+    }
+    for message, arguments in wrong.items():
+        both = [on_cluster(port, rank, *arguments) for rank in range(2)]
+        told = [process.communicate(timeout=SECONDS)[1] for process in both]
+        assert [process.returncode for process in both] == [2, 2]
+        assert all(message in text for text in told), told

@@ -1,5 +1,6 @@
 """Runs in processes of their own: kills at any moment, several processes, the supervisor."""
 
+import errno
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -97,19 +99,39 @@ def test_runs_that_were_killed_and_resumed_equal_one_that_was_not(tmp_path, whol
 
 
 @pytest.mark.slow
-def test_random_kills_lose_no_checkpoint(tmp_path, whole):
-    rng, last = random.Random(0), 0
+def test_random_kills_lose_no_checkpoint(tmp_path):
+    """Each kill comes at a random moment after a new step, mid-step or during a save; a save follows every step."""
+    given = dict(steps=1000, save_every=1, keep=2)
+    run(tmp_path / "whole", **given)
+    rng, last, out = random.Random(0), 0, tmp_path / "killed"
     for _ in range(RANDOM_KILLS):
-        process = start(tmp_path, save_every=1, keep=2, sleep=0.3)
-        time.sleep(rng.uniform(3, 14))
+        before = metrics_of(out)
+        process = start(out, **given)
+        wait_for(partial(has_new_step, last, before, out, process))
+        time.sleep(rng.uniform(0, 0.3))
+        assert process.poll() is None, "the run ended before it was killed"
         process.kill()
         _, told = ended(process)
         assert "damaged" not in told
-        now = max([0, *checkpoint_steps(tmp_path / "checkpoints")])
+        now = max([0, *checkpoint_steps(out / "checkpoints")])
         assert now >= last
         last = now
-    run(tmp_path, save_every=1, keep=2)
-    assert losses(tmp_path) == whole
+    assert last > RANDOM_KILLS
+    run(out, **given)
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def metrics_of(out):
+    path = out / "metrics.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
+def has_new_step(last, before, out, process):
+    """Whether a process has written the line of a step after `last`, or has ended."""
+    now = metrics_of(out)
+    # The process before may have written lines of steps after its last checkpoint; they are cut.
+    written = now != before and any(int(found) > last for found in re.findall(r'"step": (\d+), ', now))
+    return written or process.poll() is not None
 
 
 @pytest.mark.check
@@ -129,11 +151,13 @@ def test_processes_under_a_supervisor_survive_kills(tmp_path, whole):
 @pytest.mark.check
 def test_two_processes_of_four_devices_equal_one_process_of_eight(tmp_path, whole):
     """And the checkpoint of the two resumes in the one."""
-    given = dict(mesh=dict(dp=2, fsdp=4))
-    code, told = ended(start(tmp_path, devices=4, before=supervised(2, tmp_path), steps=5, **given))
+    given, one, two = dict(mesh=dict(dp=2, fsdp=4)), tmp_path / "one", tmp_path / "two"
+    run(one, devices=8, **given)
+    code, told = ended(start(two, devices=4, before=supervised(2, two), steps=5, **given))
     assert code == 0, told
-    assert run(tmp_path, devices=8, **given) == "resumed from step 5\n"
-    assert_close(losses(tmp_path), whole, 1e-5)
+    assert run(two, devices=8, **given) == "resumed from step 5\n"
+    assert_close(losses(two), losses(one), 1e-5)
+    assert_close(losses(one), whole, 1e-5)
 
 
 @pytest.mark.slow
@@ -208,6 +232,17 @@ def test_a_new_checkpoint_renews_the_restarts(tmp_path):
 @pytest.mark.parametrize("code", [0, 2, 4])
 def test_codes_that_a_restart_would_not_change_are_returned(code, tmp_path):
     assert supervise(tmp_path, f"sys.exit({code}) if rank or not {code} else time.sleep(60)") == (code, [])
+
+
+def test_a_disk_that_is_full_when_the_processes_start_is_code_4(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, told = supervise(tmp_path, "time.sleep(60)")
+    assert code == 4 and [line.partition(" could")[0] for line in told] == [
+        f"The disk is full: {tmp_path / 'workers.json'}"
+    ]
 
 
 def test_processes_end_with_a_killed_supervisor(tmp_path):

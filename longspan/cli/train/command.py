@@ -149,7 +149,9 @@ def train(
     dtype: Annotated[
         Precision, typer.Option(help="Dtype of the computation; parameters are float32.", rich_help_panel=DEVICES)
     ] = Precision.float32,
-    dp: Annotated[int | None, _number("Devices that share the batch. Default: 1.", DEVICES)] = None,
+    dp: Annotated[
+        int | None, _number("Devices that share the batch. Default: one per process, or all of a cluster.", DEVICES)
+    ] = None,
     fsdp: Annotated[int | None, _number("Devices that share batch and parameters. Default: 1.", DEVICES)] = None,
     tp: Annotated[int | None, _number("Devices that share the heads. Default: 1.", DEVICES)] = None,
     sp: Annotated[int | None, _number("Devices that share the sequence. Default: 1.", DEVICES)] = None,
@@ -177,9 +179,10 @@ def _start(options: dict[str, Any]) -> int:
     run: Path = options.pop("out")
     settings = _settings(options, run)
     others = _import_library(settings)
+    settings = _on_all_devices(settings, others)
     from longspan.cli.train.run import BAD_INPUT, check_out, discard_empty, prepare
 
-    check_out(run, others)
+    check_out(run)
     inputs, batches = prepare(settings)
     code = BAD_INPUT
     try:
@@ -196,6 +199,7 @@ def _resume(run: Path, options: dict[str, Any]) -> int:
     file = file.changed(steps=options["steps"], **{name: options[name] for name in DEVICE_FIELDS})
     file = RunFile(_with_devices(file.settings), file.digests)
     others = _import_library(file.settings)
+    file = RunFile(_on_all_devices(file.settings, others), file.digests)
     from longspan.cli.train.run import check_same, check_steps, prepare
 
     check_steps(run, file.settings)
@@ -207,13 +211,13 @@ def _resume(run: Path, options: dict[str, Any]) -> int:
 def _train(run: Path, file: RunFile, inputs: Any, batches: Any, others: bool) -> int:
     """Writes `run.json`, and trains in this process, or in several that this process supervises."""
     from longspan.cli.train.inputs import tell_changes
-    from longspan.cli.train.run import create, exit_code, train_in
+    from longspan.cli.train.run import create, exit_code, is_first, train_in
 
     processes = inputs.settings.processes
 
     def work() -> int:
         create(run, file, others)
-        if not is_worker():
+        if not is_worker() and (not others or is_first()):
             tell_changes(inputs, bool(batches.held_out))
         if processes > 1 and not is_worker():
             from longspan.train.supervisor import supervise
@@ -301,10 +305,30 @@ def _import_library(settings: TrainSettings) -> bool:
     library()
     import jax
 
-    count = math.prod(settings.mesh_sizes.values()) // settings.processes
-    if count > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with suppress(RuntimeError):  # JAX has started, in a process that runs more than this command
-            jax.config.update("jax_num_cpu_devices", count)
     from longspan.train.processes import join
 
-    return join()
+    others = join()
+    count = math.prod(settings.mesh_sizes.values()) // settings.processes
+    # On a cluster each process has the devices that its environment gives it.
+    of_command = not others or is_worker()
+    if of_command and count > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with suppress(RuntimeError):  # JAX has started, in a process that runs more than this command
+            jax.config.update("jax_num_cpu_devices", count)
+    return others
+
+
+def _on_all_devices(settings: TrainSettings, others: bool) -> TrainSettings:
+    """The settings with all devices of a cluster, each of whose processes must have its part of the run."""
+    import jax
+
+    if not others or is_worker():
+        return settings
+    devices, found = math.prod(settings.mesh_sizes.values()), jax.device_count()
+    if devices == 1:
+        return replace(settings, dp=found)
+    if devices != found:
+        raise ValueError(
+            f"--dp · --fsdp · --tp · --sp = {devices} devices, but the {jax.process_count()} processes of the cluster "
+            f"have {found}. Give sizes with this product, for example --dp {found}."
+        )
+    return settings

@@ -16,10 +16,8 @@ BAD_INPUT, DISK_FULL, INTERRUPTED = 2, 4, 130
 MODEL, BEST = "model", "best"
 
 
-def check_out(run: Path, others: bool = False) -> None:
-    """Raises unless a new run can be created there. With several processes, the one with rank 0 checks."""
-    if others and not _is_first():
-        return
+def check_out(run: Path) -> None:
+    """Raises unless a new run can be created there."""
     if run.is_dir() and any(run.iterdir()):
         raise FileExistsError(
             f"{run} exists and is not empty. Continue the run in it with --resume {run}, or name another --out."
@@ -35,7 +33,8 @@ def create(run: Path, file: RunFile, others: bool = False) -> None:
     """Creates the folder with its `run.json`. With several processes, all of them wait for it."""
     from longspan.train.disk import DiskFull, is_full
 
-    if not is_worker() and (not others or _is_first()):
+    _wait_for_others("checked", others)  # each process of a cluster has seen that there was no such folder
+    if not is_worker() and (not others or is_first()):
         try:
             run.mkdir(parents=True, exist_ok=True)
             file.write(run)
@@ -43,10 +42,14 @@ def create(run: Path, file: RunFile, others: bool = False) -> None:
             if not is_full(error):
                 raise
             raise DiskFull(f"The disk is full: {run / RUN_FILE} could not be written. Free some space.") from error
+    _wait_for_others("created", others)
+
+
+def _wait_for_others(name: str, others: bool) -> None:
     if others:
         from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(RUN_FILE)
+        multihost_utils.sync_global_devices(name)
 
 
 def discard_empty(run: Path) -> None:
@@ -66,7 +69,8 @@ def discard_empty(run: Path) -> None:
                 folder.rmdir()
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Whether this process has rank 0."""
     import jax
 
     return jax.process_index() == 0
@@ -109,7 +113,9 @@ def exit_code(run: Path, work: Callable[[], int]) -> int:
         say(f"longspan train: {error}")
         return DISK_FULL
     except Interrupted as stopped:
-        say(f"longspan train: interrupted; step {stopped.step} is saved. Continue with: longspan train --resume {run}")
+        if is_first():
+            again = f"Continue with: longspan train --resume {run}"
+            say(f"longspan train: interrupted; step {stopped.step} is saved. {again}")
         return INTERRUPTED
 
 
