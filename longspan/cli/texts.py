@@ -15,9 +15,11 @@ INCOMPLETE = "\ufffd"  # the replacement character, which a tokenizer returns fo
 def tokenizer_of(directory: Path) -> Any:
     """The tokenizer in a checkpoint's directory. The command's options apply to long texts, not its own settings."""
     library()
-    from longspan.hf.tokenizer import read_tokenizer
+    from longspan.hf.tokenizer import apply_settings, read_tokenizer
 
-    return read_tokenizer(directory)
+    tokenizer = read_tokenizer(directory)
+    apply_settings(tokenizer, directory)
+    return tokenizer
 
 
 def read_stdin() -> bytes:

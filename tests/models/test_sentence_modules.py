@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, normalizers
 from tokenizers import models as tokenizer_models
 
 from longspan import hf
+from longspan.cli.texts import tokenizer_of
 from longspan.hf.sentence_modules import listed_modules, sentence_settings, transformer_settings
 from tests.cli import checkpoints
 
@@ -235,14 +236,16 @@ NORMALIZED_IDS = {
 
 @pytest.mark.parametrize("name", NORMALIZED_IDS)
 def test_berts_tokenizer_takes_its_settings_from_its_config(name, load, tmp_path):
-    """As in Hugging Face, whatever `tokenizer.json` says, which has lowercase=false here."""
+    """As in Hugging Face, whatever `tokenizer.json` says, which has lowercase=false here. Training reads it alike."""
     load(**PLAIN)
     config, want = NORMALIZED_IDS[name]
     WORDPIECE.normalizer = normalizers.BertNormalizer(lowercase=False)
     WORDPIECE.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, tokenizer=config)
-    found = hf.load_embedder(tmp_path).tokenize(["A", "É", "é"])
+    letters = ["A", "É", "é"]
+    found = hf.load_embedder(tmp_path).tokenize(letters)
     assert [ids.tolist() for ids, *_ in found] == [[number] for number in want]
+    assert [encoding.ids for encoding in tokenizer_of(tmp_path).encode_batch(letters)] == [[number] for number in want]
 
 
 def test_a_setting_of_berts_tokenizer_is_true_or_false(load, tmp_path):
