@@ -50,7 +50,8 @@ def _escape_unprintable() -> None:
 
 def leave(code: int) -> NoReturn:
     """Ends the process."""
-    if code == INTERRUPTED:
-        # Not `sys.exit`: Python would tear down objects that computations in other threads may still use.
+    # After an interruption Python would tear down objects that computations in other threads may still use. JAX would
+    # let a process of `longspan train --processes` wait for the others, which a supervisor ends when this one is gone.
+    if code == INTERRUPTED or (code and "LONGSPAN_WORKER_RANK" in os.environ):
         os._exit(code)
     sys.exit(code)

@@ -109,6 +109,12 @@ def test_processes_restart_after_one_of_them_dies(new, tmp_path):
     assert "process 1 ended with signal SIGKILL: restarting all 2 processes" in err
     assert [step for step, _ in losses(out)] == list(range(1, 41))
     assert (out / "model" / "model.safetensors").is_file()
+    # All processes find that the checkpoint is of another model, and one of them says it.
+    summary = out / "checkpoints" / "40" / "longspan.json"
+    summary.write_text(summary.read_text("utf-8").replace('"float32"', '"float64"'), "utf-8")
+    again = run("--resume", out, "--steps", 44)
+    assert again.returncode == 2
+    assert again.stderr.count("is of another model, dtype or optimizer") == 1, again.stderr
 
 
 def on_cluster(port, rank, *arguments):

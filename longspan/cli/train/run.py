@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from longspan.cli.train.settings import RUN_FILE, RunFile, TrainSettings, is_wor
 
 BAD_INPUT, DISK_FULL, INTERRUPTED = 2, 4, 130
 MODEL, BEST = "model", "best"
+SAME_ERROR_SECONDS = 2
 
 
 def check_out(run: Path) -> None:
@@ -117,6 +119,11 @@ def exit_code(run: Path, work: Callable[[], int]) -> int:
             again = f"Continue with: longspan train --resume {run}"
             say(f"longspan train: interrupted; step {stopped.step} is saved. {again}")
         return INTERRUPTED
+    except Exception:
+        if is_worker() and not is_first():
+            # In most cases rank 0 has the same error. Then the supervisor ends this process before it prints it again.
+            time.sleep(SAME_ERROR_SECONDS)
+        raise
 
 
 def train_in(run: Path, inputs: TrainInputs, batches: TrainBatches) -> None:
