@@ -392,7 +392,8 @@ def _slots(name: str, slots: Any, length: int | None) -> Any:
 
 
 def _is_bool(dtype: Any) -> bool:
-    return np.issubdtype(dtype, np.bool_)
+    # PyTorch's, because FlexAttention evaluates rules with its tensors.
+    return str(dtype) == "torch.bool" or np.issubdtype(dtype, np.bool_)
 
 
 def _least(value: Any) -> int | None:
