@@ -9,10 +9,11 @@ import logging
 import os
 import re
 import shutil
+import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,11 @@ class Checkpoints:
         # Compression would take the processors from training, and parameters do not compress well.
         self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         logging.getLogger("absl").addFilter(_is_foreign)
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._show_error
         self._finisher = ThreadPoolExecutor(1, "longspan-checkpoint")
         self._finishing: Future | None = None
+        self._failed = False
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], notes: Mapping[str, Any]) -> None:
         """Starts to write a checkpoint; the arrays may change as soon as this returns.
@@ -57,7 +61,7 @@ class Checkpoints:
 
         self.wait()
         part = self.folder / f"{SAVING}{step}"
-        with disk_errors(str(part)):
+        with self._writing(part):
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
             # orbax cannot write empty arrays, and they hold nothing.
@@ -78,11 +82,27 @@ class Checkpoints:
         with suppress(Exception):
             self._writer.close()
         logging.getLogger("absl").removeFilter(_is_foreign)
+        if sys.unraisablehook == self._show_error and not self._failed:
+            sys.unraisablehook = self._hook
+
+    @contextmanager
+    def _writing(self, part: Path) -> Iterator[None]:
+        try:
+            with disk_errors(str(part)):
+                yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _show_error(self, unraisable: Any) -> None:
+        """Replaces `sys.unraisablehook`: orbax's threads report to it each write that ends after another one failed."""
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
 
     def _finish(self, part: Path, summary: dict[str, Any]) -> None:
         """In the background: waits for the files, adds their checksums and gives the folder its name."""
         try:
-            with disk_errors(str(part)):
+            with self._writing(part):
                 self._writer.wait_until_finished()
                 if jax.process_index() == 0:
                     _write_summary(part, summary)
